@@ -23,7 +23,7 @@ from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.cost_sheet import CostSheet, read_costs
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
-from ppserve.planning.shapes import Conditions, Network, compare, render_prospects
+from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prospects
 from ppserve.planning.simulator import Simulator, render_outcome
 
 _COUNT = click.IntRange(min=1)
@@ -129,9 +129,8 @@ def _conditions(arch: Architecture, workload: ExpectedWorkload, sheet: CostSheet
     return Conditions(
         workload=workload,
         stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.from_plan(step.plan)),
-        network=Network(
-            latency_s=over.transfer_s or Network().latency_s, return_s=over.return_s + over.head_s + over.control_s
-        ),
+        latency_s=over.transfer_s or LATENCY_S,
+        return_s=over.return_s + over.head_s + over.control_s,
     )
 
 

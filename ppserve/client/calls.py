@@ -1,7 +1,7 @@
 """What a client does, written once as coroutines: requests, retries, streams that resume.
 
-Both clients run this code. `AsyncClient` is awaited. `Client` gives it calls that block (`CallStyle`), so that no
-coroutine ever waits for an event loop: each runs to its end, or to its next chunk, in one go.
+`AsyncClient` is awaited. `Client` gives it calls that block (`CallStyle`), so that each coroutine runs to its end,
+or to its next chunk, without an event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 
 class CallStyle:
-    """How gRPC is called: here through its interface for asyncio."""
+    """A way to call gRPC: here its interface for asyncio."""
 
     library: Any = aio
 
@@ -91,8 +91,7 @@ class AsyncClient:
     async def detokenize(self, ids: list[int]) -> str:
         """The text of tokens."""
         asked = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
-        answer: pb.DetokenizeResponse = await self._ask(self._stub.Detokenize, asked)
-        return answer.text
+        return str((await self._ask(self._stub.Detokenize, asked)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """Which model is served, and within which limits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import reprlib
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 
+_LONGEST_S = 1e9  # gRPC takes much longer limits for limits that have passed
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Reconnect soon to a server that restarts; gRPC's own first pause is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -23,11 +25,12 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Encrypts the connection. ca: PEM file of the authority to trust, None: the system's. cert, key: PEM files of
-    the client's own certificate, for servers that ask for one."""
+    """The PEM files of an encrypted connection."""
 
     ca: Path | str | None = None
+    """Of the authority to trust; None: the system's."""
     cert: Path | str | None = None
+    """Of the client's own certificate, for servers that ask for one."""
     key: Path | str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -57,10 +60,6 @@ def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
-# gRPC takes much longer ones for limits that have passed.
-_LONGEST_S = 1e9
-
-
 class TimeLimit:
     """The deadline of a call over all its attempts. timeout_s None: no deadline."""
 
@@ -74,6 +73,5 @@ class TimeLimit:
     def pause(self, wanted_s: float) -> float:
         """`wanted_s` and up to 25% more, at random, so that clients that lost a server together do not all return
         at the same moment; never beyond the deadline."""
-        chosen_s = wanted_s * random.uniform(1.0, 1.25)
         left_s = self.left_s
-        return chosen_s if left_s is None else min(chosen_s, left_s)
+        return min(wanted_s * random.uniform(1.0, 1.25), math.inf if left_s is None else left_s)

@@ -1,6 +1,5 @@
 """One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
 
-`AsyncClient` drives it: it sends `next_request`, hands every message to `record`, and reports how the call ended.
 After a stream broke, the next request holds the token ids that were received (`ResumeFrom`); the server continues
 from there. Text may lag behind tokens, but a message that completes text also holds the tokens that complete it.
 So the tokens received determine the text received, and nothing is lost or repeated.
@@ -43,7 +42,7 @@ class RetryPolicy:
 
 
 class Retries:
-    """Counts failures in a row, and remembers the first of them."""
+    """The count of failures in a row, and the first of them."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -59,8 +58,8 @@ class Retries:
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
         """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream broke.
 
-        Raises `failure`, with the first of its row, after the last attempt, and when a retry cannot help: it can
-        where no server answers (UNAVAILABLE) and where a full queue says when it will have room.
+        Raises `failure` after the last attempt, and where a retry cannot help: it can where no server answers
+        (UNAVAILABLE) and where a full queue says when it will have room.
         """
         self._failures += 1
         first = self._first
@@ -73,7 +72,12 @@ class Retries:
         was_last = not has_begun and policy.max_attempts is not None and self._failures >= policy.max_attempts
         is_over = now_s - self._since_s >= policy.resume_timeout_s
         if was_last or is_over or not (is_full or failure.code == "UNAVAILABLE"):
-            raise failure if first is None or str(first) == str(failure) else failure.after(first)
+            if first is None or str(first) == str(failure):
+                raise failure
+            problem = f"{failure.problem} (at first: {first})"
+            raise CallFailed(
+                failure.code, problem, failure.reason, failure.violations, failure.retry_after_s
+            ) from first
         if policy.on_retry is not None:
             policy.on_retry(failure)
         elif first is None:
@@ -86,7 +90,7 @@ class Retries:
 
 @dataclass(slots=True)
 class _Held:
-    """What was received of one sequence. ids: its tokens so far."""
+    """The part of a sequence that was received."""
 
     ids: list[int] = field(default_factory=list)
     has_begun: bool = False
@@ -94,7 +98,7 @@ class _Held:
 
 
 class Conversation:
-    """Repeats `request` until every sequence has ended, with the seed that the first message told."""
+    """A request, repeated until every sequence has ended, with the seed that the first message told."""
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = pb.GenerateRequest()
@@ -116,7 +120,6 @@ class Conversation:
         return None if index is None else self._rest_of(index)
 
     def record(self, message: pb.GenerateResponse) -> Chunk:
-        """Records a message, and returns it as a chunk."""
         self._retries.progress()
         held = self._held[message.index]
         held.has_begun = True

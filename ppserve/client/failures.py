@@ -12,13 +12,8 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class CallFailed(PpserveError):
-    """A call that did not succeed.
-
-    code: name of the gRPC status, such as INVALID_ARGUMENT. reason: the server's stable name for the failure,
-    empty when no server answered. violations: the wrong fields of the request. retry_after_s: how long the server
-    asks the client to wait, in seconds. first: when a call was retried and its failures differed, the first one,
-    or the first that a server explained; else None.
-    """
+    """A call that did not succeed. Its cause (`__cause__`): when the call was retried and its failures differed,
+    the first one, or the first that a server explained."""
 
     def __init__(
         self,
@@ -30,18 +25,14 @@ class CallFailed(PpserveError):
     ) -> None:
         super().__init__(f"{code}: {problem}")
         self.code = code
+        """Name of the gRPC status, such as INVALID_ARGUMENT."""
         self.problem = problem
         self.reason = reason
+        """The server's stable name for the failure; empty when no server answered."""
         self.violations = violations
+        """The wrong fields of the request."""
         self.retry_after_s = retry_after_s
-        self.first: CallFailed | None = None
-
-    def after(self, first: CallFailed) -> CallFailed:
-        """The same failure, with the one that the retries began with."""
-        problem = f"{self.problem} (at first: {first})"
-        failure = CallFailed(self.code, problem, self.reason, self.violations, self.retry_after_s)
-        failure.first = first
-        return failure
+        """How long the server asks the client to wait."""
 
 
 def read_failure(error: grpc.RpcError) -> CallFailed:

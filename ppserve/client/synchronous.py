@@ -38,7 +38,7 @@ class _BlockingCalls(AsyncClient):
 
 
 def _run(awaitable: Awaitable[R]) -> R:
-    """What it returns or raises; it must not suspend, so no event loop is needed."""
+    """The result of a coroutine that never suspends, so no event loop is needed."""
     try:
         next(awaitable.__await__())
     except StopIteration as end:

@@ -18,11 +18,11 @@ from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
 from ppserve.head.starting import WaitLimit, wait_for_hellos
 from ppserve.planning.forecast import Intent
-from ppserve.planning.shapes import Conditions, Network, Prospect, compare, render_prospects, shape_name
+from ppserve.planning.shapes import Conditions, Prospect, compare, render_prospects, shape_name
 
 log = logging.getLogger("ppserve.head")
 
-_BETWEEN_HOSTS = Network(latency_s=200e-6, return_s=1e-3)
+_BETWEEN_HOSTS = {"latency_s": 200e-6, "return_s": 1e-3}
 _ANY_MEMORY = 1 << 62
 
 
@@ -76,8 +76,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     under = Conditions(
         workload=ExpectedWorkload(expected.expect_prompt, expected.expect_new, expected.expect_callers),
         stage_s=lambda layout, step: means[layout.num_tensor].stage_cost(layout),
-        network=Network() if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS,
         num_cores=_num_cores(config, hellos) if on_cpus else math.inf,
+        **({} if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS),
     )
     try:
         return compare(first.model.architecture, intent, len(hellos), under)

@@ -63,11 +63,10 @@ def read_costs(path: Path) -> CostSheet:
         num_steps = min(int(entry["steps"]) for entry in sheet["stages"])
         overheads = OverheadTimes(**{name: float(seconds) for name, seconds in sheet["overheads"].items()})
         max_chunk, num_tensor = int(sheet["max_chunk"]), int(sheet["tensor"])
+        if not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers) or min(max_chunk, num_tensor) < 1:
+            raise ValueError(f"layers {split}, max_chunk {max_chunk}, tensor {num_tensor}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
-    if not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers) or min(max_chunk, num_tensor) < 1:
-        odd = f"layers {split}, max_chunk {max_chunk}, tensor {num_tensor}"
-        raise ConfigError("--costs", f"{path} is no cost sheet: {odd}")
     if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
     return CostSheet(*_divided(stages, stage_layouts(split)), overheads, max_chunk, num_tensor)

@@ -22,7 +22,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What the operator wants to run."""
+    """The operator's wishes."""
 
     num_stages: int
     layers: Split | None = None
@@ -95,24 +95,22 @@ class Forecast:
 
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
-    prefill, decode = prefill_parts(arch, intent.expect_prompt), decode_parts(arch)
-    mixed = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
-    by_kind = {"decode": decode, "prefill": prefill, "mixed": mixed}
-    split = intent.layers or split_by_cost(intent.parts or decode, arch.num_layers, intent.num_stages)
+    parts = {"decode": decode_parts(arch), "prefill": prefill_parts(arch, intent.expect_prompt)}
+    parts["mixed"] = mixed_parts(parts["prefill"], parts["decode"], intent.expect_prompt, intent.expect_new)
+    split = intent.layers or split_by_cost(intent.parts or parts["decode"], arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
     # For each stage its first tensor rank: no other one has more.
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
     stages = tuple(_stage(arch, layout, intent) for layout in layouts)
-    blocks_per_sequence = -(-max_model_len // intent.block_size)
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
     return Forecast(
         arch=arch,
         intent=intent,
         max_model_len=max_model_len,
         stages=stages,
-        max_sequences=num_blocks // blocks_per_sequence,
-        balance={kind: balance(parts.costs(split)) for kind, parts in by_kind.items()},
+        max_sequences=num_blocks // -(-max_model_len // intent.block_size),
+        balance={kind: balance(each.costs(split)) for kind, each in parts.items()},
     )
 
 
@@ -154,9 +152,6 @@ def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent)
     return own + (scales if intent.kv_numbers == "int8" else 0)
 
 
-# ---- as text -----------------------------------------------------------------------------------------------
-
-
 def render(model: str, plan: Forecast) -> str:
     arch, intent = plan.arch, plan.intent
     lines = [
@@ -164,11 +159,11 @@ def render(model: str, plan: Forecast) -> str:
         f" {numbers(intent.dtype, intent.quantization, intent.kv_numbers)}, context {plan.max_model_len}",
         "",
         *table(
-            ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
+            ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens"),
             *(_row(stage) for stage in plan.stages),
         ),
         "",
-        _capacity(plan),
+        _render_capacity(plan),
         f"predicted balance: decode {plan.balance['decode']:.0%}, prefill {plan.balance['prefill']:.0%},"
         f" expected mix {plan.balance['mixed']:.0%}  (100% = no stage waits for another)",
     ]
@@ -177,11 +172,9 @@ def render(model: str, plan: Forecast) -> str:
 
 def _row(stage: StageForecast) -> tuple[str, ...]:
     layout = stage.layout
-    also = [name for name, here in (("embedding", layout.is_first), ("head", layout.is_last)) if here]
     return (
         str(layout.stage),
         f"{layout.num_sublayers / 2:g} ({layout.span})",
-        "+".join(also),
         f"{stage.num_parameters / 1e6:,.1f} M",
         size(stage.weight_bytes),
         size(stage.kv_bytes_per_token),
@@ -190,7 +183,7 @@ def _row(stage: StageForecast) -> tuple[str, ...]:
     )
 
 
-def _capacity(plan: Forecast) -> str:
+def _render_capacity(plan: Forecast) -> str:
     tightest = plan.tightest
     if tightest.kv_memory == 0:
         return f"does not fit: the weights of stage {tightest.layout.stage} alone fill its memory"

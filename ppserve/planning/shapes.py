@@ -21,17 +21,10 @@ from ppserve.core.workload import ExpectedStep, ExpectedWorkload
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast
 
+LATENCY_S = 50e-6
+"""Between ranks of one host."""
 StageSeconds = Callable[[StageLayout, ExpectedStep], float]
 """What a rank of a stage computes in a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """Between ranks. Only latencies count: what ranks exchange in a step is small."""
-
-    latency_s: float = 50e-6
-    return_s: float = 0.5e-3
-    """From the end of a step to the beginning of the one with its tokens: result, the head's work, plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +33,10 @@ class Conditions:
 
     workload: ExpectedWorkload
     stage_s: StageSeconds
-    network: Network = Network()
+    latency_s: float = LATENCY_S
+    """Between ranks. Only latencies count: what ranks exchange in a step is small."""
+    return_s: float = 0.5e-3
+    """From the end of a step to the beginning of the one with its tokens: result, the head's work, plan."""
     num_cores: float = math.inf
     """Ranks that can compute at the same time, with all their threads."""
 
@@ -91,26 +87,25 @@ def compare(arch: Architecture, intent: Intent, world_size: int, under: Conditio
     intent: its number of stages, of tensor ranks, and its split are not used. Raises ConfigError where no shape
     fits.
     """
-    anyhow = replace(intent, layers=None)
-    found = [_prospect(arch, anyhow, grid, under) for grid in shapes(world_size, arch)]
+    found = [_prospect(arch, intent, grid, under) for grid in shapes(world_size, arch)]
     if not any(each.fits for each in found):
         raise ConfigError("--world", f"no shape of {world_size} ranks holds this model")
     return sorted(found, key=lambda each: (not each.fits, -(each.tokens_per_s or 0.0)))
 
 
 def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditions | None) -> Prospect:
-    plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
+    plan = forecast(arch, replace(intent, layers=None, num_stages=grid.pipeline, num_tensor=grid.tensor))
     if plan.max_sequences < 1 or under is None:
         return Prospect(grid, plan)
-    workload, network = under.workload, under.network
+    workload = under.workload
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
     layouts = [stage.layout for stage in plan.stages]
-    seconds = [under.stage_s(layout, step) + num_gathers(layout) * network.latency_s for layout in layouts]
+    seconds = [under.stage_s(layout, step) + num_gathers(layout) * under.latency_s for layout in layouts]
     longest = min(workload.prompt + workload.new, plan.max_model_len)
     fitting = max(1, plan.tightest.max_tokens // longest)
     replicas = min(grid.data, workload.callers)
     slots = min(grid.pipeline, max(1, workload.callers // replicas), fitting)
-    return_s = network.return_s + (grid.pipeline - 1) * network.latency_s
+    return_s = under.return_s + (grid.pipeline - 1) * under.latency_s
     # Ranks that share cores take turns.
     in_turn_s = replicas * slots * grid.tensor * sum(seconds) / under.num_cores
     round_s = max(round_seconds(seconds, slots, return_s), in_turn_s)
@@ -134,12 +129,9 @@ def num_gathers(layout: StageLayout) -> int:
     return layout.is_first + 2 * layout.num_sublayers + layout.is_last
 
 
-# ---- as text -----------------------------------------------------------------------------------------------
-
-
 def render_prospects(found: list[Prospect]) -> str:
     """A row per shape."""
-    heading = ("shape", "layers", "weights", "sequences", "balance", "tokens/s", "ITL")
+    heading = ("shape", "layers", "weights", "sequences", "balance", "tokens/s", "ITL (s)")
     rows = [heading, *(_row(each) for each in found)]
     note = "(tensor ranks x stages x replicas; weights of the heaviest rank; tokens/s without the head's work)"
     return "\n".join([*table(*rows, left=2), note])
@@ -150,10 +142,8 @@ def _row(each: Prospect) -> tuple[str, ...]:
     what = (shape_name(each.grid), str(each.plan.split), size(figures["weight_bytes"]))
     if not each.fits:
         return (*what, "do not fit", "", "", "")
-    speed = ("", "")
-    if each.tokens_per_s is not None and each.itl_s is not None:
-        speed = (f"{each.tokens_per_s:.4g}", f"{1e3 * each.itl_s:.3g} ms")
-    return (*what, f"{figures['max_sequences']:,}", f"{each.plan.balance['decode']:.0%}", *speed)
+    rate, itl = ("" if value is None else f"{value:.4g}" for value in (each.tokens_per_s, each.itl_s))
+    return (*what, f"{figures['max_sequences']:,}", f"{each.plan.balance['decode']:.0%}", rate, itl)
 
 
 def shape_name(grid: RankGrid) -> str:

@@ -32,7 +32,7 @@ _NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened in a simulation."""
+    """The times of a simulation."""
 
     wall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Simulator:
-    """A run of one replica. As in a server, its scheduler learns the costs of steps from their results."""
+    """A replica without stages. As in a server, its scheduler learns the costs of steps from their results."""
 
     def __init__(
         self, stages: Sequence[Coefficients], overheads: OverheadTimes, config: SchedulerConfig, num_blocks: int
@@ -155,16 +155,9 @@ class Simulator:
             self._receive(now_s, None)
 
 
-_FIGURES = {
-    "requests/s": ("requests_per_s", 1.0),
-    "output tokens/s": ("output_tokens_per_s", 1.0),
-    **{f"{name.upper()} p{p} (ms)": (f"{name}_s_p{p}", 1e3) for name in ("ttft", "itl", "e2e") for p in (50, 99)},
-}
-
-
 def render_outcome(figures: dict[str, Any]) -> str:
     """As text. figures: those of an outcome."""
-    lines = table(*((title, f"{figures[key] * scale:.4g}") for title, (key, scale) in _FIGURES.items()), left=1)
+    lines = table(*((name, f"{value:.4g}") for name, value in figures.items() if name != "stages"), left=1)
     kinds, stages = ("busy", *CAUSES), enumerate(figures["stages"])
     shares = [(str(number), *(f"{stage[kind]:.0%}" for kind in kinds)) for number, stage in stages]
     return "\n".join([*lines, "", *table(("stage", *kinds), *shares)])

@@ -245,8 +245,8 @@ def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
             with pytest.raises(CallFailed) as failure:
                 await reading
             assert failure.value.code == "UNAVAILABLE"
-            assert failure.value.first is not None
-            assert failure.value.first.reason == heard[0].reason == "DRAINING"
+            assert isinstance(first := failure.value.__cause__, CallFailed)
+            assert first.reason == heard[0].reason == "DRAINING"
             assert "shutting down" in str(failure.value)
 
     asyncio.run(main())

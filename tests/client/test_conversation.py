@@ -135,7 +135,7 @@ def test_who_gives_up_says_what_it_began_with() -> None:
         retries.pause_after(refused, now_s=0.0)
     assert heard == [GONE, DRAINING, refused]
     assert str(end.value) == "UNAVAILABLE: connection refused (at first: UNAVAILABLE: shutting down)"
-    assert (end.value.code, end.value.first) == ("UNAVAILABLE", DRAINING)
+    assert (end.value.code, end.value.__cause__) == ("UNAVAILABLE", DRAINING)
 
 
 def test_who_is_not_told_of_failures_finds_the_first_of_a_row_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,7 +159,7 @@ def test_what_does_not_change_is_said_once() -> None:
     retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"), now_s=0.0)
     with pytest.raises(CallFailed) as end:
         retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"), now_s=0.0)
-    assert (str(end.value), end.value.first) == ("UNAVAILABLE: socket closed", None)
+    assert (str(end.value), end.value.__cause__) == ("UNAVAILABLE: socket closed", None)
 
 
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"])

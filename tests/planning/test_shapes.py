@@ -12,7 +12,6 @@ from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import (
     Conditions,
-    Network,
     Prospect,
     compare,
     num_gathers,
@@ -23,7 +22,6 @@ from ppserve.planning.shapes import (
 )
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
-NO_NETWORK = Network(latency_s=0.0, return_s=0.0)
 LAYER_S = 1e-3
 
 
@@ -37,14 +35,12 @@ def computes(layout: StageLayout, step: ExpectedStep) -> float:
     return reads(layout, step) * step.plan.num_tokens / 16
 
 
-BUSY_READING = Conditions(ExpectedWorkload(1, 64), reads, NO_NETWORK)
+BUSY_READING = Conditions(ExpectedWorkload(1, 64), reads, latency_s=0.0, return_s=0.0)
 ANY = Intent(1)
 BUSY_COMPUTING = replace(BUSY_READING, stage_s=computes)
 
 
-def compared(
-    world: int, callers: int, under: Conditions = BUSY_READING, intent: Intent = ANY
-) -> list[Prospect]:
+def compared(world: int, callers: int, under: Conditions = BUSY_READING, intent: Intent = ANY) -> list[Prospect]:
     return compare(GPT2, intent, world, replace(under, workload=replace(under.workload, callers=callers)))
 
 
@@ -95,7 +91,7 @@ def test_one_caller_has_work_for_one_replica_and_for_one_stage() -> None:
 
 
 def test_gathers_that_take_long_make_stages_better() -> None:
-    slow = replace(BUSY_READING, network=replace(NO_NETWORK, latency_s=5e-3))
+    slow = replace(BUSY_READING, latency_s=5e-3)
     found = rates(2, 16, slow)
     assert found["2x1x1"] < found["1x2x1"]
     (whole,) = stage_layouts(Split.parse("12"))

@@ -104,6 +104,6 @@ def test_figures_and_their_text() -> None:
     assert figures["requests"] == 8
     assert [sum(stage.values()) for stage in figures["stages"]] == pytest.approx([1.0, 1.0])
     lines = render_outcome(figures).splitlines()
-    assert lines[1].startswith("output tokens/s")
+    assert lines[1].startswith("duration_s")
     assert lines[-3].split()[:3] == ["stage", "busy", "fill_drain"]
     assert [line.split()[0] for line in lines[-2:]] == ["0", "1"]

@@ -90,6 +90,7 @@ class _Peer:
     challenge: bytes = field(default_factory=proof.new_nonce)  # what it must answer to
     rank: int | None = None  # None until it has proved to know the secret
     unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
+    took_ns: int = 0  # when its socket last took a part of `unsent`; 0 if nothing is unsent
 
     @property
     def is_open(self) -> bool:
@@ -125,10 +126,7 @@ class SocketControlPlane:
         self._accepts_from_ns = 0
         self._warns_from_ns = 0
         self._peers: dict[int, _Peer] = {}
-        # In order of arrival.
-        self._strangers: dict[_Peer, None] = {}
-        # Those with something unsent: since when they have taken nothing.
-        self._full: dict[_Peer, int] = {}
+        self._strangers: dict[_Peer, None] = {}  # in order of arrival
         self._arrived: list[Received | Disconnected] = []  # since the last poll
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -158,32 +156,25 @@ class SocketControlPlane:
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
             else:
-                if mask & selectors.EVENT_WRITE:
+                if mask & selectors.EVENT_WRITE and key.data.is_open:
                     self._flush(key.data)
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
-        self._end_full()
-        self._refuse_silent_strangers()
-        self._accept_again()
+        self._end_overdue()
         arrived, self._arrived = self._arrived, []
         return arrived
 
     def send(self, rank: int, message: wire.FromHead) -> None:
-        self._send_frame(rank, wire.encode(message))
+        self.broadcast((rank,), message)
 
     def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         frame = wire.encode(message)
         for rank in ranks:
-            self._send_frame(rank, frame)
-
-    def _send_frame(self, rank: int, frame: bytes) -> None:
-        peer = self._peers.get(rank)
-        if peer is not None:
-            self._send_to(peer, frame)
+            if (peer := self._peers.get(rank)) is not None:
+                self._send_to(peer, frame)
 
     def drop(self, rank: int, cause: str) -> None:
-        peer = self._peers.get(rank)
-        if peer is not None:
+        if (peer := self._peers.get(rank)) is not None:
             self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
@@ -222,8 +213,15 @@ class SocketControlPlane:
             self._end(next(iter(self._strangers)), "too many")
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
-    def _accept_again(self) -> None:
-        if self._accepts_from_ns and self._clock() > self._accepts_from_ns:
+    def _end_overdue(self) -> None:
+        """Ends strangers that have not said Hello in time, and connections that have taken nothing for too long."""
+        now_ns = self._clock()
+        for peer in (*self._strangers, *self._peers.values()):
+            if peer in self._strangers and now_ns - peer.since_ns > self._greeting_timeout_ns:
+                self._end(peer, "said nothing")
+            elif peer.unsent and now_ns - peer.took_ns > self._send_timeout_ns:
+                self._end(peer, "timeout")
+        if self._accepts_from_ns and now_ns > self._accepts_from_ns:
             self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
@@ -280,35 +278,27 @@ class SocketControlPlane:
         except ssl.SSLError:
             self._end(peer, "protocol")
             return
-        if peer not in self._full and peer.unsent:
+        if not peer.took_ns:
             self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
         """Gives the socket as much as it takes now."""
         had = len(peer.unsent)
         try:
-            while peer.is_open and peer.unsent:
+            while peer.unsent:
                 del peer.unsent[: peer.connection.send(peer.unsent)]
         except BlockingIOError:
             pass
         except OSError:
             self._end(peer, "exit")
-        if not peer.is_open:
             return
+        if bool(peer.took_ns) != bool(peer.unsent):
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            self._selector.modify(peer.connection, events, peer)
         if not peer.unsent:
-            if self._full.pop(peer, None) is not None:
-                self._selector.modify(peer.connection, selectors.EVENT_READ, peer)
-            return
-        if peer not in self._full:
-            self._selector.modify(peer.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-        if peer not in self._full or len(peer.unsent) < had:
-            self._full[peer] = self._clock()
-
-    def _end_full(self) -> None:
-        """Ends connections that have taken nothing for too long."""
-        since_ns = self._clock() - self._send_timeout_ns
-        for peer in [peer for peer, full_ns in self._full.items() if full_ns < since_ns]:
-            self._end(peer, "timeout")
+            peer.took_ns = 0
+        elif not peer.took_ns or len(peer.unsent) < had:
+            peer.took_ns = self._clock()
 
     def _end(self, peer: _Peer, cause: str) -> None:
         """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
@@ -317,7 +307,6 @@ class SocketControlPlane:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.pop(peer, None)
-        self._full.pop(peer, None)
         if peer.rank is not None and self._peers.get(peer.rank) is peer:
             del self._peers[peer.rank]
             self._arrived.append(Disconnected(peer.rank, cause))
@@ -366,11 +355,6 @@ class SocketControlPlane:
         self._warn(f"refused a connection: {reason}")
         self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
         self._end(peer, "refused")
-
-    def _refuse_silent_strangers(self) -> None:
-        silent_since_ns = self._clock() - self._greeting_timeout_ns
-        for peer in [stranger for stranger in self._strangers if stranger.since_ns < silent_since_ns]:
-            self._end(peer, "said nothing")
 
     def _warn(self, problem: str) -> None:
         if self._clock() >= self._warns_from_ns:

@@ -230,7 +230,7 @@ class HeadProcess:
     def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
         metrics, spans = self._metrics, self._spans
         metrics.read_ledger(handle.stage_times)
-        live = live_pages(lambda: read_state(handle, metrics.reading(), spans.recent()))
+        live = live_pages(lambda: read_state(handle, metrics.read_load(), spans.recent()))
         costs = json_page(lambda: describe_costs(handle.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 

@@ -214,7 +214,7 @@ class SocketControlPlane:
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
     def _end_overdue(self) -> None:
-        """Ends strangers that have not said Hello in time, and connections that have taken nothing for too long."""
+        """Ends strangers that are silent, and connections that have taken nothing for too long."""
         now_ns = self._clock()
         for peer in (*self._strangers, *self._peers.values()):
             if peer in self._strangers and now_ns - peer.since_ns > self._greeting_timeout_ns:

@@ -20,7 +20,6 @@ from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.handle import EngineHandle, describe_topology
-from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
@@ -48,26 +47,22 @@ class RecentSpans(Observer):
         return [list(spans) for spans in self._spans]
 
 
-def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[list[int]]]:
-    """Per stage, for each span: [number of its kind, start in µs before now, duration in µs, step or -1]."""
+def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
+    """Per stage, for each span: number of its kind, start in µs before now, duration in µs, step or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
-    return [
-        [
-            [
-                _KIND_NUMBERS[settled.span.kind],
-                (now_ns - settled.span.start) // 1000,
-                (settled.span.end - settled.span.start) // 1000,
-                -1 if settled.step_id is None else settled.step_id,
-            ]
-            for settled in of_stage
-            if settled.span.end > oldest_ns
-        ]
-        for of_stage in spans
-    ]
+    return [[_drawn(each, now_ns) for each in of_stage if each.span.end > oldest_ns] for of_stage in spans]
 
 
-def read_state(handle: EngineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
-    """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
+def _drawn(settled: Settled, now_ns: int) -> tuple[int, int, int, int]:
+    span, step_id = settled.span, -1 if settled.step_id is None else settled.step_id
+    return _KIND_NUMBERS[span.kind], (now_ns - span.start) // 1000, (span.end - span.start) // 1000, step_id
+
+
+def read_state(handle: EngineHandle, load: dict[str, Any], spans: list[list[Settled]]) -> dict[str, Any]:
+    """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine.
+
+    load: of the metrics.
+    """
     readings, description = handle.snapshot(), handle.description
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     measured_stages = [stage for reading in readings for stage in reading.stages]
@@ -81,15 +76,11 @@ def read_state(handle: EngineHandle, load: ServerLoad, spans: list[list[Settled]
             "deterministic": description.deterministic,
             "version": description.version,
         },
-        **asdict(load),
+        **load,
         **asdict(topology),
         "kinds": KINDS,
         "stages": [
-            {
-                **asdict(stage),
-                "time_s": _seconds(measured.times),
-                "spans": drawn,
-            }
+            {**asdict(stage), "time_s": _seconds(measured.times), "spans": drawn}
             for stage, measured, drawn in of_stages
         ],
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -43,29 +43,6 @@ RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "for
 
 STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
 ROWS_BUCKETS = tuple(2**k for k in range(13))
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """A cumulative histogram since the start."""
-
-    bounds_s: tuple[float, ...]
-    counts: tuple[int, ...]  # of values up to each bound
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """The load of the server now, and its counters since the start."""
-
-    running: int
-    waiting: int
-    in_flight: int
-    kv_usage: float  # 0 to 1
-    requests: int
-    prompt_tokens: int
-    generated_tokens: int
-    ttft: Latency
-    itl: Latency
 
 
 class StepMetrics(Observer):
@@ -158,20 +135,20 @@ class Metrics:
         """All metrics now, as Prometheus reads them."""
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
-    def reading(self) -> ServerLoad:
-        """The figures that the live page shows."""
+    def read_load(self) -> dict[str, Any]:
+        """The figures that the live page shows: the load now, and counters and latencies since the start."""
         requests, steps = self.requests, self.steps
-        return ServerLoad(
-            running=int(_total(steps.running)),
-            waiting=int(_total(steps.waiting)),
-            in_flight=int(_total(steps.in_flight)),
-            kv_usage=_total(steps.kv_usage) / self._num_replicas,
-            requests=int(_total(requests.ended)),
-            prompt_tokens=int(_total(requests.prompt)),
-            generated_tokens=int(_total(requests.generated)),
-            ttft=_latency(requests.ttft),
-            itl=_latency(requests.itl),
-        )
+        return {
+            "running": int(_total(steps.running)),
+            "waiting": int(_total(steps.waiting)),
+            "in_flight": int(_total(steps.in_flight)),
+            "kv_usage": _total(steps.kv_usage) / self._num_replicas,
+            "requests": int(_total(requests.ended)),
+            "prompt_tokens": int(_total(requests.prompt)),
+            "generated_tokens": int(_total(requests.generated)),
+            "ttft": _latency(requests.ttft),
+            "itl": _latency(requests.itl),
+        }
 
     # ---- what is served -------------------------------------------------------------------------------
 
@@ -196,13 +173,14 @@ def _total(metric: Family) -> float:
     return sum(sample.value for family in metric.collect() for sample in family.samples)
 
 
-def _latency(histogram: Histogram) -> Latency:
+def _latency(histogram: Histogram) -> dict[str, list[float]]:
+    """How many values were at most each bound, over all labels; the last count is of all values."""
     counts: dict[float, int] = {}
     for sample in (sample for family in histogram.collect() for sample in family.samples):
         if sample.name.endswith("_bucket"):
             bound = float(sample.labels["le"])
             counts[bound] = counts.get(bound, 0) + int(sample.value)
-    return Latency(tuple(sorted(counts))[:-1], tuple(counts[bound] for bound in sorted(counts)))
+    return {"bounds_s": sorted(counts)[:-1], "counts": [counts[bound] for bound in sorted(counts)]}
 
 
 class _LedgerCollector(Collector):

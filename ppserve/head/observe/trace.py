@@ -16,6 +16,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ppserve.core.grid import RankGrid
@@ -73,9 +75,9 @@ class Trace(Observer):
 
     def stop(self) -> None:
         """End the file, if one is being written."""
-        with self._lock:
-            if self._file is not None:
-                self._end(self._file, "trace written to %s")
+        with self._writing() as file:
+            if file is not None:
+                self._complete(file)
 
     close = stop
 
@@ -166,28 +168,31 @@ class Trace(Observer):
                 file.write({**of_stage, "tid": tid, "name": "thread_name", "args": {"name": row}})
 
     def _write(self, events: list[Event]) -> None:
-        with self._lock:
-            if (file := self._file) is None:
-                return
-            try:
+        with self._writing() as file:
+            if file is not None:
                 for event in events:
                     file.write(event)
-            except OSError as error:
-                self._file = None
-                file.let_go()
-                log.warning("the trace ends: %s: %s", file.path, error.strerror)
-                return
-            if file.is_full:
-                self._end(file, "the trace ends, %s is as large as it may become")
+                if file.is_full:
+                    self._complete(file)
 
-    def _end(self, file: _EventFile, message: str) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[_EventFile | None]:
+        """The file, if one is being written. One that cannot be written is closed as it is."""
+        with self._lock:
+            file = self._file
+            try:
+                yield file
+            except OSError as error:
+                assert file is not None
+                self._file = None
+                file.close()
+                log.warning("the trace ends: %s: %s", file.path, error.strerror)
+
+    def _complete(self, file: _EventFile) -> None:
+        file.complete()
+        file.close()
         self._file = None
-        try:
-            file.close()
-        except OSError as error:
-            log.warning("the trace ends: %s: %s", file.path, error.strerror)
-        else:
-            log.info(message, file.path)
+        log.info("trace written to %s", file.path)
 
 
 class _EventFile:
@@ -196,11 +201,12 @@ class _EventFile:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._file = path.open("wb", buffering=0)
         self._pending = bytearray(b"[")
         self._separator = b"\n"
         self._num_bytes = 0
         self._flushed_s = time.monotonic()
+        self.close = self._file.close
 
     @property
     def is_full(self) -> bool:
@@ -212,16 +218,9 @@ class _EventFile:
         if len(self._pending) >= _CHUNK_BYTES or time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
             self._flush()
 
-    def close(self) -> None:
-        try:
-            self._pending += b"\n]\n"
-            self._flush()
-        finally:
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Closes the file as it is."""
-        os.close(self._descriptor)
+    def complete(self) -> None:
+        self._pending += b"\n]\n"
+        self._flush()
 
     def _flush(self) -> None:
         pending = memoryview(bytes(self._pending))
@@ -229,7 +228,7 @@ class _EventFile:
         self._num_bytes += len(pending)
         self._flushed_s = time.monotonic()
         while pending:
-            pending = pending[os.write(self._descriptor, pending) :]
+            pending = pending[self._file.write(pending) :]
 
 
 def _at(ns: int) -> Event:

@@ -45,8 +45,8 @@ def test_spans_are_told_as_microseconds_before_now_within_the_window() -> None:
     new = Settled(0, Span(99 * SECOND, 99 * SECOND + 2_000_000, "mixed"), 41)
     nameless = Settled(0, Span(now_ns - 1000, now_ns, HOST), None)
     ((first, second),) = describe_schedule([[old, new, nameless]], now_ns)
-    assert first == [KINDS.index("mixed"), 1_000_000, 2000, 41]
-    assert second == [KINDS.index(HOST), 1, 1, -1]
+    assert first == (KINDS.index("mixed"), 1_000_000, 2000, 41)
+    assert second == (KINDS.index(HOST), 1, 1, -1)
 
 
 def test_the_page_comes_with_a_policy_that_allows_its_own_script_and_style_only() -> None:

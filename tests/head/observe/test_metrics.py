@@ -172,8 +172,8 @@ def test_each_replica_has_its_own_figures():
         assert seen("ppserve_kv_usage_ratio", replica=replica) == usage
         assert seen("ppserve_stage_idle_seconds_total", replica=replica, stage="0") == idle_s
         assert seen("ppserve_generated_tokens_total", replica=replica) == tokens
-    load = metrics.reading()
-    assert (load.running, load.kv_usage, load.generated_tokens) == (5, 0.5, 1)
+    load = metrics.read_load()
+    assert (load["running"], load["kv_usage"], load["generated_tokens"]) == (5, 0.5, 1)
 
 
 # ---- the ledger -------------------------------------------------------------------------------------------

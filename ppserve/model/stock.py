@@ -29,6 +29,9 @@ from ppserve.model.checkpoint import Matrix
 Operator = Callable[[torch.Tensor], torch.Tensor]
 """A norm or an activation of rows."""
 
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""x Wᵀ + b."""
+
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
     "gelu_fast": partial(gelu, approximate="tanh"),
@@ -110,12 +113,12 @@ class TorchBackend:
 
 
 class PlainLinear:
-    """Weights as they are."""
+    """Weights as they are, in torch's product or another."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
-        self._weight_NK, self._bias_N = weight_NK, bias_N
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, product: Product = linear) -> None:
+        self._weight_NK, self._bias_N, self._product = weight_NK, bias_N, product
         self.num_outputs, self.num_inputs = weight_NK.shape
         self.num_bytes = weight_NK.nbytes
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return linear(x_TK, self._weight_NK, self._bias_N)
+        return self._product(x_TK, self._weight_NK, self._bias_N)

@@ -6,7 +6,6 @@ another. Sums are float32.
 
 from __future__ import annotations
 
-import logging
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,11 +26,8 @@ from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.stock import TorchBackend
+from ppserve.model.stock import PlainLinear, TorchBackend
 from ppserve.model.timing import Timing
-
-log = logging.getLogger("ppserve.stage")
-
 
 READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
 # Of one row and id, where rows are drawn from: logits, kept and recorded, weights, sums in float64, and where ids
@@ -87,7 +83,7 @@ class CudaBackend(TorchBackend):
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         if self.options.batch_invariant:
-            return InvariantLinear(self.operators, self.stored(weight_NK[:]), bias_N)
+            return PlainLinear(self.stored(weight_NK[:]), bias_N, self.operators.product)
         return super().linear(weight_NK, bias_N)
 
     def make_cache(
@@ -102,11 +98,7 @@ class CudaBackend(TorchBackend):
             return model
         assert isinstance(model, GPT2Stage)
         assert isinstance(cache, DeviceCache)
-        held_bytes = self.accelerator.allocated_bytes()
-        stage = RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.accelerator, self.readback)
-        held_bytes = self.accelerator.allocated_bytes() - held_bytes
-        log.info("recorded steps of %s rows, in %.0f MB", ", ".join(map(str, stage.sizes)), held_bytes / 1e6)
-        return stage
+        return RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.accelerator, self.readback)
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         assert isinstance(inputs, DeviceInputs)
@@ -123,18 +115,6 @@ class CudaBackend(TorchBackend):
     def describe(self) -> str:
         linears = self.operators.name if self.options.batch_invariant else "torch"
         return f"{self.accelerator.name}; attention by {self.operators.name}, linears by {linears}"
-
-
-class InvariantLinear:
-    """A product with fixed tiles: the number of rows changes which tiles are computed, not how."""
-
-    def __init__(self, operators: Operators, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
-        self._operators, self._weight_NK, self._bias_N = operators, weight_NK, bias_N
-        self.num_outputs, self.num_inputs = weight_NK.shape
-        self.num_bytes = weight_NK.nbytes
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._operators.product(x_TK, self._weight_NK, self._bias_N)
 
 
 def _above_128(rows: Iterable[int]) -> tuple[int, ...]:

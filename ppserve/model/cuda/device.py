@@ -62,10 +62,6 @@ class Accelerator:
         work()
         return work
 
-    def allocated_bytes(self) -> int:
-        """Memory that the device holds for this process."""
-        return 0
-
 
 _RECORDING = threading.Lock()
 """Stages may be threads of one process. torch's bookkeeping of a graph that is being recorded (synchronisation,
@@ -116,11 +112,6 @@ class CudaDevice(Accelerator):
             work()
         self._pool = self._pool or graph.pool()
         return graph.replay
-
-    def allocated_bytes(self) -> int:
-        # torch's unused memory goes back to the device first: recording gives it back as well.
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self.device)
 
 
 class _CudaMark:

@@ -1,10 +1,8 @@
 """Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
 
-The same logits give the same tokens as on the CPU: the same points, and weights with the same bits. Only sums over
-the vocabulary are rounded in an order of the device's own, which is the same whatever other rows there are; they
-are float64, so a draw whose point lies within 1e-15 of the border between two ids may fall to the other side, and
-log-probabilities differ from the CPU's by as little. Only tokens, and log-probabilities that were asked for, go
-back to the host, in one copy.
+The same logits give the same tokens as on the CPU: points and weights have the same bits. Only sums over the
+vocabulary, in float64, are rounded in another order, which does not depend on the other rows: a draw whose point
+lies within 1e-15 of the border between two ids may differ, and log-probabilities by as little.
 
 R rows, V vocabulary, n adjustments.
 """

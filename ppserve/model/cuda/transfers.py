@@ -43,8 +43,6 @@ class Staging:
         self._device = device
         self._free: deque[torch.Tensor] = deque(device.host_buffer(_BUFFER_BYTES) for _ in range(_BUFFERS))
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
-        self.num_copies = 0
-        """How often it has copied."""
 
     def copy(self, arrays: Arrays, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Copies arrays one after the other, by one copy, into a buffer of the device or into new memory.
@@ -61,7 +59,6 @@ class Staging:
             begin += _aligned(array.nbytes)
         if num_bytes:
             self._device.copy(to[:num_bytes], host[:num_bytes])
-            self.num_copies += 1
         self._under_way.append((self._device.mark(), host))
         return tensors
 
@@ -81,8 +78,6 @@ class Readback:
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._host = device.host_buffer(1 << 12)
-        self.num_copies = 0
-        """How often it has copied."""
 
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
         """Starts the copy of the columns of a plan's rows; None if it has none.
@@ -95,7 +90,6 @@ class Readback:
             self._host = self._device.host_buffer(2 * columns_RC.nbytes)
         host_RC = self._host[: columns_RC.nbytes].view(torch.float64).view(columns_RC.shape)
         self._device.copy(host_RC, columns_RC)
-        self.num_copies += 1
         mark = self._device.mark()
 
         def results() -> Results:

@@ -18,16 +18,14 @@ ROWS_PER_TILE = 16
 """Rows that share loads of keys and values: what a tensor core's smallest product takes."""
 
 
-def _float32(number: float) -> float:
-    return float(np.float32(number))
+def _float32(*numbers: float) -> list[float]:
+    return [float(np.float32(number)) for number in numbers]
 
 
 # e**x as `compiled.lanes.exp` computes it, so that weights have the same bits: see there. All are float32 numbers.
-EXP_LEAST, EXP_MOST = _float32(-87.3), _float32(88.3)
-EXP_ROUND, EXP_LOG2_E = 1.5 * 2**23, _float32(1.4426950408889634)
-EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375), _float32(2.12194440e-4)
-EXP_C6, EXP_C5, EXP_C4 = _float32(1.9875691500e-4), _float32(1.3981999507e-3), _float32(8.3334519073e-3)
-EXP_C3, EXP_C2, EXP_C1 = _float32(4.1665795894e-2), _float32(1.6666665459e-1), 0.5
+EXP_LEAST, EXP_MOST, EXP_ROUND, EXP_LOG2_E = _float32(-87.3, 88.3, 1.5 * 2**23, 1.4426950408889634)
+EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375, 2.12194440e-4)
+EXP_POLYNOMIAL = _float32(1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +50,9 @@ class Operators:
     ) -> None:
         """Keeps the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
-        # Rows that only pad the step write once more what the first of the others writes, or where there is none
-        # what is there already: a mask would make the host wait for its sum.
-        held_T = slots_T >= 0
-        row_T = torch.where(held_T, torch.arange(len(slots_T), device=slots_T.device), held_T.byte().argmax())
-        slots_T = slots_T[row_T].clamp(min=0)
+        is_kept_T = slots_T >= 0
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
-            slots_nHd = numbers_BpHd.flatten(0, 1)
-            slots_nHd[slots_T] = torch.where(held_T.any(), new_THd[row_T].to(slots_nHd.dtype), slots_nHd[:1])
+            numbers_BpHd.flatten(0, 1)[slots_T[is_kept_T].long()] = new_THd[is_kept_T].to(numbers_BpHd.dtype)
 
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
@@ -103,8 +96,8 @@ class Operators:
         shifted_RV = _multiply_add(inside_RV, EXP_LOG2_E, EXP_ROUND)
         n_RV = shifted_RV - EXP_ROUND
         r_RV = _multiply_add(n_RV, EXP_LN2_LOW, _multiply_add(n_RV, EXP_LN2_HIGH, inside_RV))
-        p_RV = torch.full_like(r_RV, EXP_C6)
-        for coefficient in (EXP_C5, EXP_C4, EXP_C3, EXP_C2, EXP_C1):
+        p_RV = torch.full_like(r_RV, EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
             p_RV = _multiply_add(p_RV, r_RV, coefficient)
         p_RV = _multiply_add(p_RV, r_RV * r_RV, r_RV) + 1.0
         power_RV = ((shifted_RV.view(torch.int32) + 127) << 23).view(torch.float32)

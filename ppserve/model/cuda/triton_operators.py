@@ -28,8 +28,8 @@ _SUMS_AT_ONCE = 4096
 LEAST, MOST = tl.constexpr(of.EXP_LEAST), tl.constexpr(of.EXP_MOST)
 ROUND, LOG2_E = tl.constexpr(of.EXP_ROUND), tl.constexpr(of.EXP_LOG2_E)
 LN2_HIGH, LN2_LOW = tl.constexpr(of.EXP_LN2_HIGH), tl.constexpr(of.EXP_LN2_LOW)
-C6, C5, C4 = tl.constexpr(of.EXP_C6), tl.constexpr(of.EXP_C5), tl.constexpr(of.EXP_C4)
-C3, C2, C1 = tl.constexpr(of.EXP_C3), tl.constexpr(of.EXP_C2), tl.constexpr(of.EXP_C1)
+C6, C5, C4, C3, C2, C1 = map(tl.constexpr, of.EXP_POLYNOMIAL)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class TritonOperators(Operators):
@@ -57,7 +57,6 @@ class TritonOperators(Operators):
             ROWS=ROWS_PER_TILE,
             KEYS=keys_per_tile(features * qkv_TE.itemsize),
             FEATURES=features,
-            INTERPRETED=triton.knobs.runtime.interpret,
         )
         return mixed_TD
 
@@ -71,7 +70,6 @@ class TritonOperators(Operators):
             ROWS=_TILE_ROWS,
             OUTPUTS=_TILE_OUTPUTS,
             INPUTS=_TILE_INPUTS,
-            INTERPRETED=triton.knobs.runtime.interpret,
         )
         return y_TN
 
@@ -95,7 +93,7 @@ def keys_per_tile(key_bytes: int) -> int:
 
 
 @triton.jit
-def _dot(left, right, INTERPRETED: tl.constexpr):
+def _dot(left, right):
     """The product of two tiles: float32 ones in full float32, others on tensor cores."""
     if INTERPRETED:
         # numpy's product depends on a row's place within the tile, and of bfloat16 it multiplies the bits.
@@ -131,7 +129,6 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     FEATURES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One tile of rows, one head: keys from position 0 to the tile's last, so many at a time."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -156,7 +153,7 @@ def _attend(
         inside = is_key[:, None] & (feature < HEAD)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
-        scores = _dot(query, tl.trans(key), INTERPRETED) * scale
+        scores = _dot(query, tl.trans(key)) * scale
         scores = tl.where(position[None, :] <= (start + row)[:, None], scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
         reference = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -164,7 +161,7 @@ def _attend(
         # Keys that a row does not see change nothing: e**0 is 1, and its weights are 0.
         fading = tl.exp(most - reference)
         total = total * fading + tl.sum(weights, 1)
-        mix = mix * fading[:, None] + _dot(weights.to(value.dtype), value, INTERPRETED)
+        mix = mix * fading[:, None] + _dot(weights.to(value.dtype), value)
         most = new_most
     mix = mix / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(mixed + own_rows * width + column, mix.to(mixed.dtype.element_ty), mask=is_own)
@@ -183,7 +180,6 @@ def _product(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One tile of y = x Wᵀ + b: a sum over inputs in their order, in float32, rounded once."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -201,7 +197,7 @@ def _product(
             mask=is_output[:, None] & is_input,
             other=0.0,
         )
-        total += _dot(left, tl.trans(right), INTERPRETED)
+        total += _dot(left, tl.trans(right))
     if HAS_BIAS:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = y + own_rows[:, None] * num_outputs + own_outputs[None, :]

@@ -34,6 +34,11 @@ class NoNumbers(Accelerator):
         assert {to.device.type, source.device.type} == {"cpu", "meta"}
 
 
+class NothingKept(Operators):
+    def write(self, *of: object) -> None:
+        """The reference's reads which rows are kept."""
+
+
 class Mixed(TorchDispatchMode):
     """Notes operators that take or give tensors of the host and of the device."""
 
@@ -54,7 +59,7 @@ class Mixed(TorchDispatchMode):
 def test_steps_mix_nothing_of_the_host_with_the_device(records: bool, batch_invariant: bool) -> None:
     """Prompts, decodes, both, every kind of draw; recording and what was recorded."""
     options = DeviceOptions(batch_invariant, records, max_rows=16)
-    backend = CudaBackend(META, "bfloat16", options, Operators(), NoNumbers())
+    backend = CudaBackend(META, "bfloat16", options, NothingKept(), NoNumbers())
     checkpoint = RandomCheckpoint(architecture(num_layers=2, vocab_size=VOCABULARY))
     pipeline = Pipeline(checkpoint, "1,1", backend=backend)
     chance, number = random.Random(3), range(12)

@@ -83,6 +83,9 @@ class OpenStreams:
         """Ends every stream. Never raises: the stages must still be told to exit."""
         try:
             self.publish(now_s)
+        except Exception:
+            log.exception("the latest tokens could not be published")
+        try:
             for opened in self._open.values():
                 self.add_output(opened, opened.fail(error), now_s)
             self.deliver()

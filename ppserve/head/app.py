@@ -43,7 +43,6 @@ from ppserve.process.keeper import Keeper
 from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
-from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.head")
 
@@ -159,8 +158,10 @@ class HeadProcess:
             return self._report(self._failed.result())
         if not self._formed.done():
             return 0
-        tokenizer = self._load_tokenizer()
-        handle = EngineHandle(self._engine, describe_model(self._config, self._members, tokenizer), tokenizer)
+        description, tokenizer = describe_model(self._config, self._members)
+        if tokenizer is None:
+            log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
+        handle = EngineHandle(self._engine, description, tokenizer)
         key_file = self._config.server.api_key_file
         request_handler = RequestHandler(
             handle, tokenizer, ApiKeys(key_file) if key_file else None, self._metrics.requests.on_refused
@@ -217,15 +218,6 @@ class HeadProcess:
             self._keeper_failed.set_result(FatalError(f"stage 0 cannot be kept alive: {error}", usage=False))
 
     # ---- parts ----------------------------------------------------------------------------------------
-
-    def _load_tokenizer(self) -> Tokenizer | None:
-        hello = self._members[0].first.hello
-        assert hello is not None
-        # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
-        tokenizer = load_tokenizer(hello.model.checkpoint, hello.model.architecture.vocab_size)
-        if tokenizer is None:
-            log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
-        return tokenizer
 
     def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
         metrics, spans = self._metrics, self._spans

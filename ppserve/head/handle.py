@@ -27,9 +27,9 @@ from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.reading import ReplicaReading, StageReading
+from ppserve.head.engine.replica import ReplicaReading, StageReading
 from ppserve.head.limits import Limits
-from ppserve.tokenizer import Tokenizer
+from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 # Reading so many tokens of a resumed answer takes a millisecond, in which the event loop would stand still.
 _MANY_HELD = 256
@@ -222,16 +222,17 @@ def _remedy(members: Sequence[Member]) -> str:
     return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
-def describe_model(
-    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer | None
-) -> ModelDescription:
-    """The model as served. Every rank has loaded its part."""
-    decision = replicas[0].decision
+def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer | None]:
+    """The model as served, and its tokenizer. Every rank has loaded its part."""
+    decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
+    assert hello is not None
+    # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
+    tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
     arch, limits = decision.architecture, Limits()
     reasons = why_not_deterministic(*(replica.all for replica in replicas))
     members = [member for replica in replicas for member in replica.all]
-    return ModelDescription(
+    description = ModelDescription(
         # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,
         architecture=arch,
@@ -246,5 +247,6 @@ def describe_model(
         version=metadata.version("ppserve"),
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
-        kv_dtype=next((one.hello.model.kv_dtype for one in members if one.hello is not None), decision.dtype),
+        kv_dtype=hello.model.kv_dtype,
     )
+    return description, tokenizer

@@ -31,7 +31,7 @@ from ppserve.process.environment import RankEnvironment
 from ppserve.stage.loop import StageLoop
 from ppserve.stage.probe import ProbeResult, probe
 from ppserve.stage.wiring import ThreadWiring
-from ppserve.tokenizer import Tokenizer, load_tokenizer
+from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger("ppserve.library")
 
@@ -92,7 +92,6 @@ class Pipeline:
         world_size = _world_size(config, stages, settings)
         self._control = LocalControlPlane(range(world_size))
         self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
-        self._tokenizer: Tokenizer | None = None
         self._pid = os.getpid()
         threads = (self._engine, *_make_stages(config, world_size, self._control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
@@ -100,7 +99,7 @@ class Pipeline:
         for thread in threads:
             thread.start()
         try:
-            self._description = self._wait_until_formed(config)
+            self._description, self._tokenizer = self._wait_until_formed(config)
         except BaseException:
             self.close()
             raise
@@ -203,18 +202,14 @@ class Pipeline:
         spans = " | ".join(layout.span for layout in decision.layouts)
         return f"<Pipeline {self._description.name!r}, {self._description.dtype}, layers {spans}>"
 
-    def _wait_until_formed(self, config: cfg.ServeConfig) -> ModelDescription:
+    def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer | None]:
         """Waits until every stage has loaded its layers."""
         engine = self._engine
         wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
         if engine.failed.done():
             fatal = engine.failed.result()
             raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
-        members = [replica.members for replica in engine.replicas]
-        decision, hello = members[0].decision, members[0].first.hello
-        assert decision is not None and hello is not None  # noqa: PT018
-        self._tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
-        return describe_model(config, members, self._tokenizer)
+        return describe_model(config, [replica.members for replica in engine.replicas])
 
 
 def _parse_settings(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:

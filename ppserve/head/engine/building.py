@@ -31,8 +31,6 @@ def build_engine(
     grid = config.pipeline.grid(world_size)
     machine, rules, request_queue = this_machine(), Placement(config, in_process), RequestQueue()
     clock = time.monotonic_ns
-    replicas = []
-    for number in range(grid.data):
-        members = Members(grid, machine, rules, control, number)
-        replicas.append(Replica(members, control, observers, clock, request_queue))
+    pipelines = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
+    replicas = [Replica(members, control, observers, clock, request_queue) for members in pipelines]
     return Engine(replicas, control, observers, hand_over, clock)

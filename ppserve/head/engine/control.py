@@ -68,7 +68,7 @@ class ControlPlane(Protocol):
         """Makes a `poll` in progress return. Safe in any thread."""
 
     def send(self, rank: int, message: wire.FromHead) -> None:
-        """Sends. If the rank does not read any more, the next `poll` returns its `Gone`."""
+        """Sends. If the rank does not read any more, the next `poll` returns `Disconnected`."""
 
     def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         """`send` to several ranks; the message is encoded once."""

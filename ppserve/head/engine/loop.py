@@ -28,8 +28,7 @@ from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink
 from ppserve.head.engine.placement import difference
-from ppserve.head.engine.reading import ReplicaReading
-from ppserve.head.engine.replica import Replica, ReplicaEvent
+from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
 from ppserve.head.engine.rolling import RollingRestart
 from ppserve.head.engine.streams import HandOver, OpenStreams
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE

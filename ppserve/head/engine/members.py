@@ -76,7 +76,7 @@ class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
     Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole, and call
-    `healthy`.
+    `is_healthy`.
     """
 
     def __init__(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ppserve import wire
-from ppserve.core.cost_model import PipelineCosts
-from ppserve.core.ledger.account import Settled, TimeAccount
-from ppserve.core.ledger.overheads import Overheads
+from ppserve.core.cost_model import Coefficients, PipelineCosts
+from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
+from ppserve.core.ledger.overheads import Overheads, OverheadTimes
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
@@ -25,10 +25,9 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageDied
+from ppserve.head.engine.member import Decision, EpochLost, FatalError, Formed, Member, MemberEvent, StageDied
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.reading import ReplicaReading, StageReading
 
 log = logging.getLogger("ppserve.engine")
 
@@ -39,6 +38,40 @@ _MAX_FRUITLESS_LOSSES = 64
 ReplicaEvent = SequenceEvent | Formed | FatalError
 Failure = tuple[int, int, str]
 """A failed rank's stage and tensor rank, and how it failed: its process ended, was stuck, or reported an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReading:
+    """One stage at one moment."""
+
+    times: StageTimes
+    steps: int  # computed since the start
+    cost: Coefficients  # of a step, by its size
+    ranks: tuple[Member, ...]
+    gathered_ns: tuple[int, ...]  # what each rank has waited for the others
+
+    @property
+    def member(self) -> Member:
+        """Its first rank."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReading:
+    """A replica at one moment."""
+
+    now_ns: int  # on the engine's clock
+    replica: int
+    serves: bool  # all its stages are there
+    decision: Decision
+    epoch: int
+    num_blocks: int
+    microbatches: int
+    overheads: OverheadTimes
+    stages: tuple[StageReading, ...]
+    num_running: int
+    num_waiting: int  # requests that no replica computes
+    kv_usage: float  # 0 to 1
 
 
 class Replica:

@@ -18,7 +18,7 @@ from typing import Any
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.reading import ReplicaReading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.handle import EngineHandle, describe_topology
 from ppserve.head.observe.pages import MakePage, Page, json_page
 

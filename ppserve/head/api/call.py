@@ -21,13 +21,6 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _serials = itertools.count()
 
 
-class Unexpected(RequestError):
-    """What a caller is told of an unexpected error."""
-
-    def __init__(self) -> None:
-        super().__init__(INTERNAL_TEXT)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call, as its protocol received it."""
@@ -96,7 +89,7 @@ class Call:
         """What its caller is told of `error`, which is logged: without anything that the caller wrote."""
         if not isinstance(error, RequestError):
             log.error("unexpected error in a call", exc_info=error, extra=self.trace)
-            return Unexpected()
+            return RequestError(INTERNAL_TEXT)
         trace, where = self.trace, ""
         if isinstance(error, InvalidRequest):
             named = (violation.field.partition("[")[0] or "message" for violation in error.violations)

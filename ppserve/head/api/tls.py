@@ -21,22 +21,6 @@ class Certificates:
     context: ssl.SSLContext
 
 
-class LiveContext:
-    """A server's TLS context whose certificates can be replaced. Connections that stand keep theirs."""
-
-    def __init__(self, of: Certificates) -> None:
-        self.context = of.context
-        self._newest = of.context
-        self.context.sni_callback = self._choose  # called in every handshake, also of clients that name nothing
-
-    def show(self, of: Certificates) -> None:
-        """To new connections, from now on."""
-        self._newest = of.context
-
-    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        connection.context = self._newest
-
-
 def read_certificates(settings: ServerSettings) -> Certificates | None:
     """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca

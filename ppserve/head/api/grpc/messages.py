@@ -5,23 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.stream import Delta, Score
-from ppserve.head.descriptions import (
-    ModelDescription,
-    RankDescription,
-    ReplicaDescription,
-    StageDescription,
-    Topology,
-)
-from ppserve.head.engine.output import TimingsOutput
-from ppserve.head.limits import Limits
+from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
 from ppserve.v1 import generation_pb2 as pb
 
 REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReason}
-_SHAPE = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions")
+
+M = TypeVar("M", bound=Message)
 
 
 def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
@@ -80,7 +75,7 @@ class GenerateMessages:
         message.usage.completion_tokens = delta.num_generated
         message.usage.cached_tokens = last.cached_tokens
         if self._request.output.timings and last.timings is not None:
-            message.timings.CopyFrom(pb.Timings(**_fields(last.timings)))
+            message.timings.CopyFrom(_copied(pb.Timings, last.timings))
 
     def _token(self, token_id: int, score: Score) -> pb.TokenInfo:
         token = pb.TokenInfo(id=token_id, bytes=self._token_bytes(token_id))
@@ -93,49 +88,33 @@ class GenerateMessages:
 
 def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
     """GetModelInfo's answer."""
-    arch = description.architecture
-    return pb.GetModelInfoResponse(
+    num_parameters, max_context = description.num_parameters, description.max_context
+    return _copied(
+        pb.GetModelInfoResponse,
+        description,
         model=description.name,
-        architecture=pb.Architecture(
-            **{name: getattr(arch, name) for name in _SHAPE}, num_parameters=description.num_parameters
-        ),
-        dtype=description.dtype,
-        quantization=description.quantization,
-        max_context=description.max_context,
+        architecture=_copied(pb.Architecture, description.architecture, num_parameters=num_parameters),
         eos_token_id=description.eos_id,
-        has_tokenizer=description.has_tokenizer,
-        limits=pb.Limits(**_fields(description.limits), max_prompt_tokens=description.max_context),
-        deterministic=description.deterministic,
+        limits=_copied(pb.Limits, description.limits, max_prompt_tokens=max_context),
         nondeterministic_reason=description.why_not,
-        kernels=description.kernels,
-        kv_dtype=description.kv_dtype,
-        version=description.version,
     )
 
 
 def topology_message(topology: Topology) -> pb.GetTopologyResponse:
     """GetTopology's answer."""
-    return pb.GetTopologyResponse(
-        stages=list(map(_stage_message, topology.stages)),
-        transport=topology.transport,
-        epoch=topology.epoch,
-        microbatches=topology.microbatches,
-        advice=topology.advice,
-        replicas=[pb.Replica(**_fields(replica)) for replica in topology.replicas],
-    )
+    replicas = [_copied(pb.Replica, replica) for replica in topology.replicas]
+    stages = list(map(_stage_message, topology.stages))
+    return _copied(pb.GetTopologyResponse, topology, stages=stages, replicas=replicas)
 
 
 def _stage_message(stage: StageDescription) -> pb.Stage:
-    ranks = [pb.StageRank(**_fields(rank)) for rank in stage.ranks]
-    given = {**_fields(stage), "ranks": ranks}
-    del given["steps"]
-    return pb.Stage(**given)
+    ranks = [_copied(pb.StageRank, rank) for rank in stage.ranks]
+    return _copied(pb.Stage, stage, bubble_seconds=dict(stage.bubble_s), ranks=ranks)
 
 
-def _fields(
-    description: StageDescription | RankDescription | ReplicaDescription | Limits | TimingsOutput,
-) -> dict[str, Any]:
-    """Its fields under the proto's names, in which units are written out."""
-    return {
-        re.sub("_s$", "_seconds", field.name): getattr(description, field.name) for field in fields(description)
-    }
+def _copied(kind: type[M], record: Any, **others: Any) -> M:
+    """A message with `others` and the fields that `record` has as well; in the proto's names units are written
+    out."""
+    named = {re.sub("_s$", "_seconds", field.name): getattr(record, field.name) for field in fields(record)}
+    known = kind.DESCRIPTOR.fields_by_name
+    return kind(**{name: value for name, value in named.items() if name in known} | others)

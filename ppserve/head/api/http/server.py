@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
@@ -21,7 +22,7 @@ from ppserve.head.api.http.chat import ChatTemplate, chat_completions
 from ppserve.head.api.http.failures import HttpError, content_of, headers_of, status_of
 from ppserve.head.api.http.generating import completions
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.tls import Certificates, LiveContext, read_certificates
+from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,12 @@ class HttpServer:
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
         app.router.redirect_slashes = False
-        certificates = read_certificates(settings)
-        self._tls = LiveContext(certificates) if certificates else None
-        self._listener = Listener(app, MAX_CONNECTIONS, self._tls.context if self._tls else None)
+        tls = read_certificates(settings)
+        self._newest_tls = tls.context if tls else None
+        if tls is not None:
+            # Called in every handshake, also of clients that name no server.
+            tls.context.sni_callback = self._show_newest
+        self._listener = Listener(app, MAX_CONNECTIONS, self._newest_tls)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
@@ -78,8 +82,11 @@ class HttpServer:
 
     def show(self, certificates: Certificates) -> None:
         """To new connections, from now on; those that stand keep theirs."""
-        if self._tls is not None:
-            self._tls.show(certificates)
+        self._newest_tls = certificates.context
+
+    def _show_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        assert self._newest_tls is not None
+        connection.context = self._newest_tls
 
     async def stop(self, timeout_s: float) -> None:
         """Turn unhealthy at once, refuse new requests, let running ones finish for `timeout_s`, then close."""

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, U
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import INTERNAL_TEXT, Call
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
-from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token, handler_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -56,24 +54,6 @@ def test_text_and_ids_ask_for_the_same() -> None:
     run(scenario)
 
 
-def test_a_refused_request_does_not_reach_the_engine() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        with pytest.raises(InvalidRequest):
-            await text_of(request_handler, top_p=7)
-        assert (engine.requests, request_handler.num_open_streams) == ([], 0)
-
-    run(scenario)
-
-
-def test_the_engines_refusal_comes_through() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        with pytest.raises(Overloaded):
-            await text_of(request_handler)
-        assert request_handler.num_open_streams == 0
-
-    run(scenario, refusal=Overloaded("the queue is full", 1.5))
-
-
 @pytest.mark.parametrize(
     ("timeout_s", "reason"),
     [(None, FinishReason.CANCELLED), (60.0, FinishReason.CANCELLED), (0.0, FinishReason.DEADLINE)],
@@ -84,23 +64,6 @@ def test_leaving_early_ends_the_request(timeout_s: float | None, reason: FinishR
             assert request_handler.num_open_streams == 1
         assert engine.cancelled == {engine.requests[0].id: reason}
         assert request_handler.num_open_streams == 0
-
-    run(scenario, by_hand=True)
-
-
-def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        running = asyncio.create_task(text_of(request_handler))
-        await engine.until(lambda engine: bool(engine.sinks))
-        draining = asyncio.create_task(request_handler.drain(20))
-        await asyncio.sleep(0)
-        with pytest.raises(Draining):
-            await text_of(request_handler)
-        assert not draining.done()
-        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
-        assert await running == "A"
-        await draining
-        assert len(engine.requests) == 1
 
     run(scenario, by_hand=True)
 
@@ -149,28 +112,6 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     asyncio.run(main())
     assert threads
     assert threading.get_ident() not in threads
-
-
-def test_without_a_tokenizer_nothing_is_text() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        for refused in (request_handler.tokenize("prompt", "a"), request_handler.detokenize("tokens", [1])):
-            with pytest.raises(InvalidRequest, match="no tokenizer"):
-                await refused
-        assert await text_of(request_handler, prompt=[1], max_tokens=1) == chr(
-            drawn_token(engine.requests[0], 0, 0)
-        )
-        assert request_handler.token_bytes(65) == b""
-
-    run(scenario, description=replace(CARD, has_tokenizer=False))
-
-
-def test_a_call_is_named_by_its_caller_where_that_is_fit_for_logs() -> None:
-    call = a_call()
-    assert call.named("mine", 128).request_id == "mine"
-    assert call.named("", 128) == call
-    for unfit in ("two\nlines", "naïve", "x" * 129):
-        with pytest.raises(InvalidRequest, match=r"^request_id: "):
-            call.named(unfit, 128)
 
 
 def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
-_LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
+LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
 
 
 class Service(Protocol):
@@ -77,7 +77,7 @@ def call_from(context: Context, keys_are_checked: bool) -> Call:
     peer = context.peer()
     caller = caller_name(key, certificate, peer.rpartition(":")[0])
     call = Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
-    return replace(call, is_local=peer.startswith(_LOCAL_PEERS))
+    return replace(call, is_local=peer.startswith(LOCAL_PEERS))
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
 import pytest
+from google.protobuf.message import Message
 
 from ppserve.head.api.grpc.messages import request_fields
+from ppserve.head.descriptions import RankDescription, ReplicaDescription, StageDescription, Topology
+from ppserve.head.engine.output import TimingsOutput
+from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from tests.head.api.test_requests import REFUSED, fields_refused, made
 
@@ -21,6 +28,18 @@ def test_every_field_arrives_under_its_name_and_reaches_the_core(home: str, fiel
     given, _ = request_fields(pb.GenerateRequest(**{home: part(**{field: value})}))
     assert given == {"priority": 0, field: value}
     assert made(**given) != made()
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        (pb.Stage, StageDescription), (pb.StageRank, RankDescription), (pb.Replica, ReplicaDescription),
+        (pb.GetTopologyResponse, Topology), (pb.Limits, Limits), (pb.Timings, TimingsOutput),
+    ],
+)  # fmt: skip
+def test_nothing_that_is_described_is_left_out(kind: type[Message], record: type) -> None:
+    names = {re.sub("_s$", "_seconds", field.name) for field in fields(record)}
+    assert names <= set(kind.DESCRIPTOR.fields_by_name)
 
 
 def test_prompt_priority_and_resume() -> None:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ppserve.client.connection import CHANNEL_OPTIONS
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
+from ppserve.head.api.grpc.calls import LOCAL_PEERS
 from ppserve.head.api.grpc.server import GrpcServer, server_options
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.output import TokenOutput
@@ -68,7 +69,7 @@ def test_reflection_describes_the_service() -> None:
     asyncio.run(main())
 
 
-def test_a_second_server_on_the_port_fails_to_bind() -> None:
+def test_an_address_that_cannot_be_bound() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (_, target):
             port = int(target.rpartition(":")[2])
@@ -76,16 +77,10 @@ def test_a_second_server_on_the_port_fails_to_bind() -> None:
             with pytest.raises(ConfigError, match="address already in use") as refusal:
                 await second.start()
             assert refusal.value.name == "--port"
-
-    asyncio.run(main())
-
-
-def test_a_foreign_address_is_a_wrong_host() -> None:
-    async def main() -> None:
-        door = GrpcServer(ServerSettings(host="192.0.2.1", port=0), handler_of(FakeEngine()))
-        with pytest.raises(ConfigError) as refusal:
-            await door.start()
-        assert refusal.value.name == "--host"
+            foreign = GrpcServer(ServerSettings(host="192.0.2.1", port=0), handler_of(FakeEngine()))
+            with pytest.raises(ConfigError) as refusal:
+                await foreign.start()
+            assert refusal.value.name == "--host"
 
     asyncio.run(main())
 
@@ -256,6 +251,19 @@ def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
                 assert [message.text async for message in running] == ["A"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_local"),
+    [
+        *((peer, True) for peer in ("ipv4:127.0.0.1:50000", "ipv6:[::1]:50000", "ipv6:%5B::1%5D:50000", "unix:")),
+        ("ipv6:[::ffff:127.0.0.1]:50000", True),
+        *((peer, False) for peer in ("ipv4:10.0.0.7:50000", "ipv6:[2001:db8::1]:50000", "")),
+        ("ipv6:[::ffff:10.0.0.7]:50000", False),
+    ],
+)
+def test_who_calls_from_the_heads_own_host(peer: str, is_local: bool) -> None:
+    assert peer.startswith(LOCAL_PEERS) is is_local
 
 
 def test_grpc_knows_every_option() -> None:

@@ -36,18 +36,8 @@ def test_tokens_text_finish_usage_and_seed() -> None:
         assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (5, 5, 3)
         assert messages[0].seed == last.seed == 7
         assert not last.HasField("timings")
-
-    run(scenario)
-
-
-def test_seed_is_random_unless_named() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        seeds = set()
-        for _ in range(3):
-            messages = [message async for message in stub.Generate(ask())]
-            assert messages[0].HasField("seed")
-            seeds.add(messages[0].seed)
-        assert len(seeds) == 3
+        others = [message.seed for _ in "ab" async for message in stub.Generate(ask(max_tokens=1))]
+        assert len({*others, 0}) == 3
 
     run(scenario)
 
@@ -150,10 +140,6 @@ def test_id_and_traceparent_come_back_as_metadata() -> None:
         [message async for message in call]
         metadata = dict(await call.trailing_metadata())
         assert (metadata["x-request-id"], metadata["traceparent"]) == ("mine", parent)
-        for wrong in (parent.upper(), parent + " and more", "a secret"):
-            call = stub.Generate(ask(), metadata=(("traceparent", wrong),))
-            [message async for message in call]
-            assert "traceparent" not in dict(await call.trailing_metadata())
 
     run(scenario)
 

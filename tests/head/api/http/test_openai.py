@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,8 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from ppserve.core.request import Request
 from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
 from ppserve.head.engine.output import Sink
-from tests.fake_engine import ByteCodec, FakeEngine, drawn_token
-from tests.head.api.grpc.test_server import KEYS
+from tests.fake_engine import FakeEngine
 from tests.head.api.http.asking import Served, served_http
 
 Scenario = Callable[[Served, AsyncOpenAI], Awaitable[None]]
@@ -48,28 +46,6 @@ def run(scenario: Scenario, engine: FakeEngine | None = None, **client: Any) -> 
 
 def client_of(served: Served, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(**{"base_url": f"http://127.0.0.1:{served.port}/v1", "api_key": "none", **settings})
-
-
-def test_a_completion_and_its_stream() -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        parsed: Any = {"model": "fake", "prompt": ["hello", "you"], "n": 2, "seed": 3, "logprobs": 2}
-        parsed["max_tokens"] = 6
-        whole = await client.completions.create(**parsed)
-        assert whole.usage is not None
-        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (8, 24)
-        text = ByteCodec().decode([drawn_token(served.engine.requests[1], 1, offset) for offset in range(6)])
-        assert (whole.choices[3].text, whole.choices[3].finish_reason) == (text, "length")
-        stream = await client.completions.create(**parsed, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
-        assert chunks[-1].usage == whole.usage
-        for choice in whole.choices:
-            mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-            assert "".join(c.text for c in mine) == choice.text
-            assert choice.logprobs is not None
-            logprobs = [value for c in mine if c.logprobs for value in c.logprobs.token_logprobs or ()]
-            assert logprobs == choice.logprobs.token_logprobs
-
-    run(scenario)
 
 
 def test_the_blocking_client_and_further_fields() -> None:
@@ -133,21 +109,6 @@ def test_an_error_in_mid_stream_raises() -> None:
             [chunk async for chunk in reader]
 
     run(scenario, FakeEngine(break_error=StagesLost("stage 1 is gone"), break_after=3, num_breaks=1))
-
-
-def test_a_wrong_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(KEYS)
-
-    async def main() -> None:
-        async with served_http(api_key_file=keys) as served:
-            async with client_of(served) as stranger:
-                with pytest.raises(openai.AuthenticationError):
-                    await stranger.models.list()
-            async with client_of(served, api_key="0123456789abcdef") as known:
-                await known.completions.create(model="fake", prompt="a")
-
-    asyncio.run(main())
 
 
 def test_it_comes_back_when_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:

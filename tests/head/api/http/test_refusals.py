@@ -128,13 +128,6 @@ def test_bodies_that_are_not_json(body: bytes, why: str) -> None:
     run(scenario)
 
 
-def test_another_model_is_not_found() -> None:
-    async def scenario(served: Served) -> None:
-        assert (await served.refusal(model="gpt-4", prompt="hello"))[:2] == (404, "model")
-
-    run(scenario)
-
-
 def test_a_full_queue_says_when_to_come_back() -> None:
     async def scenario(served: Served) -> None:
         for stream in (False, True):

@@ -88,12 +88,6 @@ def test_text_is_held_back_no_longer_than_it_may_become_a_stop_string(
         assert shown == known[: len(known) - held]
 
 
-def test_an_emoji_of_four_tokens_comes_whole(tiny: Tokenizer) -> None:
-    detokenizer = Detokenizer(tiny)
-    texts = [detokenizer.push(ID_OF[bytes([b])]).text for b in "😀".encode()]
-    assert texts == ["", "", "", "😀"]
-
-
 def test_invalid_and_unfinished_bytes_become_replacement_characters(tiny: Tokenizer) -> None:
     detokenizer = Detokenizer(tiny)
     assert detokenizer.push(ID_OF[b"\xff"]).text == "\ufffd"

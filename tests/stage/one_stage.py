@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,9 +99,10 @@ def stages(
     layouts = stage_layouts(Split.parse(split))
     wanted = layouts if only is None else (layouts[only],)
     with ThreadPoolExecutor(len(wanted)) as threads:
-        running = [_start(threads, layout, wiring, checkpoint, compute) for layout in wanted]
+        running = [start(threads, each.stage, len(layouts), wiring, checkpoint, compute) for each in wanted]
         try:
             for stage, layout in zip(running, wanted, strict=True):
+                stage.hear(wire.Hello)
                 stage.load(layout)
             yield running
         finally:
@@ -111,14 +112,6 @@ def stages(
                 stage.tell(wire.Shutdown())
     for stage in running:
         stage.exit_code.result(WITHIN_S)
-
-
-def _start(
-    threads: ThreadPoolExecutor, layout: StageLayout, wiring: Wiring, checkpoint: Checkpoint, compute: Compute
-) -> OneStage:
-    started = start(threads, layout.stage, layout.num_stages, wiring, checkpoint, compute)
-    started.hear(wire.Hello)
-    return started
 
 
 def start(
@@ -146,8 +139,6 @@ def plan(epoch: int, step_id: int, token_ids: tuple[int, ...] = (1, 2, 3), start
 class Obedient:
     """A transport that does what the test says. log: what the stage asked of it, in order. ends: what was done to
     end it. fails_at: what raises `error` at once, by its name in the log."""
-
-    name = "obedient"
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
@@ -205,13 +196,15 @@ class Obedient:
 
 
 class ByHand:
-    """A wiring whose transports the test keeps."""
+    """A wiring whose transports the test keeps. on_open: called before a transport is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_open: Callable[[wire.Form], None] = lambda form: None) -> None:
         self.opened: list[Obedient] = []
         self.left = 0
+        self.on_open = on_open
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        self.on_open(form)
         self.opened.append(Obedient(frames))
         return self.opened[-1]
 

@@ -131,17 +131,10 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
         assert line_of(left, 0).tolist() == [1, 0]
 
 
-def test_pretended_ranks_are_never_waited_for() -> None:
+def test_a_rank_alone_waits_for_no_other() -> None:
+    assert NoTensorLink().all(own := torch.ones(2, 3), Cut((3,), 0)) is own
     assert pretend_ranks(1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
     assert pretend_ranks(2).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
-
-
-def test_a_rank_alone_gathers_what_it_has() -> None:
-    link: TensorLink = NoTensorLink()
-    own = torch.ones(2, 3)
-    assert link.all(own, Cut((3,), 0)) is own
-    link.interrupt()
-    link.close()
 
 
 # ---- processes ----------------------------------------------------------------------------------------------

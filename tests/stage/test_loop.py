@@ -20,8 +20,6 @@ from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.cache import DeviceCache
 from ppserve.stage.device import Compute
-from ppserve.stage.link import Link
-from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -39,14 +37,6 @@ def wiring() -> ByHand:
 def last(wiring: ByHand) -> Iterator[OneStage]:
     """The second of two stages, in epoch 1."""
     with stages("1,1", wiring, only=1) as [stage]:
-        stage.enter(1)
-        yield stage
-
-
-@pytest.fixture
-def first(wiring: ByHand) -> Iterator[OneStage]:
-    """The first of two stages, in epoch 1."""
-    with stages("1,1", wiring, only=0) as [stage]:
         stage.enter(1)
         yield stage
 
@@ -140,38 +130,17 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     assert (result.step_id, result.drawn, result.computed_ns) == (4, (), 0)
 
 
-def test_a_broken_epoch_is_reported_before_it_is_left(last: OneStage, wiring: ByHand) -> None:
-    """The neighbours' waits are ended by the head, which must hear of it while a group takes its time to end."""
-    last.tell(wire.Plan(plan(1, 0)))
-    transport = wiring.opened[0]
-    transport.may_close.clear()
-    transport.breaks = True
-    transport.arrived.release()
-    assert last.hear(wire.Broken).epoch == 1
-    assert not transport.closed
-    transport.may_close.set()
-    last.enter(2)
-    assert transport.closed
-
-
-def test_abandon_ends_the_wait_for_a_neighbour(last: OneStage, wiring: ByHand) -> None:
-    last.tell(wire.Plan(plan(1, 0)))
-    assert wiring.opened[0].waiting.wait(WITHIN_S)
-    last.tell(wire.Abandon(1))
-    assert last.hear(wire.Broken).epoch == 1
-    assert wiring.opened[0].closed
-    # The weights are there: nothing is loaded again.
-    last.enter(2)
-    assert serve(last, wiring, epoch=2, step_id=1).result.drawn[0].token_id is not None
-
-
-def test_abandon_ends_a_send_that_waits(first: OneStage, wiring: ByHand) -> None:
-    first.tell(wire.Plan(plan(1, 0)))
-    assert wiring.opened[0].waiting.wait(WITHIN_S)
-    assert wiring.opened[0].log == ["warm up", "send 0"]
-    first.tell(wire.Abandon(1))
-    assert first.hear(wire.Broken).epoch == 1
-    first.enter(2)
+@pytest.mark.parametrize(("only", "waits"), [(0, ["send 0"]), (1, ["expect 0", "receive 0"])])
+def test_abandon_ends_the_wait_for_a_neighbour(only: int, waits: list[str], wiring: ByHand) -> None:
+    with stages("1,1", wiring, only=only) as [stage]:
+        stage.enter(1)
+        stage.tell(wire.Plan(plan(1, 0)))
+        assert wiring.opened[0].waiting.wait(WITHIN_S)
+        assert wiring.opened[0].log == ["warm up", *waits]
+        stage.tell(wire.Abandon(1))
+        assert stage.hear(wire.Broken).epoch == 1
+        assert wiring.opened[0].closed
+        stage.enter(2)  # the weights are there: nothing is loaded again
 
 
 def test_abandon_between_steps(last: OneStage, wiring: ByHand) -> None:
@@ -182,65 +151,45 @@ def test_abandon_between_steps(last: OneStage, wiring: ByHand) -> None:
 
 
 def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, wiring: ByHand) -> None:
+    """Reported before it is left: the head ends the neighbours' waits, while a group takes its time to end."""
     for step_id in (0, 1):
         last.tell(wire.Plan(plan(1, step_id)))
-    wiring.opened[0].breaks = True
-    wiring.opened[0].arrived.release()
+    transport = wiring.opened[0]
+    transport.may_close.clear()
+    transport.breaks = True
+    transport.arrived.release()
     broken = last.hear(wire.Broken)
     assert (broken.epoch, broken.reason) == (1, "TransportError: obedient: broken")
+    assert not transport.closed
+    transport.may_close.set()
     last.tell(wire.Abandon(1))
     last.enter(2)
+    assert transport.closed
     assert "served" not in last.told, "no step was yet"
     assert serve(last, wiring, epoch=2, step_id=2).result.step_id == 2
 
 
-class LostMeanwhile(ByHand):
-    """The head gives the epoch up while the stage still meets the others."""
-
-    stage: OneStage
-
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        if form.epoch == 1:
-            self.stage.tell(wire.Abandon(1))
-        return super().open_transport(form, layout, frames, link)
-
-
-def test_an_epoch_that_is_lost_while_it_forms() -> None:
-    wiring = LostMeanwhile()
+def test_an_epoch_that_is_lost_while_it_forms(wiring: ByHand) -> None:
     with stages("1,1", wiring, only=1) as [stage]:
-        wiring.stage = stage
+        wiring.on_open = lambda form: stage.tell(wire.Abandon(1))
         stage.form(1)
         assert stage.hear(wire.Broken).reason == "TransportError: the epoch was lost while it formed"
-        assert wiring.opened[0].log == [], "it has not waited for anybody"
+        assert wiring.opened[0].log == [], "it has not waited for a neighbour"
         stage.enter(2)
 
 
-class Unreachable(ByHand):
-    """The first epoch's store is gone."""
-
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+def test_an_epoch_that_cannot_form_is_left(wiring: ByHand) -> None:
+    def fail_at_first(form: wire.Form) -> None:
         if form.epoch == 1:
             raise TransportError("no store")
-        return super().open_transport(form, layout, frames, link)
 
-
-def test_an_epoch_that_cannot_form_is_left() -> None:
-    wiring = Unreachable()
+    wiring.on_open = fail_at_first
     with stages("1,1", wiring, only=1) as [stage]:
         left_before = wiring.left
         stage.form(1)
         assert stage.hear(wire.Broken).reason == "TransportError: no store"
         assert wiring.left > left_before
         stage.enter(2)
-
-
-def test_pings_are_answered_while_the_stage_waits(last: OneStage, wiring: ByHand) -> None:
-    last.tell(wire.Plan(plan(1, 0)))
-    assert wiring.opened[0].waiting.wait(WITHIN_S)
-    last.tell(wire.Ping(42))
-    assert last.hear(wire.Heartbeat).echo_ns == 42
-    wiring.opened[0].arrived.release()
-    last.hear(wire.Result)
 
 
 class Damaged(RandomCheckpoint):
@@ -308,14 +257,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: str, error: Exception) -> Itera
             stage.tell(wire.Shutdown())
 
 
-def fail_to_load(stage: OneStage) -> str:
-    stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
-    while isinstance(message := stage.next(), wire.Loading):
-        pass
-    assert isinstance(message, wire.Failed)
-    return message.reason
-
-
 @pytest.mark.parametrize("error", FULL, ids=str)
 @pytest.mark.parametrize("at", ["cache", "recording"])
 def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
@@ -342,7 +283,11 @@ def test_a_self_test_that_cannot_run_is_final_at_the_start_and_says_what_helps(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with failing(monkeypatch, "self-test", error) as stage:
-        reason = fail_to_load(stage)
+        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+        while isinstance(message := stage.next(), wire.Loading):
+            pass
+        assert isinstance(message, wire.Failed)
+        reason = message.reason
         assert reason.startswith("stage 0: it cannot compute on cpu (")
         assert f": {type(error).__name__}: {error}" in reason
         assert all((remedy in reason) == (error in FULL) for remedy in REMEDIES)

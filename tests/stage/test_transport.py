@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from parallel_state import ParallelGroup
-from ppserve.errors import ConfigError, TransportError
+from ppserve.errors import TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
+from ppserve.stage.transport.frames import ReceiveOrder
 from ppserve.stage.transport.nccl import AbortedPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, frame, meet, relay, step
@@ -88,46 +89,25 @@ def test_epochs_leave_nothing_open(pipeline: Pipeline) -> None:
     assert counts[-1] == counts[1], counts
 
 
-def ask_for_the_wrong_step(transport: Transport, stage: int) -> list[str]:
-    """Steps 0 and 1 are on their way; the receiver asks for step 1 first, then for one never posted."""
-    errors = []
-    if stage < STAGES - 1:
-        transport.send(step(0, 4), frame(0, 4))
-    if stage > 0:
-        transport.post_receive(step(0, 4))
-        for wrong in (step(1, 4), step(2, 4)):
-            with pytest.raises(AssertionError) as caught:
-                transport.receive(wrong)
-            errors.append(str(caught.value))
-    meet()
-    return errors
+def test_a_skipped_step_is_noticed() -> None:
+    order = ReceiveOrder()
+    order.post(step(0, 4))
+    with pytest.raises(AssertionError, match="step 1 is received where step 0 is next"):
+        order.check_next(step(1, 4))
+    with pytest.raises(AssertionError, match="step 2 was not posted"):
+        order.check_next(step(2, 4))
 
 
-def test_a_skipped_step_is_noticed(pipeline: Pipeline) -> None:
-    errors = ["step 1 is received where step 0 is next", "step 2 was not posted"]
-    assert pipeline.run(ask_for_the_wrong_step) == [[], errors, errors]
-
-
-def send_what_does_not_fit(transport: Transport, stage: int) -> list[str]:
-    errors = []
-    if stage == 0:
-        for hidden_TD in (
-            frame(0, 5),
-            frame(0, 4, torch.float64),
-            torch.zeros(WIDTH, 4).T,
-        ):
-            with pytest.raises(AssertionError) as caught:
-                transport.send(step(0, 4), hidden_TD)
-            errors.append(str(caught.value))
-    meet()
-    return errors
-
-
-def test_a_frame_that_does_not_fit_its_plan_is_not_sent(pipeline: Pipeline) -> None:
-    shape, dtype, strides = pipeline.run(send_what_does_not_fit)[0]
-    assert "(5, 48) is not (4, 48)" in shape
-    assert "torch.float64 is not torch.float32" in dtype
-    assert "not contiguous" in strides
+def test_a_frame_that_does_not_fit_its_plan_is_not_sent() -> None:
+    frames = Frames(WIDTH, torch.float32)
+    assert frames.check(step(0, 4), frame(0, 4)) == 4
+    for hidden_TD, problem in (
+        (frame(0, 5), r"\(5, 48\) is not \(4, 48\)"),
+        (frame(0, 4, torch.float64), "torch.float64 is not torch.float32"),
+        (torch.zeros(WIDTH, 4).T, "not contiguous"),
+    ):
+        with pytest.raises(AssertionError, match=problem):
+            frames.check(step(0, 4), hidden_TD)
 
 
 # Ends of waits.
@@ -260,15 +240,3 @@ def test_a_single_stage_has_a_transport_without_ends() -> None:
         transport.send(step(0, 1), frame(0, 1))
     transport.close()
     transport.close()
-
-
-def ask_for_local(transport: Transport, stage: int) -> str:
-    meet()
-    with pytest.raises(ConfigError) as caught:
-        create_transport("local", Frames(WIDTH, torch.float32))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("pipeline", ["shm"], indirect=True)
-def test_local_does_not_connect_processes(pipeline: Pipeline) -> None:
-    assert all("--transport: 'local'" in said for said in pipeline.run(ask_for_local))

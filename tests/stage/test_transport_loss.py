@@ -60,15 +60,6 @@ def open_memory(rank: int) -> list[str]:
     return [line for line in (*descriptors, *mapped) if "memfd:ppserve" in line]
 
 
-def hold_memory(rank: int) -> list[str]:
-    """The control: a link's memory that is still open is found."""
-    descriptor = os.memfd_create("ppserve-hidden-states")
-    try:
-        return open_memory(rank)
-    finally:
-        os.close(descriptor)
-
-
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with World(5) as world:
@@ -95,8 +86,3 @@ def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(
     for process in (0, replacement, 2):
         world.start(process, open_memory)
         assert world.finish(process) == []
-
-
-def test_the_search_for_memory_can_fail(world: World) -> None:
-    world.start(0, hold_memory)
-    assert world.finish(0)

@@ -19,6 +19,7 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_
 def test_what_a_split_gives_to_each_stage(written, spans, attentions, mlps):
     split = Split.parse(written)
     layouts = stage_layouts(split)
+    assert str(split) == written, "as the flag takes it"
     assert [layout.span for layout in layouts] == spans
     assert [layout.attentions for layout in layouts] == attentions
     assert [layout.mlps for layout in layouts] == mlps
@@ -26,23 +27,13 @@ def test_what_a_split_gives_to_each_stage(written, spans, attentions, mlps):
     assert sum(layout.layer_weights for layout in layouts) == pytest.approx(sum(split.sublayers) / 2)
 
 
-def test_a_cut_layer_is_counted_once():
-    arch = Architecture(4, 64, 4, 128, 257, 320, 256)
-    whole = sum(stage_params(arch, layout) for layout in stage_layouts(Split.parse("2,2")))
-    assert sum(stage_params(arch, layout) for layout in stage_layouts(Split.parse("2.5,1.5"))) == whole
-
-
-def test_a_tied_embedding_counts_once_in_the_model_and_twice_in_its_stages():
+def test_a_cut_layer_counts_once_and_a_tied_embedding_once_in_the_model_and_twice_in_its_stages():
     tied = Architecture(4, 64, 4, 128, 257, 320, 256)
     untied = Architecture(4, 64, 4, 128, 257, 320, 256, tied_embeddings=False)
-    assert untied.num_params == sum(stage_params(untied, layout) for layout in stage_layouts(Split.parse("2,2")))
-    assert tied.num_params == untied.num_params - 257 * 64
-
-
-def test_a_split_is_read_and_written_as_the_flag_takes_it():
-    assert str(Split.parse("9,3.0")) == "9,3"
-    assert str(Split.parse("7.5,4.5")) == "7.5,4.5"
-    assert Split.parse("7.5,4.5").sublayers == (15, 9)
+    for split in ("2,2", "2.5,1.5"):
+        layouts = stage_layouts(Split.parse(split))
+        assert sum(stage_params(untied, layout) for layout in layouts) == untied.num_params
+        assert sum(stage_params(tied, layout) for layout in layouts) == tied.num_params + 257 * 64
 
 
 @pytest.mark.parametrize("text", ["8.75,3.25", "nan,3", "inf,3", "9;3", ""])

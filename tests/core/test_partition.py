@@ -45,13 +45,10 @@ def test_two_stages_of_the_gpt2_family(arch, head_in_layers, split, decode, pref
     assert balance(prefill_parts(arch, 100_000).costs(Split.parse(split))) == pytest.approx(prefill, abs=0.006)
 
 
-def test_an_even_split_of_the_small_model_is_76_percent_efficient():
-    assert balance(decode_parts(SMALL).costs(Split.parse("6,6"))) == pytest.approx(0.76, abs=0.005)
-
-
 def test_a_prefill_heavy_mix_moves_layers_to_the_last_stage():
     prefill, decode = prefill_parts(SMALL, 1000), decode_parts(SMALL)
     assert split_by_cost(mixed_parts(prefill, decode, 1000, 1), 12, 2) == Split.parse("6,6")
+    assert balance(decode.costs(Split.parse("6,6"))) == pytest.approx(0.76, abs=0.005)
     assert split_by_cost(mixed_parts(prefill, decode, 1, 1000), 12, 2) == Split.parse("9,3")
 
 
@@ -105,9 +102,3 @@ def test_more_stages_than_layers_is_named():
 def test_an_unusable_split_says_what_is_wrong(split, problem):
     with pytest.raises(ConfigError, match=problem):
         check_split(Split.parse(split), SMALL, 2)
-
-
-def test_a_usable_split_passes():
-    check_split(Split.parse("9,3"), SMALL, 2)
-    check_split(Split.parse("12"), SMALL, 1)
-    check_split(Split.parse("7.5,4.5"), SMALL, 2)

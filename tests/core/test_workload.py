@@ -32,11 +32,8 @@ def test_a_step_has_tokens_of_prompts_and_answers_in_their_ratio(
     draws = decodes + sum(num_tokens == 1 for _, num_tokens in prompts)
     assert step.drawn_share == pytest.approx(step.new_tokens / draws)
     assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in step.plan.slices)
-
-
-def test_the_step_of_a_model_of_one_position() -> None:
-    step = ExpectedWorkload(128, 128).step(1)
-    assert {(s.start, len(s.token_ids)) for s in step.plan.slices} == {(0, 1)}
+    least = workload.step(1)  # of a model of one position
+    assert {(s.start, len(s.token_ids)) for s in least.plan.slices} == {(0, 1)}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ class TensorRanks:
         self._owed_ns = [0] * num_stages
         self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
 
-    def take(self, result: StepResult) -> StepResult | None:
-        """Takes a rank's result, whose `stage` is the rank's place in the replica. When all ranks of its stage
+    def add_result(self, result: StepResult) -> StepResult | None:
+        """Adds a rank's result, whose `stage` is the rank's place in the replica. When all ranks of its stage
         have reported, returns the stage's result, whose `stage` is the stage; else None."""
         stage, tensor = divmod(result.stage, self._num_tensor)
         if self._num_tensor == 1:

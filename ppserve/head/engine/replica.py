@@ -233,7 +233,7 @@ class Replica:
         return events
 
     def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
-        result = self._ranks.take(of_rank)
+        result = self._ranks.add_result(of_rank)
         if result is None:
             return []
         self._account_for_result()

@@ -52,7 +52,7 @@ def test_each_cause_has_its_remedy(cause, hint, slots, delay):
     assert hint in advice
 
 
-def test_one_lane_more_does_not_always_hide_the_return():
+def test_one_slot_more_does_not_always_hide_the_return():
     stages = measured(ArtificialPipeline((10 * MS, 10 * MS), slots=3, token_return_ns=50 * MS))
     assert "larger steps" in advise(stages, NINE_AND_THREE, 3)
 

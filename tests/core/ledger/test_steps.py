@@ -39,7 +39,7 @@ def test_what_is_unknown_repeated_or_of_another_epoch_is_not_entered() -> None:
     assert (steps.num_in_flight, len(steps)) == (0, 0)
 
 
-def test_a_step_knows_whether_it_fills_the_pipeline_and_the_lanes() -> None:
+def test_a_step_knows_whether_it_fills_the_pipeline_and_the_slots() -> None:
     steps = Steps(2)
     sent = [steps.sent(plan(k), 0, 0, num_slots=3) for k in range(3)]
     assert [step.fills_pipeline for step in sent] == [False, True, True]

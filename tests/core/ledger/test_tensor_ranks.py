@@ -15,11 +15,11 @@ def result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn
 
 def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
     ranks = TensorRanks(2, 3)
-    assert ranks.take(result(4, 100, 200, 20)) is None
+    assert ranks.add_result(result(4, 100, 200, 20)) is None
     assert ranks.owing(7, 1) == (0, 2)
-    assert ranks.take(result(3, 90, 210, 30, (Drawn(1, 5),))) is None
+    assert ranks.add_result(result(3, 90, 210, 30, (Drawn(1, 5),))) is None
     assert ranks.owing(7, 1) == (2,)
-    stage = ranks.take(result(5, 110, 190, 0))
+    stage = ranks.add_result(result(5, 110, 190, 0))
     assert stage is not None
     assert (stage.stage, stage.drawn, stage.bytes_sent) == (1, (Drawn(1, 5),), 30)
     assert (stage.stamps.begun, stage.stamps.ended, stage.stamps.planned) == (90, 210, 87)
@@ -34,7 +34,7 @@ def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
     steps = (1, (100, 200), (100, 150)), (2, (210, 300), (160, 300)), (3, (300, 400), (300, 360))
     for step_id, first, second in steps:
         for place, (begun, ended) in enumerate((first, second)):
-            stage = ranks.take(replace(result(place, begun, ended, 0), step_id=step_id))
+            stage = ranks.add_result(replace(result(place, begun, ended, 0), step_id=step_id))
         assert stage is not None
         stages.append(stage)
     assert [(stage.stamps.begun, stage.stamps.ended) for stage in stages] == [(100, 200), (200, 300), (300, 400)]
@@ -44,15 +44,10 @@ def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
     assert [stage.gathered_ns for stage in stages] == [25, 0, 5]
 
 
-def test_one_rank_is_its_stage() -> None:
-    ranks = TensorRanks(2, 1)
-    one = result(1, 100, 200, 0)
-    assert ranks.take(one) is one
-
-
 def test_what_a_lost_epoch_left_is_forgotten() -> None:
     ranks = TensorRanks(1, 2)
-    assert ranks.take(result(0, 100, 200, 0)) is None
+    assert TensorRanks(2, 1).add_result(one := result(1, 100, 200, 0)) is one, "one rank is its stage"
+    assert ranks.add_result(result(0, 100, 200, 0)) is None
     ranks.lost()
-    assert ranks.take(result(1, 100, 200, 0)) is None
-    assert ranks.take(result(0, 100, 200, 0)) is not None
+    assert ranks.add_result(result(1, 100, 200, 0)) is None
+    assert ranks.add_result(result(0, 100, 200, 0)) is not None

@@ -37,7 +37,7 @@ from ppserve.bench.load import ClosedLoop, Until
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
 from ppserve.bench.summary import Summary, summarize
-from ppserve.bench.workload import Workload
+from ppserve.bench.workload import Lengths, Workload
 from ppserve.core.ledger.account import StageTimes
 
 TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")
@@ -63,7 +63,8 @@ class Shape:
     new_tokens: int
 
     def workload(self, served: Served, seed: int) -> Workload:
-        return Workload(lambda number, rng: (self.prompt_tokens, self.new_tokens), served.vocab_size, seed)
+        prompt, new = (Lengths(count, count) for count in (self.prompt_tokens, self.new_tokens))
+        return Workload(prompt, new, served.vocab_size, seed)
 
 
 @dataclass(frozen=True, slots=True)

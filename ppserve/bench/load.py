@@ -51,17 +51,17 @@ class OpenLoop:
 Load = ClosedLoop | OpenLoop
 
 
-async def run_load(ask: Ask, question: Callable[[int], Question], load: Load, until: Until) -> list[Answer]:
-    """All answers, in the order of their questions' numbers, which count from 0.
+async def run_load(
+    ask: Ask, question: Callable[[int], Question], load: Load, until: Until, answers: list[Answer]
+) -> None:
+    """Asks the questions from number 0 on, and appends each answer when it has come.
 
     If this task is cancelled, so are the requests in flight.
     """
-    answers: list[Answer] = []
     if isinstance(load, ClosedLoop):
         await _closed_loop(ask, question, load, until, answers)
     else:
         await _open_loop(ask, question, load, until, answers)
-    return sorted(answers, key=lambda answer: answer.question.number)
 
 
 async def _closed_loop(

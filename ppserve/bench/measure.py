@@ -72,7 +72,9 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
     def question(number: int) -> Question:
         return workload.question(-1 - number)
 
-    for answer in await run_load(caller.ask, question, ClosedLoop(concurrency), Until(num_requests)):
+    answers: list[Answer] = []
+    await run_load(caller.ask, question, ClosedLoop(concurrency), Until(num_requests), answers)
+    for answer in answers:
         if not answer.is_ok:
             raise CallFailed(answer.status, f"while warming up: {answer.problem}")
 
@@ -85,21 +87,14 @@ async def measure(caller: Caller, served: Served, workload: Workload, load: Load
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     answers: list[Answer] = []
-
-    async def ask(question: Question, intended_s: float) -> Answer:
-        answer = await caller.ask(question, intended_s)
-        answers.append(answer)
-        return answer
-
     was_interrupted = False
     try:
-        await run_load(ask, workload.question, load, until)
+        await run_load(caller.ask, workload.question, load, until, answers)
     except asyncio.CancelledError:
         was_interrupted = True
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-    answers.sort(key=lambda answer: answer.question.number)
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     ledger = between(before, read_ledger(await caller.topology()))

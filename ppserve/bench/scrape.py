@@ -7,7 +7,6 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,37 +19,8 @@ class ScrapeFailed(PpserveError):
     """The page could not be fetched, or is no metrics page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Cumulative counts by upper bound; the last bound is infinite."""
-
-    bounds: tuple[float, ...] = ()
-    counts: tuple[float, ...] = ()
-
-    @property
-    def num(self) -> float:
-        return self.counts[-1] if self.counts else 0.0
-
-    def since(self, earlier: Histogram) -> Histogram:
-        """The observations made between two readings."""
-        if earlier.bounds != self.bounds or earlier.num > self.num:
-            return self
-        counts = tuple(after - before for before, after in zip(earlier.counts, self.counts, strict=True))
-        return Histogram(self.bounds, counts)
-
-    def quantile(self, q: float) -> float | None:
-        """As PromQL's histogram_quantile: linear within a bucket. None without observations."""
-        if not self.num:
-            return None
-        rank = q * self.num
-        low_bound, low_count = 0.0, 0.0
-        for bound, so_far in zip(self.bounds, self.counts, strict=True):
-            if so_far >= rank and so_far > low_count:
-                if math.isinf(bound):
-                    return low_bound
-                return low_bound + (bound - low_bound) * (rank - low_count) / (so_far - low_count)
-            low_bound, low_count = (bound, so_far) if not math.isinf(bound) else (low_bound, so_far)
-        return low_bound
+Buckets = Mapping[float, float]
+"""A histogram: cumulative counts by upper bound, ascending; the last bound is infinite."""
 
 
 class MetricsReading:
@@ -67,14 +37,32 @@ class MetricsReading:
         """How many samples a metric has."""
         return len(self._samples.get(name, {}))
 
-    def histogram(self, name: str) -> Histogram:
-        """Over all labels but its own."""
+    def buckets(self, name: str) -> Buckets:
+        """Of a histogram, over all labels but its own."""
         buckets: dict[float, float] = {}
         for labels, value in self._samples.get(name + "_bucket", {}).items():
             bound = float(dict(labels)["le"])
             buckets[bound] = buckets.get(bound, 0.0) + value
-        bounds = tuple(sorted(buckets))
-        return Histogram(bounds, tuple(buckets[bound] for bound in bounds))
+        return dict(sorted(buckets.items()))
+
+
+def difference(earlier: Buckets, later: Buckets) -> Buckets:
+    """The observations made between two readings; all of the later one if the server restarted in between."""
+    added = {bound: count - earlier.get(bound, 0.0) for bound, count in later.items()}
+    return added if min(added.values(), default=0.0) >= 0 else later
+
+
+def quantile(buckets: Buckets, q: float) -> float | None:
+    """As PromQL's histogram_quantile: linear within a bucket. None without observations."""
+    rank = q * buckets.get(math.inf, 0.0)
+    low_bound = low_count = 0.0
+    for bound, count in buckets.items():
+        if count >= rank and count > low_count:
+            if math.isinf(bound):
+                return low_bound
+            return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
+        low_bound, low_count = bound, count
+    return None
 
 
 def parse_metrics(text: str) -> MetricsReading:

@@ -6,19 +6,17 @@ import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from ppserve.bench.ledger import BUSY, between, read_ledger, shares
-from ppserve.bench.scrape import Histogram, MetricsReading, ScrapeFailed, fetch_metrics
+from ppserve.bench.scrape import Buckets, MetricsReading, ScrapeFailed, difference, fetch_metrics, quantile
 from ppserve.client import Client
 from ppserve.core.figures import counted
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.v1 import generation_pb2 as pb
 
-# A letter for every cause, so that bars can be read without colours.
+# A letter for every cause.
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
-_COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36, 34), strict=True)), IDLE: 90}
 _SMALLEST_BAR = 10
 _LEAST_SHOWN = 0.0005
 
@@ -63,7 +61,7 @@ class View:
             several = len(topology.replicas) > 1
             yield f"{stage.replica}.{stage.stage}" if several else str(stage.stage), stage, times
 
-    def render_screen(self, target: str, width: int, colours: bool) -> list[str]:
+    def render_screen(self, target: str, width: int) -> list[str]:
         """The whole view; no line is wider than `width` characters."""
         topology = self.after.topology
         head = (
@@ -74,11 +72,11 @@ class View:
         for place, stage, times in self.stages:
             name, percent = f"stage {place:<3}", f" {shares(times)[BUSY]:6.1%} busy"
             cells = max(_SMALLEST_BAR, width - len(name) - len(percent) - 1)
-            lines.append(name + bar(times, cells, colours) + percent)
+            lines.append(name + bar(times, cells) + percent)
             facts = ["LOST"] * (not stage.live) + [*_waits(times), f"layers {stage.layers} on {stage.device}"]
             facts += [f"restarted {stage.restarts} x"] * bool(stage.restarts)
             lines.append((" " * len(name) + "  ".join(facts))[:width])
-        legend = (f"{_coloured(glyph, kind, colours)} {kind}" for kind, glyph in _GLYPHS.items())
+        legend = (f"{glyph} {kind}" for kind, glyph in _GLYPHS.items())
         return [*lines, "", "  ".join(legend), *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
 
     def render_line(self, time_of_day: str) -> str:
@@ -102,7 +100,7 @@ class View:
             return max(0.0, after.value(name) - before.value(name)) / interval_s
 
         def latency(name: str) -> str:
-            return _quantiles(after.histogram(name).since(before.histogram(name)))
+            return _quantiles(difference(before.buckets(name), after.buckets(name)))
 
         # The mean: each replica has its own.
         kv_usage = after.value("ppserve_kv_usage_ratio") / max(1, after.num("ppserve_kv_usage_ratio"))
@@ -118,15 +116,13 @@ class View:
         ]
 
 
-def bar(times: StageTimes, width: int, colours: bool) -> str:
+def bar(times: StageTimes, width: int) -> str:
     """`width` cells. The ends of the shares are rounded, not the shares, so that the number of cells is exact."""
-    kinds: list[str] = []
-    reached = 0.0
+    cells, reached = "", 0.0
     for kind, share in shares(times).items():
         reached += share
-        kinds += [kind] * (round(reached * width) - len(kinds))
-    kinds += [IDLE] * (width - len(kinds))
-    return "".join(_coloured(_GLYPHS[kind] * len(list(run)), kind, colours) for kind, run in groupby(kinds))
+        cells += _GLYPHS[kind] * (round(reached * width) - len(cells))
+    return cells.ljust(width, _GLYPHS[IDLE])
 
 
 def _shape(topology: pb.GetTopologyResponse) -> str:
@@ -143,10 +139,6 @@ def _waits(times: StageTimes) -> list[str]:
     return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]
 
 
-def _quantiles(seconds: Histogram) -> str:
-    p50_s, p99_s = seconds.quantile(0.5), seconds.quantile(0.99)
+def _quantiles(seconds: Buckets) -> str:
+    p50_s, p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
     return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
-
-
-def _coloured(text: str, kind: str, colours: bool) -> str:
-    return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colours else text

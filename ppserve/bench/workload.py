@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -34,15 +34,6 @@ class Lengths:
         return rng.randint(self.least, self.most)
 
 
-Sizes = Callable[[int, random.Random], tuple[int, int]]
-"""How long the prompt and the answer of the request of a number are, in tokens."""
-
-
-def drawn_sizes(prompt: Lengths, new: Lengths) -> Sizes:
-    """Both drawn independently."""
-    return lambda number, rng: (prompt.draw(rng), new.draw(rng))
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """One request."""
@@ -56,15 +47,17 @@ class Question:
 class Workload:
     """Endless requests for a model."""
 
-    sizes: Sizes
+    prompt: Lengths
+    new: Lengths
+    """Of answers; drawn independently of the prompts."""
     vocab_size: int
     seed: int = 0
 
     def question(self, number: int) -> Question:
         """The request of a number, always the same. Numbers below 0 are for the warm-up."""
         rng = random.Random(f"question {self.seed} {number}")
-        prompt_tokens, new_tokens = self.sizes(number, rng)
-        return Question(number, tuple(rng.choices(range(self.vocab_size), k=prompt_tokens)), new_tokens)
+        num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
+        return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:

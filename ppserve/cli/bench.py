@@ -16,7 +16,7 @@ from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until
 from ppserve.bench.measure import Measurement, Served, introduce, measure, warm_up
 from ppserve.bench.report import render_table, write_json
 from ppserve.bench.summary import summarize
-from ppserve.bench.workload import Lengths, Workload, drawn_sizes, poisson_arrivals
+from ppserve.bench.workload import Lengths, Workload, poisson_arrivals
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say
 from ppserve.cli.types import COUNT, Number, Parsed
@@ -109,4 +109,4 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
     if prompt.most + new.most > served.max_context:
         problem = f"{prompt.most} and {new.most} new ones are beyond the server's context of {served.max_context}"
         raise ConfigError("--prompt-tokens", problem)
-    return Workload(drawn_sizes(prompt, new), served.vocab_size, flags["seed"])
+    return Workload(prompt, new, served.vocab_size, flags["seed"])

@@ -15,7 +15,7 @@ import click
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say
 from ppserve.cli.types import TEXT, Number
-from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Completion, Options, RetryPolicy, completion_of
 from ppserve.errors import PpserveError
 
 # The proto's uint32 and uint64.
@@ -81,12 +81,11 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
     text = _read_standard_input() if prompt == "-" else prompt
-    options = _options(flags)
-    printer = _Printer(as_json, stream and (as_json or options.get("n", 1) == 1))
     try:
-        asyncio.run(_answer(text, options, flags, printer))
+        asyncio.run(_answer(text, _options(flags), flags, as_json, stream))
     except KeyboardInterrupt:
-        printer.end_line()
+        if sys.stdout.isatty():
+            say("")  # the text's line has no end yet
         sys.exit(130)
 
 
@@ -124,60 +123,41 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
     say(f"replica {replica} serves again")
 
 
-class _Printer:
-    """Writes an answer to standard output, as text or JSON.
-
-    as_it_comes: chunk by chunk, or when it is complete: texts of several sequences would be mixed.
-    """
-
-    def __init__(self, as_json: bool, as_it_comes: bool) -> None:
-        self._as_json = as_json
-        self._as_it_comes = as_it_comes
-        self._in_line = False
-
-    def print_chunk(self, chunk: Chunk) -> None:
-        if not self._as_it_comes:
-            return
-        if self._as_json:
-            self._print_object(chunk)
-            return
-        say(chunk.text, end="")
-        self._in_line = True
-        if chunk.finish is not None:
-            self.end_line()
-
-    def print_answer(self, chunks: list[Chunk]) -> None:
-        if self._as_it_comes:
-            return
-        completion = completion_of(chunks)
-        if self._as_json:
-            self._print_object(completion)
-            return
-        for sequence in completion.sequences:
-            if len(completion.sequences) > 1:
-                say(f"--- answer {sequence.index} ---")
-            say(sequence.text)
-
-    def end_line(self) -> None:
-        if self._in_line:
-            say("")
-        self._in_line = False
-
-    def _print_object(self, value: Any) -> None:
-        say(json.dumps(dataclasses.asdict(value, dict_factory=_present), default=_base64))
-
-
-async def _answer(prompt: str, options: Options, flags: dict[str, Any], printer: _Printer) -> None:
+async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json: bool, stream: bool) -> None:
     policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_report_retry)
+    as_it_comes = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
     async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, not after all retries
         chunks = []
         async for chunk in client.stream(prompt, **options):
             chunks.append(chunk)
-            printer.print_chunk(chunk)
-        printer.print_answer(chunks)
+            if as_it_comes:
+                _print_chunk(chunk, as_json)
+        if not as_it_comes:
+            _print_answer(completion_of(chunks), as_json)
     if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
         raise PpserveError("--timeout passed before the answer's end")
+
+
+def _print_chunk(chunk: Chunk, as_json: bool) -> None:
+    if as_json:
+        _print_object(chunk)
+    else:
+        say(chunk.text, end="" if chunk.finish is None else "\n")
+
+
+def _print_answer(completion: Completion, as_json: bool) -> None:
+    if as_json:
+        _print_object(completion)
+        return
+    for sequence in completion.sequences:
+        if len(completion.sequences) > 1:
+            say(f"--- answer {sequence.index} ---")
+        say(sequence.text)
+
+
+def _print_object(value: Chunk | Completion) -> None:
+    say(json.dumps(dataclasses.asdict(value, dict_factory=_present), default=_base64))
 
 
 def _report_retry(failure: CallFailed) -> None:

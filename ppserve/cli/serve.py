@@ -14,7 +14,7 @@ from ppserve.cli.flags import FLAGS, ServeCommand
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment, ignore_what_is_for_the_head, open_many_files
-from ppserve.process.rank import run_rank
+from ppserve.process.keeper import run_rank
 from ppserve.process.stage_process import ForkServer
 
 # So that a slip of the finger does not fill the host with processes.

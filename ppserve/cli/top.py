@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -18,28 +16,18 @@ from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say
 from ppserve.cli.types import Number
 from ppserve.client import CallFailed, Client, RetryPolicy
-
-_ENTER = "\x1b[?1049h\x1b[?25l"
-_LEAVE = "\x1b[?25h\x1b[?1049l"
-_HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
+from ppserve.errors import PpserveError
 
 
 @click.command()
 @click.option(
-    "--metrics",
-    default="127.0.0.1:9400",
-    show_default=True,
-    metavar="HOST:PORT",
+    "--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
     help="The server's metrics page; `none`: only the stages.",
-)
+)  # fmt: skip
 @click.option(
-    "--interval",
-    "interval_s",
-    type=Number(0.1, 86400),
-    default=1.0,
-    show_default=True,
+    "--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,
     help="Seconds that every view covers.",
-)
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="One view, then the end.")
 @connection_options
 def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
@@ -50,21 +38,16 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     """
     live = _is_terminal() and not once
     client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
-    gone: CallFailed | None = None
     with client:
         try:
-            with _screen() if live else nullcontext():
-                for view in _views(client, None if metrics == "none" else metrics, interval_s):
-                    _show(view, flags["target"], live)
-                    if once:
-                        break
+            for view in _views(client, None if metrics == "none" else metrics, interval_s):
+                _show(view, flags["target"], live)
+                if once:
+                    break
         except KeyboardInterrupt:
             pass
         except CallFailed as failure:
-            gone = failure
-    if gone is not None:
-        click.echo(f"ppserve: error: no answer from {flags['target']}: {gone}", err=True)
-        sys.exit(1)
+            raise PpserveError(f"no answer from {flags['target']}: {failure}") from None
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
@@ -90,23 +73,12 @@ def _show(view: View, target: str, live: bool) -> None:
         say(view.render_line(time.strftime("%H:%M:%S")))
         return
     size = shutil.get_terminal_size()
-    lines = view.render_screen(target, size.columns, "NO_COLOR" not in os.environ)
+    lines = view.render_screen(target, size.columns)
     if live:
-        shown = "".join(f"{line}{_TO_LINE_END}\r\n" for line in lines[: size.lines - 1])
-        say(_HOME + shown + _TO_SCREEN_END, end="")
-    else:
-        say("\n".join(lines))
+        click.clear()
+        lines = lines[: size.lines - 1]
+    say("\n".join(lines))
 
 
 def _is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
-
-
-@contextmanager
-def _screen() -> Iterator[None]:
-    """The terminal's alternate screen: afterwards the terminal shows what it showed before."""
-    say(_ENTER, end="")
-    try:
-        yield
-    finally:
-        say(_LEAVE, end="")

@@ -7,6 +7,7 @@ this keeper, which never imports torch; its stage is a child process that it rep
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +15,15 @@ from collections.abc import Callable
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
+from ppserve.process.environment import (
+    EXIT_FAILED,
+    EXIT_HEAD_GONE,
+    EXIT_USAGE,
+    RankEnvironment,
+    die_with_launcher,
+)
 from ppserve.process.greeting import connect_to_head
+from ppserve.process.meeting import find_meeting
 from ppserve.process.patience import Life, Patience
 from ppserve.process.stage_process import ForkServer, StageProcess
 
@@ -27,6 +35,21 @@ FROZEN_WHILE_PREPARING_S = 30.0
 _REPORT_WITHIN_S = 2.0
 # How often the keeper checks whether a stage is frozen or a stop is overdue.
 _CHECK_EVERY_S = 0.5
+
+
+def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
+    """The whole life of a rank other than 0; returns its exit code. Raises UsageError."""
+    die_with_launcher()
+    keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
+    grace_s = config.server.shutdown_timeout_s + 2.0
+
+    def on_signal(_signum: int, _frame: object) -> None:
+        # The head decides when stages stop: running streams may finish first.
+        keeper.stop(grace_s)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return keeper.run()
 
 
 class Keeper:

@@ -8,7 +8,6 @@ import re
 import select
 import subprocess
 import time
-from contextlib import suppress
 
 
 class Terminal:
@@ -26,12 +25,6 @@ class Terminal:
             assert time.monotonic() < until_s, self.seen
             if select.select([self._ours], [], [], 1.0)[0]:
                 self.seen += os.read(self._ours, 65536).decode(errors="replace")
-
-    def read_rest(self) -> None:
-        """Everything until the command has closed its terminal."""
-        with suppress(OSError):  # how Linux says that nobody holds the other end any more
-            while part := os.read(self._ours, 65536):
-                self.seen += part.decode(errors="replace")
 
     def close(self) -> None:
         if self.process.poll() is None:

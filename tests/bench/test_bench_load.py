@@ -7,7 +7,7 @@ import math
 import time
 
 from ppserve.bench.caller import OK, Answer
-from ppserve.bench.load import ClosedLoop, OpenLoop, Until, run_load
+from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until, run_load
 from ppserve.bench.workload import Question
 
 
@@ -37,17 +37,24 @@ class Server:
         return Answer(asked, intended_s, ended_s, ((ended_s, 4),), OK)
 
 
+async def run(server: Server, load: Load, until: Until) -> list[Answer]:
+    """All answers, in the order of their questions."""
+    answers: list[Answer] = []
+    await run_load(server.ask, question, load, until, answers)
+    return sorted(answers, key=lambda answer: answer.question.number)
+
+
 def test_a_closed_loop_keeps_its_callers_busy_and_no_more() -> None:
     for concurrency in (1, 3, 8):
         server = Server()
-        answers = asyncio.run(run_load(server.ask, question, ClosedLoop(concurrency), Until(20)))
+        answers = asyncio.run(run(server, ClosedLoop(concurrency), Until(20)))
         assert [answer.question.number for answer in answers] == list(range(20))
         assert server.most == concurrency
 
 
 def test_fewer_requests_than_callers() -> None:
     server = Server()
-    answers = asyncio.run(run_load(server.ask, question, ClosedLoop(8), Until(3)))
+    answers = asyncio.run(run(server, ClosedLoop(8), Until(3)))
     assert (len(answers), server.most) == (3, 3)
 
 
@@ -56,11 +63,11 @@ def test_an_open_loop_does_not_wait_for_the_server() -> None:
         gate = asyncio.Event()
         server = Server(gate=gate)
         load = OpenLoop([0.0, 0.001, 0.002, 0.003], math.inf)
-        run = asyncio.create_task(run_load(server.ask, question, load, Until(4)))
+        running = asyncio.create_task(run(server, load, Until(4)))
         while server.now < 4:  # all four are there, and none was answered
             await asyncio.sleep(0)
         gate.set()
-        return server, await run
+        return server, await running
 
     server, answers = asyncio.run(main())
     begun_s = server.intended_s[0]
@@ -71,14 +78,14 @@ def test_an_open_loop_does_not_wait_for_the_server() -> None:
 
 def test_an_open_loop_ends_with_its_arrivals_or_its_time() -> None:
     server = Server()
-    assert len(asyncio.run(run_load(server.ask, question, OpenLoop([0.0, 0.001], math.inf), Until(9)))) == 2
+    assert len(asyncio.run(run(server, OpenLoop([0.0, 0.001], math.inf), Until(9)))) == 2
     late = OpenLoop([0.0, 0.001, 3600.0], math.inf)
-    assert len(asyncio.run(run_load(server.ask, question, late, Until(duration_s=1.0)))) == 2
+    assert len(asyncio.run(run(server, late, Until(duration_s=1.0)))) == 2
 
 
 def test_a_closed_loop_ends_with_its_time_and_waits_for_what_is_on_its_way() -> None:
     server = Server(turns=5)
-    answers = asyncio.run(run_load(server.ask, question, ClosedLoop(2), Until(duration_s=0.02)))
+    answers = asyncio.run(run(server, ClosedLoop(2), Until(duration_s=0.02)))
     assert answers
     assert server.now == 0
     assert [answer.question.number for answer in answers] == list(range(len(answers)))

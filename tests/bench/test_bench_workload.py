@@ -8,9 +8,9 @@ from itertools import islice, pairwise
 
 import pytest
 
-from ppserve.bench.workload import Lengths, Workload, drawn_sizes, poisson_arrivals
+from ppserve.bench.workload import Lengths, Workload, poisson_arrivals
 
-SIZES = drawn_sizes(Lengths(4, 40), Lengths(8, 8))
+SIZES = Lengths(4, 40), Lengths(8, 8)
 
 
 def test_lengths_are_what_they_say() -> None:
@@ -26,12 +26,12 @@ def test_lengths_that_are_none(text: str) -> None:
 
 
 def test_a_question_depends_on_seed_and_number_alone() -> None:
-    workload = Workload(SIZES, vocab_size=50, seed=3)
+    workload = Workload(*SIZES, 50, 3)
     forwards = [workload.question(number) for number in range(-5, 20)]
-    backwards = [Workload(SIZES, 50, 3).question(number) for number in reversed(range(-5, 20))]
+    backwards = [Workload(*SIZES, 50, 3).question(number) for number in reversed(range(-5, 20))]
     assert forwards == backwards[::-1]
     assert len({question.prompt_ids for question in forwards}) == 25
-    other = [Workload(SIZES, 50, 4).question(number) for number in range(-5, 20)]
+    other = [Workload(*SIZES, 50, 4).question(number) for number in range(-5, 20)]
     assert all(a.prompt_ids != b.prompt_ids for a, b in zip(forwards, other, strict=True))
     assert all(4 <= len(question.prompt_ids) <= 40 and question.max_tokens == 8 for question in forwards)
 

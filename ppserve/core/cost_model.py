@@ -128,10 +128,6 @@ class PipelineCosts:
         """Seconds on every stage; zero before the first observation."""
         return tuple(stage.predict(size) for stage in self.stages)
 
-    def predict(self, size: StepSize) -> float:
-        """Seconds on the slowest stage."""
-        return max(self.predict_each(size))
-
 
 def _solve_non_negative(equations: Equations) -> list[float]:
     """Least squares without negative coefficients: leaves out the most negative term until there is none."""

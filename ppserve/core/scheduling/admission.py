@@ -1,6 +1,6 @@
 """Admission: in which order waiting requests are admitted, and which requests are refused.
 
-A submitted request is admitted, waits or is refused (`decide`). It is refused with InvalidRequest if it could not
+A submitted request is admitted, waits or is refused (`refusal`). It is refused with InvalidRequest if it could not
 run on an empty server. It is refused with Overloaded, which says when to try again, if the queue is full, or if
 its deadline would pass before its answer is complete, by the measured throughput. The first request of a caller
 that has no other finds a queue of twice the size. So a caller that fills the queue keeps out nobody but itself.
@@ -19,22 +19,21 @@ are ordered by
 
 from __future__ import annotations
 
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from itertools import chain
 
 from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceGroup
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest, Overloaded, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
 _MANY_RUNNING = 8
-# Predicted times are multiplied by this: under overload, admitted requests are as late as the prediction allows.
-_MARGIN = 1.25
+# Predicted times are multiplied by this: under overload, requests that are admitted later take half of the steps,
+# and admitted requests are as late as the prediction allows.
+_MARGIN = 2.5
 
 MAX_IDLE_CALLERS = 1024
 AGING_S = 10.0
@@ -42,59 +41,44 @@ AGING_S = 10.0
 HALF_LIFE_S = 10.0
 MIN_EVIDENCE_S = 0.05
 MEMORY_OF_ENDS = 0.98
-# The largest share of the throughput that requests admitted later are assumed to take. More would refuse bursts.
-MAX_LATER_SHARE = 0.5
-
-
-class Verdict(StrEnum):
-    ADMIT = "admit"
-    WAIT = "wait"
-    REFUSE = "refuse"
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionDecision:
-    """What becomes of a submitted request. problem, retry_after_s: of a refusal."""
-
-    verdict: Verdict
-    problem: str = ""
-    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What a submitted request finds. tokens_ahead: of the waiting requests that go before it."""
+    """What a submitted request finds."""
 
     running: Collection[Sequence]
     num_waiting: int
     tokens_waiting: int
     tokens_ahead: int
+    """Of the waiting requests that go before it."""
     throughput: Throughput
 
 
-def decide(
+def refusal(
     group: SequenceGroup, load: QueueLoad, config: SchedulerConfig, now: float, *, fits: bool, is_only_one: bool
-) -> AdmissionDecision:
-    """Admit, wait or refuse. fits: it is next, and a replica has room. is_only_one: its caller has no other."""
+) -> Overloaded | None:
+    """Why a request is refused; None if it is admitted or waits. fits: it is next, and a replica has room.
+    is_only_one: its caller has no other."""
     if group.request.deadline_s is not None:
         answer_s = _answer_s(group, load, fits)
         if answer_s is not None and now + answer_s > group.request.deadline_s:
             problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
-            return _refuse(problem, answer_s / 2)
+            return _overloaded(problem, answer_s / 2)
     if fits:
-        return AdmissionDecision(Verdict.ADMIT)
+        return None
     queues = 2 if is_only_one else 1
     half_of_queue_s = load.throughput.seconds_for(load.tokens_waiting // 2)
     if load.num_waiting >= config.max_queue * queues:
-        return _refuse(f"{load.num_waiting} requests are waiting", half_of_queue_s)
+        return _overloaded(f"{load.num_waiting} requests are waiting", half_of_queue_s)
     if load.num_waiting and load.tokens_waiting + group.num_tokens > config.max_queue_tokens * queues:
-        return _refuse(f"{load.tokens_waiting} tokens are waiting", half_of_queue_s)
-    return AdmissionDecision(Verdict.WAIT)
+        return _overloaded(f"{load.tokens_waiting} tokens are waiting", half_of_queue_s)
+    return None
 
 
-def _refuse(problem: str, retry_after_s: float | None) -> AdmissionDecision:
+def _overloaded(problem: str, retry_after_s: float | None) -> Overloaded:
     retry_after_s = 1.0 if retry_after_s is None else retry_after_s
-    return AdmissionDecision(Verdict.REFUSE, problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
+    return Overloaded(problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
 
 
 def _answer_s(group: SequenceGroup, load: QueueLoad, fits: bool) -> float | None:
@@ -110,7 +94,7 @@ def _answer_s(group: SequenceGroup, load: QueueLoad, fits: bool) -> float | None
     for sequence in load.running:
         known = len(sequence.token_ids)
         tokens += max(0, known - sequence.computed) + min(new, max(0, sequence.max_positions - known))
-    answer_s = load.throughput.seconds_to_end(tokens, new)
+    answer_s = load.throughput.seconds_for(tokens)
     return None if answer_s is None else _MARGIN * answer_s
 
 
@@ -145,8 +129,7 @@ def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -
 
 
 class Throughput:
-    """Tokens computed (prompt and decode alike), and requests admitted, per second with steps in flight; idle time
-    does not count.
+    """Tokens computed (prompt and decode alike) per second with steps in flight; idle time does not count.
 
     Requests reserve tokens for their max_tokens and mostly end sooner, so the share that they use is measured too.
     Old measurements lose weight, so that predictions follow the load.
@@ -154,8 +137,6 @@ class Throughput:
 
     def __init__(self) -> None:
         self._tokens = 0.0
-        self._admitted = 0.0
-        self._prompt_tokens = 0.0
         self._seconds = 0.0
         self._since: float | None = None
         self._reserved_tokens = 0.0
@@ -170,15 +151,8 @@ class Throughput:
         elapsed = max(0.0, now - self._since) if self._since is not None else 0.0
         fade = 0.5 ** (elapsed / HALF_LIFE_S)
         self._tokens = self._tokens * fade + num_tokens
-        self._admitted *= fade
-        self._prompt_tokens *= fade
         self._seconds = self._seconds * fade + elapsed
         self._since = None if pipeline_empty else now
-
-    def request_admitted(self, prompt_tokens: int) -> None:
-        """prompt_tokens: to be computed before its first new one."""
-        self._admitted += 1.0
-        self._prompt_tokens += prompt_tokens
 
     def request_ended(self, reserved_tokens: int, used_tokens: int) -> None:
         """An admitted request ended, not because it was late. used_tokens: of the reserved ones."""
@@ -189,23 +163,8 @@ class Throughput:
         """Predicted time for requests that reserve so many tokens; None while too little has been measured."""
         if self._seconds < MIN_EVIDENCE_S or self._tokens <= 0:
             return None
-        return reserved_tokens * self._used_share * self._seconds / self._tokens
-
-    def seconds_to_end(self, reserved_tokens: int, new_tokens: int) -> float | None:
-        """Predicted time until a request that is admitted now has computed its `new_tokens`, one in a step.
-
-        reserved_tokens: of it, and of what computes beside it already. Those who are admitted after it compute
-        beside it too: their prompts, and new tokens in half of its steps on average.
-        """
-        seconds = self.seconds_for(reserved_tokens)
-        if seconds is None:
-            return None
-        later = self._prompt_tokens + self._admitted * new_tokens * self._used_share / 2
-        return seconds / (1.0 - min(MAX_LATER_SHARE, later / self._tokens))
-
-    @property
-    def _used_share(self) -> float:
-        return self._used_tokens / self._reserved_tokens if self._reserved_tokens else 1.0
+        used_share = self._used_tokens / self._reserved_tokens if self._reserved_tokens else 1.0
+        return reserved_tokens * used_share * self._seconds / self._tokens
 
 
 @dataclass(slots=True)
@@ -216,48 +175,35 @@ class _Account:
     num_live: int = 0
 
 
-_Head = tuple[int, _Account, int, SequenceGroup]
-"""The first of a line: its priority, its caller's account, the number of its arrival, and the request."""
-
-
 class FairQueue:
     """Waiting requests in the module's order, and the accounts of all callers. `now` is in seconds."""
 
     def __init__(self, aging_s: float = AGING_S) -> None:
         self._aging_s = aging_s
         self._given_back: dict[str, SequenceGroup] = {}
-        # The waiting requests of one caller in one priority class, oldest first, with the number of their arrival.
-        self._lines: dict[tuple[int, str], dict[str, tuple[int, SequenceGroup]]] = {}
+        self._arrived: dict[str, SequenceGroup] = {}  # the oldest first
         self._accounts: dict[str, _Account] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        self._tokens_of_priority: Counter[float] = Counter()  # math.inf: of requests that were given back
         self._floor = 0.0
-        self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._given_back) + sum(map(len, self._lines.values()))
+        return len(self._given_back) + len(self._arrived)
 
     def __contains__(self, entry: SequenceGroup) -> bool:
-        return entry.key in self._given_back or entry.key in self._lines.get((entry.priority, entry.caller), ())
+        return entry.key in self._given_back or entry.key in self._arrived
 
     def push(self, entry: SequenceGroup) -> None:
-        """Append a request to the line of its caller and priority."""
+        """Append a request."""
         account = self._accounts.setdefault(entry.caller, _Account())
         if account.num_live == 0:
-            self._idle.pop(entry.caller, None)
             self._raise_floor()
             account.served = max(account.served, self._floor)
         account.num_live += 1
-        line = self._lines.setdefault((entry.priority, entry.caller), {})
-        line[entry.key] = (self._arrivals, entry)
-        self._arrivals += 1
-        self._tokens_of_priority[entry.priority] += entry.num_tokens
+        self._arrived[entry.key] = entry
 
     def give_back(self, entries: Iterable[SequenceGroup]) -> None:
         """Put requests that were admitted before to the front."""
         entries = sorted([*self._given_back.values(), *entries], key=lambda entry: entry.admitted_s or 0.0)
         self._given_back = {entry.key: entry for entry in entries}
-        self._tokens_of_priority[math.inf] = sum(entry.num_tokens for entry in entries)
 
     def first(self, now: float, suspects: Container[str] = ()) -> SequenceGroup | None:
         """The request to admit next, which stays in the queue until `remove`. suspects: they are passed over."""
@@ -265,49 +211,46 @@ class FairQueue:
             if entry.key not in suspects:
                 return entry
         # A class is raised by the request whose turn it is, not by its oldest, which may be behind newer ones.
-        turns: dict[int, _Head] = {}
-        for head in self._heads():
-            other = turns.get(head[0])
-            if other is None or _turn(head) < _turn(other):
-                turns[head[0]] = head
+        turns: dict[int, SequenceGroup] = {}
+        for entry in self._first_of_callers():
+            other = turns.setdefault(entry.priority, entry)
+            if self._served_after(entry) < self._served_after(other):
+                turns[entry.priority] = entry
 
-        def rank(head: _Head) -> tuple[float, float, int]:
-            waited_s = max(0.0, now - head[3].submitted_s)
-            return -(head[0] + waited_s // self._aging_s), *_turn(head)
+        def rank(entry: SequenceGroup) -> tuple[float, float, float]:
+            waited_s = max(0.0, now - entry.submitted_s)
+            return -(entry.priority + waited_s // self._aging_s), self._served_after(entry), entry.submitted_s
 
-        best = min(turns.values(), key=rank, default=None)
-        return best[3] if best else None
+        return min(turns.values(), key=rank, default=None)
 
-    def _heads(self) -> Iterator[_Head]:
-        """The first of each line."""
-        for (priority, caller), line in self._lines.items():
-            yield priority, self._accounts[caller], *next(iter(line.values()))
+    def _first_of_callers(self) -> Collection[SequenceGroup]:
+        """The oldest request of each caller in each class."""
+        firsts: dict[tuple[int, str], SequenceGroup] = {}
+        for entry in self._arrived.values():
+            firsts.setdefault((entry.priority, entry.caller), entry)
+        return firsts.values()
+
+    def _served_after(self, entry: SequenceGroup) -> float:
+        """The tokens that its caller will have been served after this answer."""
+        return self._accounts[entry.caller].served + entry.num_tokens
 
     def remove(self, entry: SequenceGroup) -> None:
         """Take a request out of the queue. It counts as live for its caller until `end_request`."""
-        if self._given_back.pop(entry.key, None) is not None:
-            self._tokens_of_priority[math.inf] -= entry.num_tokens
-            return
-        where = (entry.priority, entry.caller)
-        del self._lines[where][entry.key]
-        if not self._lines[where]:
-            del self._lines[where]
-        self._tokens_of_priority[entry.priority] -= entry.num_tokens
+        if self._given_back.pop(entry.key, None) is None:
+            del self._arrived[entry.key]
 
-    def num_tokens(self, min_priority: float = -math.inf) -> int:
-        """The most tokens of the waiting requests of this priority or a higher one, and of all that were given
-        back."""
-        return sum(tokens for priority, tokens in self._tokens_of_priority.items() if priority >= min_priority)
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of all waiting requests."""
+        return sum(entry.num_tokens for entry in chain(self._given_back.values(), self._arrived.values()))
 
     def tokens_ahead(self, priority: int, is_only_one: bool) -> int:
         """The most tokens of the waiting requests before a new one of `priority`. is_only_one: its caller has no
         other, so of its class only the first of each caller goes before it."""
-        if not is_only_one:
-            return self.num_tokens(priority)
-        heads = (head[3] for head in self._heads() if head[0] == priority)
-        return self.num_tokens(priority + 1) + sum(head.num_tokens for head in heads)
-
-    # Accounts
+        own = self._first_of_callers() if is_only_one else self._arrived.values()
+        ahead = [entry for entry in own if entry.priority == priority]
+        ahead += [entry for entry in self._arrived.values() if entry.priority > priority]
+        return sum(entry.num_tokens for entry in chain(self._given_back.values(), ahead))
 
     def is_idle(self, caller: str) -> bool:
         """Whether a caller has no live request."""
@@ -319,23 +262,15 @@ class FairQueue:
         self._accounts[caller].served += num_tokens
 
     def end_request(self, caller: str) -> None:
-        """One of a caller's live requests ended."""
+        """One of a caller's live requests ended. Of too many idle callers, the one served least is forgotten."""
         self._raise_floor()
         account = self._accounts[caller]
         account.num_live -= 1
         assert account.num_live >= 0, caller
-        if account.num_live == 0:
-            self._idle[caller] = None
-            if len(self._idle) > MAX_IDLE_CALLERS:
-                oldest, _ = self._idle.popitem(last=False)
-                del self._accounts[oldest]
+        idle = [other for other, account in self._accounts.items() if not account.num_live]
+        if len(idle) > MAX_IDLE_CALLERS:
+            del self._accounts[min(idle, key=lambda other: self._accounts[other].served)]
 
     def _raise_floor(self) -> None:
         """Raise the counter at which idle callers start to the smallest of the callers with live requests."""
         self._floor = max(self._floor, min((a.served for a in self._accounts.values() if a.num_live), default=0.0))
-
-
-def _turn(head: _Head) -> tuple[float, int]:
-    """Who is served least after its answer goes first, then who arrived first."""
-    _, account, arrival, entry = head
-    return account.served + entry.num_tokens, arrival

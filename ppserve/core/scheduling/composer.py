@@ -2,13 +2,10 @@
 
 Decodes are spread evenly over the m slots: a step takes 1/m of all decoding sequences (those in flight count as
 well), those that returned first, and leaves the rest to the next slot. Tokens of prompts and replays then fill the
-step up to a budget:
+step up to a budget: the configured `prefill_chunk`, or, if it is automatic,
 
-- the configured `prefill_chunk`; if it is automatic,
 - 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
   makes enough chunks for every stage, and many short ones are not all put into the first slot;
-- beside decodes and with a cost model only 1/(3m) of them, in smaller chunks: when steps take unequal times,
-  stages wait for each other;
 - never more than the predicted time allows, so that decodes in the same step are not delayed for long.
 """
 
@@ -18,25 +15,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, ValuesView
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from ppserve.core.cost_model import StepSize
-from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.core.scheduling.sequence import Sequence
 
 # Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
 MIN_CHUNK = 64
 # Tokens. Without a cost model, the only bound on how long a prompt delays decodes.
 MAX_CHUNK_BESIDE_DECODES = 256
-# Tokens of a prompt that a step takes even if it is predicted to be too slow: prompts progress beside any decodes.
-MIN_TIMED_CHUNK = 8
-# Beside decodes: the smallest chunk in tokens, and the rounds of all slots over which pending tokens are spread.
-MIN_SPREAD_CHUNK = 8
-SPREAD_ROUNDS = 3
-# How many times as long as its decodes alone a step may take before it delays the steps after it noticeably.
-MAX_STEP_STRETCH = 1.25
+# Tokens of prompts that a step with decodes takes at least, even if it is predicted to be too slow.
+MIN_CHUNK_BESIDE_DECODES = 16
+# The rounds of all slots over which pending tokens are spread.
+SPREAD_ROUNDS = 2
+# Bounds of the predicted time of a step with prompt tokens: while nothing decodes, and beside decodes. There it
+# may also take so many times as long as its decodes alone.
+MAX_SECONDS_ALONE = 0.16
+MAX_SECONDS_BESIDE_DECODES = 0.08
+MAX_STRETCH = 2.0
 
 
 class Pick(NamedTuple):
@@ -51,13 +48,14 @@ class Pick(NamedTuple):
 class CostModel(Protocol):
     """Predicts what a step costs, in seconds. Zero before anything was observed."""
 
-    def predict(self, size: StepSize) -> float:
-        """On the slowest stage."""
-        ...
-
     def predict_each(self, size: StepSize) -> Seq[float]:
         """On every stage."""
         ...
+
+
+def slowest_s(costs: CostModel, size: StepSize) -> float:
+    """What a step costs on the slowest stage."""
+    return max(costs.predict_each(size))
 
 
 class RunningSet:
@@ -121,28 +119,15 @@ class RunningSet:
         self._ready.pop(sequence.id, None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """How much prompt a step takes. The last three bound the predicted time of a step with prompt tokens, so they
-    need a cost model."""
-
-    prefill_chunk: int | None = None
-    """Prompt tokens per step; None = automatic, up to `max_auto_chunk`."""
-    max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
-    seconds_alone: float = 0.16
-    """While nothing decodes."""
-    seconds_beside_decodes: float = 0.08
-    stretch: float = 2.0
-    """Or so many times the predicted time of the step's decodes, whichever is longer."""
-
-
 class Composer:
     """Chooses the sequences of a step. Changes nothing; the scheduler makes the slices."""
 
-    def __init__(self, limits: StepLimits, costs: CostModel | None = None) -> None:
-        self._limits = limits
+    def __init__(self, prefill_chunk: int | None, max_auto_chunk: int, costs: CostModel | None = None) -> None:
+        """prefill_chunk: prompt tokens per step; None = automatic, up to `max_auto_chunk`."""
+        self._prefill_chunk = prefill_chunk
+        self._max_auto_chunk = max_auto_chunk
         # A configured chunk is exact, whatever it costs.
-        self._costs = costs if limits.prefill_chunk is None else None
+        self._costs = costs if prefill_chunk is None else None
 
     def compose(
         self, returned: Iterable[Sequence], num_decoding: int, filling: Iterable[Sequence], microbatches: int
@@ -162,8 +147,8 @@ class Composer:
         size = StepSize()
         for pick in picks:
             size = _joined(size, pick.sequence, pick.num_tokens)
-        budget = self._token_budget(size, prompts, beside_decodes, microbatches)
-        limit_s, at_least = self._time_limit_s(size, beside_decodes), MIN_TIMED_CHUNK
+        budget = self._token_budget(prompts, beside_decodes, microbatches)
+        limit_s, at_least = self._time_limit_s(size, beside_decodes), MIN_CHUNK_BESIDE_DECODES
         for sequence in prompts:
             most = min(sequence.remaining, budget)
             num_tokens = max(self._most_within(limit_s, size, sequence, most), min(at_least, most))
@@ -173,37 +158,33 @@ class Composer:
             size = _joined(size, sequence, num_tokens)
             budget, at_least = budget - num_tokens, 0
 
-    def _token_budget(
-        self, decodes: StepSize, prompts: list[Sequence], beside_decodes: bool, microbatches: int
-    ) -> int:
+    def _token_budget(self, prompts: list[Sequence], beside_decodes: bool, microbatches: int) -> int:
         """How many prompt tokens the step may take, apart from the bound on its time."""
-        if self._limits.prefill_chunk is not None:
-            return self._limits.prefill_chunk
-        most = self._limits.max_auto_chunk
+        if self._prefill_chunk is not None:
+            return self._prefill_chunk
+        least, most = MIN_CHUNK, self._max_auto_chunk
         if beside_decodes:
-            most = min(most, MAX_CHUNK_BESIDE_DECODES)
+            least, most = MIN_CHUNK_BESIDE_DECODES, min(most, MAX_CHUNK_BESIDE_DECODES)
         if microbatches == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)
-        if self._costs is None or not decodes.rows:
-            return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
-        unnoticed_s = MAX_STEP_STRETCH * self._costs.predict(decodes)
-        unnoticed = self._most_within(unnoticed_s, decodes, prompts[0], min(prompts[0].remaining, most))
-        return min(most, max(-(-pending // (SPREAD_ROUNDS * microbatches)), MIN_SPREAD_CHUNK, unnoticed))
+        return min(most, max(least, -(-pending // (SPREAD_ROUNDS * microbatches))))
 
     def _time_limit_s(self, decodes: StepSize, beside_decodes: bool) -> float:
         if self._costs is None:
             return math.inf
         if not beside_decodes:
-            return self._limits.seconds_alone
-        stretched_s = self._limits.stretch * self._costs.predict(decodes) if decodes.rows else 0.0
-        return max(self._limits.seconds_beside_decodes, stretched_s)
+            return MAX_SECONDS_ALONE
+        stretched_s = MAX_STRETCH * slowest_s(self._costs, decodes) if decodes.rows else 0.0
+        return max(MAX_SECONDS_BESIDE_DECODES, stretched_s)
 
     def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
         """How many tokens of a sequence, up to `most`, a step can take that is predicted to end in time."""
 
         def fits(num_tokens: int) -> bool:
-            return self._costs is None or self._costs.predict(_joined(size, sequence, num_tokens)) <= limit_s
+            if self._costs is None:
+                return True
+            return slowest_s(self._costs, _joined(size, sequence, num_tokens)) <= limit_s
 
         if fits(most):
             return most

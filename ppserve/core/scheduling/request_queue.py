@@ -3,7 +3,7 @@
 Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
 steps are each replica's own (`scheduler`). Laws
 
-- A submitted request is admitted, waits or is refused (`admission.decide`).
+- A submitted request is admitted, waits or is refused (`admission.refusal`).
 - Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
@@ -19,12 +19,12 @@ from collections.abc import Hashable, Iterable, Set
 from typing import NamedTuple, Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import FairQueue, QueueLoad, Throughput, Verdict, check_possible, decide
+from ppserve.core.scheduling.admission import FairQueue, QueueLoad, Throughput, check_possible, refusal
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
+from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
 
 
 class RequestScheduler(Protocol):
@@ -53,7 +53,7 @@ class RequestScheduler(Protocol):
     def room_for(self, group: SequenceGroup) -> BlockTable | None:
         """The cached blocks that a request would begin with; None if there is no room for it."""
 
-    def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
+    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
         """Run a request. There is room for it; known: what `room_for` returned."""
 
     def drop(self, sequence: Sequence) -> None:
@@ -127,16 +127,15 @@ class RequestQueue:
         self._may_fit = True
         assignment = self._next_assignment(now)
         fits = assignment is not None and assignment.group is group
-        decision = decide(group, load, config, now, fits=fits, is_only_one=is_only_one)
-        if decision.verdict is Verdict.REFUSE:
+        if problem := refusal(group, load, config, now, fits=fits, is_only_one=is_only_one):
             self.queue.remove(group)
             self.queue.end_request(group.caller)
-            raise Overloaded(decision.problem, decision.retry_after_s)
+            raise problem
         self.groups[request.id] = group
         self._next_sequence_id += len(group.sequences)
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-        if assignment is not None and decision.verdict is Verdict.ADMIT:
+        if assignment is not None and fits:
             self._start(assignment, now)
 
     def _load(self, priority: int, is_only_one: bool) -> QueueLoad:
@@ -144,7 +143,7 @@ class RequestQueue:
         running = [sequence for key in self._homes for sequence in self.groups[key].live]
         queue = self.queue
         tokens_ahead = queue.tokens_ahead(priority, is_only_one)
-        return QueueLoad(running, len(queue), queue.num_tokens(), tokens_ahead, self._throughput)
+        return QueueLoad(running, len(queue), queue.num_tokens, tokens_ahead, self._throughput)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
@@ -258,12 +257,9 @@ class RequestQueue:
         self._homes[group.key] = scheduler
         is_first_time = group.admitted_s is None
         group.place(scheduler.config.replica, now)
-        scheduler.admit(group, known, now)
+        scheduler.admit(group, known)
         if is_first_time:
-            leader = group.sequences[0]
-            prompt_tokens = len(leader.token_ids) - leader.scheduled
-            self._throughput.request_admitted(prompt_tokens)
-            self.queue.charge(group.caller, prompt_tokens)
+            self.queue.charge(group.caller, group.sequences[0].remaining)
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:
         """Requests that have no running sequence left wait for another replica."""

@@ -6,7 +6,7 @@ Requests come from the request queue, which all replicas share. It reads no cloc
 Laws
 - A token is scheduled after it has returned to the head, with two exceptions. A draft token may be in a step
   before, but what was computed from a wrong one is dropped, and the right token's step writes its keys and values
-  anew. And where one rank computes all of the model, its next step is sent ahead, without the tokens (`ahead`).
+  anew. And where one rank computes all of the model, its next step is sent ahead, without the tokens (`slots`).
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
@@ -25,9 +25,8 @@ from collections.abc import Callable, Hashable, Iterator, KeysView, Set
 
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
-from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
-from ppserve.core.scheduling.composer import Composer, CostModel, Pick, RunningSet, StepLimits
+from ppserve.core.scheduling.composer import Composer, CostModel, Pick, RunningSet
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
@@ -54,11 +53,10 @@ class Scheduler:
         self.config = config
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._blocks = blocks
-        self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
+        self._composer = Composer(config.prefill_chunk, config.max_auto_chunk, costs)
         self._running_set = RunningSet()
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
         self._speculation = Speculation(config, costs, new_drafter)
-        self._ahead = Ahead(self.slots, self._running_set, self._speculation, config.block_size)
         self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
         self.request_queue = RequestQueue() if request_queue is None else request_queue
@@ -130,9 +128,9 @@ class Scheduler:
         needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
         return known if self._blocks.fits(needed - len(known), known) else None
 
-    def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
+    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
         """There is room. known: what `room_for` said."""
-        self._ahead.make_way()
+        self.slots.cancel_ahead(self._is_unneeded)
         leader, *siblings = group.live
         cached_tokens = len(known) * self.config.block_size
         leader.start(cached_tokens)
@@ -153,7 +151,7 @@ class Scheduler:
         sequence.move_to(SequenceStatus.ENDED)
         self._running_set.remove(sequence)
         self._blocks.release(sequence.id)
-        self._ahead.cancel_unused()
+        self.slots.cancel_ahead(self._is_unused)
         self.request_queue.retry_admission()
 
     # Steps
@@ -176,13 +174,32 @@ class Scheduler:
         return self._build(picks)
 
     def _schedule_ahead(self) -> StepPlan | None:
+        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where
+        another step should come first: one of a prompt, with draft tokens, or with a request that waits."""
         if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
             return None
-        sequences = self._ahead.choose(has_waiting=self.request_queue.num_waiting > 0)
-        owned = tuple((sequence, sequence.schedule_ahead(self.config.block_size)) for sequence in sequences)
-        for sequence in sequences:
+        parts = self.slots.only_step
+        drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
+        makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
+        if self._running_set.ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
+            return None
+        if not drawing or any(self._speculation.draft(s, self.num_running) for s in drawing):
+            return None
+        owned = tuple((sequence, sequence.schedule_ahead(self.config.block_size)) for sequence in drawing)
+        for sequence in drawing:
             self._prefix_cache.offer(sequence)
-        return self.slots.add_step(owned, is_ahead=True) if owned else None
+        return self.slots.add_step(owned, is_ahead=True)
+
+    def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
+        """Whether a slice that was sent ahead is needed by nobody: its sequence has ended, and what it writes is
+        not in a block that others may share."""
+        return not sequence.is_live and piece.start >= sequence.num_published * self.config.block_size
+
+    def _is_unneeded(self, sequence: Sequence, piece: Slice) -> bool:
+        """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
+        if sequence.is_live:
+            return piece.start >= len(sequence.token_ids)
+        return self._is_unused(sequence, piece)
 
     def _compose(self) -> list[Pick]:
         self._share_beginnings()

@@ -12,6 +12,10 @@ saves at most w. So there are P + 1 slots while
     w > (c + o) / P.
 
 The wait with P slots cannot be seen while there are P + 1, so it is measured again from time to time.
+
+Where one rank computes all of the model, it knows what it has drawn before the head does. So one further step may
+be sent ahead (`StepPlan.is_ahead`), before the step in flight has drawn its tokens. If an answer ends with that
+token, its slice is computed but not used. If all end, or a request is admitted, the step is cancelled.
 """
 
 from __future__ import annotations
@@ -90,15 +94,16 @@ class MicrobatchSlots:
         self.is_unproven, self._has_returned = False, True
         return self._steps.pop(result.step_id)[1]
 
-    def cancel_ahead(self, is_unused: Callable[[Sequence, Slice], bool]) -> OwnedSlices:
-        """Cancels the step that was sent ahead, if all of its slices are unused. Returns these."""
+    def cancel_ahead(self, is_unused: Callable[[Sequence, Slice], bool]) -> None:
+        """Cancel the step that was sent ahead, if there is one and all of its slices are unused."""
         for step_id, (plan, owned) in self._steps.items():
             if plan.is_ahead and all(is_unused(sequence, piece) for sequence, piece in owned):
                 del self._steps[step_id]
                 self._cancelled.add(step_id)
                 self._newly_cancelled.append(step_id)
-                return owned
-        return ()
+                for sequence, _ in owned:
+                    sequence.cancel_ahead()
+                return
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Steps that were cancelled since the last call."""

@@ -9,13 +9,12 @@ import pytest
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
+    MAX_CHUNK_BESIDE_DECODES,
     MIN_CHUNK,
-    MIN_SPREAD_CHUNK,
-    MIN_TIMED_CHUNK,
+    MIN_CHUNK_BESIDE_DECODES,
     SPREAD_ROUNDS,
     Composer,
     Pick,
-    StepLimits,
     in_turns,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
@@ -24,17 +23,14 @@ from ppserve.core.scheduling.sequence import Sequence
 
 @dataclass
 class LinearCosts:
-    """Seconds per row, per key read and per sampled row; remembers the longest step that it predicted."""
+    """Seconds per row, per key read and per sampled row."""
 
     row: float = 0.001
     key: float = 0.0
     sample: float = 0.0
 
-    def predict(self, size: StepSize) -> float:
-        return self.row * size.rows + self.key * size.context + self.sample * size.sampled
-
     def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        return tuple(self.predict(size) for _ in range(4))
+        return (self.row * size.rows + self.key * size.context + self.sample * size.sampled,) * 4
 
 
 def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False, caller: str = "") -> Sequence:
@@ -53,116 +49,89 @@ def sizes(picks: list[Pick]) -> list[int]:
     return [pick.num_tokens for pick in picks]
 
 
+def composer(costs: LinearCosts | None = None, prefill_chunk: int | None = None) -> Composer:
+    return Composer(prefill_chunk, MAX_PROMPT_TOKENS_PER_STEP, costs)
+
+
 @pytest.mark.parametrize(
     ("ready", "decoding", "microbatches", "taken"),
     [(64, 64, 2, 32), (5, 64, 2, 5), (33, 65, 2, 33), (3, 3, 2, 2), (1, 1, 4, 1), (0, 9, 3, 0)],
 )
 def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, microbatches: int, taken: int) -> None:
-    picks = Composer(StepLimits()).compose(decodes(ready), decoding, [], microbatches)
+    picks = composer().compose(decodes(ready), decoding, [], microbatches)
     assert sizes(picks) == [1] * taken
 
 
 def test_a_configured_chunk_is_exact() -> None:
-    composer = Composer(StepLimits(prefill_chunk=7), LinearCosts(row=99.0))
-    assert sizes(composer.compose([], 0, [sequence_of(20)], 4)) == [7]
-    assert sizes(composer.compose([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
-    assert sizes(composer.compose(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
+    exact = composer(LinearCosts(row=99.0), prefill_chunk=7)
+    assert sizes(exact.compose([], 0, [sequence_of(20)], 4)) == [7]
+    assert sizes(exact.compose([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
+    assert sizes(exact.compose(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
 
 
-def test_chunks_shrink_so_that_every_lane_gets_some_but_not_below_the_minimum() -> None:
-    composer = Composer(StepLimits())
+def test_chunks_shrink_so_that_every_slot_gets_some_but_not_below_the_minimum() -> None:
     sequence = sequence_of(1000)
     chunks = []
     while sequence.remaining:
-        (pick,) = composer.compose([], 0, [sequence], 2)
+        (pick,) = composer().compose([], 0, [sequence], 2)
         chunks.append(pick.num_tokens)
         sequence.scheduled += pick.num_tokens
-    assert chunks[0] == 250
+    assert chunks[0] == 1000 // (SPREAD_ROUNDS * 2)
     assert chunks == sorted(chunks, reverse=True)
     assert min(chunks[:-1]) >= MIN_CHUNK
     assert sum(chunks) == 1000
 
 
 def test_prompts_beside_decodes_are_held_shorter() -> None:
-    composer = Composer(StepLimits())
-    assert sizes(composer.compose([], 0, [sequence_of(5000)], 2)) == [MAX_PROMPT_TOKENS_PER_STEP]
-    assert sizes(composer.compose([], 8, [sequence_of(5000)], 2)) == [256]
+    assert sizes(composer().compose([], 0, [sequence_of(5000)], 2)) == [MAX_PROMPT_TOKENS_PER_STEP]
+    assert sizes(composer().compose([], 8, [sequence_of(5000)], 2)) == [MAX_CHUNK_BESIDE_DECODES]
+    assert sizes(composer().compose([], 8, [sequence_of(120)], 2)) == [120 // (SPREAD_ROUNDS * 2)]
+    assert sizes(composer().compose([], 8, [sequence_of(20)], 2)) == [MIN_CHUNK_BESIDE_DECODES]
+    assert sizes(composer().compose([], 8, [sequence_of(120)], 1)) == [120], "one slot: no spreading"
 
 
-def test_no_step_is_larger_than_announced() -> None:
-    config = SchedulerConfig(1, max_num_seqs=64)
-    composer = Composer(StepLimits())
-    picks = composer.compose(decodes(64), 64, [sequence_of(900) for _ in range(9)], 1)
-    assert sum(sizes(picks)) <= config.max_step_tokens
-    picks = composer.compose([], 0, [sequence_of(900) for _ in range(9)], 1)
-    assert sum(sizes(picks)) <= config.max_step_tokens
+@pytest.mark.parametrize("num_decodes", [64, 0])
+def test_no_step_is_larger_than_announced(num_decodes: int) -> None:
+    prompts = [sequence_of(900) for _ in range(9)]
+    picks = composer().compose(decodes(num_decodes), num_decodes, prompts, 1)
+    assert sum(sizes(picks)) <= SchedulerConfig(1, max_num_seqs=64).max_step_tokens
 
 
-def test_time_bounds_a_prompt_beside_decodes() -> None:
-    composer = Composer(StepLimits(seconds_beside_decodes=0.1), LinearCosts(row=0.001))
-    picks = composer.compose(decodes(10), 20, [sequence_of(900)], 2)
-    assert sizes(picks)[10:] == [90]
-
-
-def test_beside_decodes_a_prompt_is_spread_over_turns_so_that_steps_stay_alike() -> None:
-    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
-    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
-    assert sizes(picks)[10:] == [120 // (SPREAD_ROUNDS * 2)]
-    picks = composer.compose(decodes(10), 20, [sequence_of(20)], 2)
-    assert sizes(picks)[10:] == [MIN_SPREAD_CHUNK]
-
-
-def test_a_prompt_that_hardly_lengthens_the_step_is_not_spread() -> None:
-    composer = Composer(StepLimits(), LinearCosts(row=1e-6, sample=0.001))
-    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
-    assert sizes(picks)[10:] == [120]
-
-
-def test_with_one_lane_prompts_are_not_spread() -> None:
-    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
-    picks = composer.compose(decodes(10), 10, [sequence_of(120)], 1)
-    assert sizes(picks)[10:] == [120]
-
-
-def test_time_bounds_a_prompt_alone_too() -> None:
-    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001))
-    assert sizes(composer.compose([], 0, [sequence_of(900)], 1)) == [200]
+def test_time_bounds_a_prompt() -> None:
+    costs = LinearCosts(row=0.001)
+    picks = composer(costs).compose(decodes(10), 20, [sequence_of(900)], 2)
+    assert sum(sizes(picks)) == 80
+    assert sizes(composer(costs).compose([], 0, [sequence_of(900)], 1)) == [160]
+    picks = composer(costs).compose([], 0, [sequence_of(50) for _ in range(9)], 1)
+    assert sizes(picks) == [50, 50, 50, 10]
 
 
 def test_longer_contexts_mean_shorter_chunks() -> None:
-    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001, key=1e-6))
-    early = sizes(composer.compose([], 0, [sequence_of(900)], 1))[0]
-    late = sizes(composer.compose([], 0, [sequence_of(900, scheduled=500)], 1))[0]
-    assert late < early < 200
+    costs = LinearCosts(row=0.001, key=1e-6)
+    early = sizes(composer(costs).compose([], 0, [sequence_of(900)], 1))[0]
+    late = sizes(composer(costs).compose([], 0, [sequence_of(900, scheduled=500)], 1))[0]
+    assert late < early < 160
 
 
 def test_a_scored_prompt_pays_the_head_for_every_row() -> None:
-    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001, sample=0.001))
-    assert sizes(composer.compose([], 0, [sequence_of(900)], 1)) == [200]
-    assert sizes(composer.compose([], 0, [sequence_of(900, scored=True)], 1)) == [100]
+    costs = LinearCosts(row=0.001, sample=0.001)
+    assert sizes(composer(costs).compose([], 0, [sequence_of(900)], 1)) == [160]
+    assert sizes(composer(costs).compose([], 0, [sequence_of(900, scored=True)], 1)) == [80]
 
 
 def test_slow_decodes_stretch_the_limit_instead_of_crowding_prompts_out() -> None:
-    limits = StepLimits(seconds_beside_decodes=0.1, stretch=2.0)
-    composer = Composer(limits, LinearCosts(row=0.01))
-    picks = composer.compose(decodes(32), 64, [sequence_of(900)], 2)
+    picks = composer(LinearCosts(row=0.01)).compose(decodes(32), 64, [sequence_of(900)], 2)
     assert sizes(picks)[32:] == [32]
 
 
-def test_a_hopelessly_slow_stage_still_makes_progress() -> None:
-    composer = Composer(StepLimits(), LinearCosts(row=100.0))
-    assert sizes(composer.compose([], 3, [sequence_of(900), sequence_of(900)], 2)) == [MIN_TIMED_CHUNK]
-
-
-def test_short_prompts_share_the_time_of_a_step() -> None:
-    composer = Composer(StepLimits(seconds_alone=0.1), LinearCosts(row=0.001))
-    picks = composer.compose([], 0, [sequence_of(30) for _ in range(9)], 1)
-    assert sizes(picks) == [30, 30, 30, 10]
+def test_however_slow_a_stage_prompts_make_progress() -> None:
+    prompts = [sequence_of(900), sequence_of(900)]
+    assert sizes(composer(LinearCosts(row=100.0)).compose([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
 
 
 def test_composing_changes_nothing() -> None:
     sequence = sequence_of(100)
-    Composer(StepLimits(), LinearCosts()).compose(decodes(3), 3, [sequence], 2)
+    composer(LinearCosts()).compose(decodes(3), 3, [sequence], 2)
     assert sequence.scheduled == 0
 
 
@@ -171,7 +140,7 @@ def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(gr
     """Of one greedy caller with many prompts, and of many callers with one each."""
     prompts = [sequence_of(900, caller=caller) for caller in greedy]
     light = sequence_of(3, caller="light")
-    picks = Composer(StepLimits()).compose([], 0, [*prompts, light], 2)
+    picks = composer().compose([], 0, [*prompts, light], 2)
     assert picks[0] == Pick(light, 3)
     assert [pick.sequence for pick in picks[1:]] == prompts[: len(picks) - 1]
 

@@ -129,7 +129,7 @@ def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
         for caller in "ab":
             queue.push(Entry(f"{caller}{i}", caller, num_tokens=7))
         queue.push(Entry(f"urgent{i}", "a", priority=1, num_tokens=3))
-    assert queue.num_tokens(0) == 5 * 17
+    assert queue.tokens_ahead(0, is_only_one=False) == 5 * 17
     assert queue.tokens_ahead(0, is_only_one=True) == 5 * 3 + 2 * 7
 
 
@@ -138,10 +138,10 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
     a, b = Entry("a", num_tokens=5, priority=1), Entry("b", num_tokens=7)
     queue.push(a)
     queue.push(b)
-    assert queue.num_tokens() == 12
-    assert [queue.num_tokens(priority) for priority in (0, 1, 2)] == [12, 5, 0]
+    assert queue.num_tokens == 12
+    assert [queue.tokens_ahead(priority, is_only_one=False) for priority in (0, 1, 2)] == [12, 5, 0]
     queue.remove(a)
-    assert (queue.num_tokens(), queue.num_tokens(0), queue.num_tokens(1)) == (7, 7, 0)
+    assert (queue.num_tokens, queue.tokens_ahead(1, is_only_one=False)) == (7, 0)
     assert a not in queue
     assert b in queue
     assert len(queue) == 1

@@ -68,11 +68,8 @@ class RandomCosts:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def predict(self, size: StepSize) -> float:
-        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled)
-
     def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        return tuple(self.predict(size) for _ in range(4))
+        return (self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled),) * 4
 
 
 class Oracle:

@@ -34,11 +34,8 @@ class Costs:
     row: float
     num_stages: int
 
-    def predict(self, size: StepSize) -> float:
-        return 0.01 * (1 + self.row * (size.rows - 1))
-
     def predict_each(self, size: StepSize) -> Seq[float]:
-        return [self.predict(size)] * self.num_stages
+        return [0.01 * (1 + self.row * (size.rows - 1))] * self.num_stages
 
 
 class Always:

@@ -50,7 +50,7 @@ def is_hub_id(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not re.search(r"\.(bin|pt|pth|safetensors|json)$|\.\.|--", name)
 
 
-def fetch(model: str, cache_dir: Path | None = None, weights: bool = True) -> Path:
+def fetch(model: str, weights: bool = True) -> Path:
     """The local directory of a model's files, downloaded if need be. weights=False: configuration only.
 
     Raises CheckpointError when the model cannot be had: not installed, offline, or no such model.
@@ -61,14 +61,14 @@ def fetch(model: str, cache_dir: Path | None = None, weights: bool = True) -> Pa
     except ImportError as error:
         problem = "no such file or directory, and hub ids need the hub extra: pip install 'ppserve[hub]'"
         raise CheckpointError(model, problem) from error
-    cached = hub.try_to_load_from_cache(model, REQUIRED, cache_dir=cache_dir)
+    cached = hub.try_to_load_from_cache(model, REQUIRED)
     if isinstance(cached, str) and _is_complete(Path(cached).parent, weights):
         return Path(cached).parent
     try:
         # One question without retries: a download would repeat it for 23 s.
         answer = within(ANSWER_TIMEOUT_S, lambda: hub.HfApi().model_info(model))
         names = _needed(model, {file.rfilename for file in answer.siblings or ()}, weights)
-        paths = [Path(hub.hf_hub_download(model, name, cache_dir=cache_dir)) for name in names]
+        paths = [Path(hub.hf_hub_download(model, name)) for name in names]
     except CheckpointError:
         raise
     except errors.RepositoryNotFoundError as error:
@@ -91,15 +91,16 @@ def _is_complete(directory: Path, weights: bool) -> bool:
 
 def _needed(model: str, offered: set[str], weights: bool) -> Iterator[str]:
     """Which of the files that the hub offers are downloaded, the configuration first."""
-    main = next((name for name in WEIGHT_FILES if name in offered), None)
     if REQUIRED not in offered:
         raise CheckpointError(model, f"the hub's model has no {REQUIRED}")
-    if weights and main is None:
-        raise CheckpointError(model, f"the hub's model has none of {', '.join(WEIGHT_FILES)}")
     yield REQUIRED
     yield from (name for name in OPTIONAL if name in offered)
-    if weights and main is not None:
-        yield main
-        stem, suffix, *_ = main.removesuffix(".index.json").split(".")
-        if main.endswith(".index.json"):
-            yield from sorted(name for name in offered if re.fullmatch(rf"{stem}-[\d-]+of-\d+\.{suffix}", name))
+    if not weights:
+        return
+    main = next((name for name in WEIGHT_FILES if name in offered), None)
+    if main is None:
+        raise CheckpointError(model, f"the hub's model has none of {', '.join(WEIGHT_FILES)}")
+    yield main
+    stem, suffix, *index = main.split(".", 2)
+    if index:
+        yield from sorted(name for name in offered if re.fullmatch(rf"{stem}-[\d-]+of-\d+\.{suffix}", name))

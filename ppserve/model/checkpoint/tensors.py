@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,12 +24,6 @@ from ppserve.model.checkpoint.names import tensor_shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Sliceable(Protocol):
-    """A mapped torch tensor, or what the safetensors reader gives in its place."""
-
-    def __getitem__(self, index: Any, /) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor in a file. Its shape and dtype are known; its numbers are in the file."""
@@ -40,8 +34,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """As the file names it, e.g. `float32` or `int8`."""
-    numbers: Sliceable
-    """Mapped, not read."""
+    numbers: Any
+    """Mapped, not read: a torch tensor, or a slice of the safetensors reader, which gives tensors by index."""
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
 

@@ -125,8 +125,8 @@ def test_views_and_transposes_are_read_right(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor(name), TENSORS[name]), name
 
 
-@pytest.mark.parametrize("objects", [[], {}, {1: torch.zeros(1)}, torch.zeros(3), {"a": [1.0]}])
-def test_objects_that_are_no_state_dict(tmp_path: Path, objects: Any) -> None:
+def test_objects_that_are_no_state_dict(tmp_path: Path) -> None:
     write_hf(tmp_path, ARCH, TENSORS, container="bin")
-    torch.save(objects, tmp_path / "pytorch_model.bin")
-    refusal(tmp_path)
+    for objects in ([], {1: torch.zeros(1)}, torch.zeros(3), {"a": [1.0]}):
+        torch.save(objects, tmp_path / "pytorch_model.bin")
+        refusal(tmp_path)

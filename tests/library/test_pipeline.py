@@ -163,7 +163,7 @@ def test_none_is_a_setting_that_is_not_made() -> None:
     [
         ({"temperature": -1}, ["sampling.temperature"]),
         ({"top_p": 0}, ["sampling.top_p"]),
-        ({"max_tokens": -1}, ["stop.max_tokens", "stop.min_tokens"]),
+        ({"max_tokens": -1}, ["stop.max_tokens"]),
         ({"logit_bias": {10**9: 1.0}}, ["sampling.logit_bias"]),
     ],
 )

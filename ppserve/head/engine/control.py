@@ -8,7 +8,6 @@ accepted.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import selectors
 import socket
@@ -32,7 +31,6 @@ _GREETING_TIMEOUT_S = 10.0
 _MAX_STRANGERS = 16
 # Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
 _ACCEPT_AGAIN_S = 0.5
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The log has at most one line about refused connections in this time.
 _WARN_EVERY_S = 5.0
 # Frames are much smaller than a socket's buffer. So a stage that takes nothing for this long, or for which so many
@@ -195,10 +193,9 @@ class SocketControlPlane:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:
-                log.warning("cannot accept a connection: %s", error.strerror)
-                self._selector.unregister(self._listener)
-                self._accepts_from_ns = self._clock() + int(1e9 * _ACCEPT_AGAIN_S)
+            log.warning("cannot accept a connection: %s", error.strerror)
+            self._selector.unregister(self._listener)
+            self._accepts_from_ns = self._clock() + int(1e9 * _ACCEPT_AGAIN_S)
             return
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # some systems refuse options where the other end has left already

@@ -127,8 +127,7 @@ class Member:
         offset_ns = self.clock_offset_ns
         return replace(result, stamps=in_head_clock(result.stamps, offset_ns)) if offset_ns else result
 
-    def moved(self, state: StageState, now_ns: int) -> Member:
-        """This rank in another state from now on. Raises InvalidMove where `_NEXT` has no such change."""
+    def check_move(self, state: StageState) -> None:
+        """Raises InvalidMove where `_NEXT` has no such change."""
         if state not in _NEXT[self.state]:
             raise InvalidMove(self.rank, self.state, state)
-        return replace(self, state=state, since_ns=now_ns)

@@ -237,14 +237,12 @@ class Members:
     # ---- changes of state -----------------------------------------------------------------------------
 
     def _update(self, rank: int, **changes: Any) -> None:
-        self._put(replace(self[rank], **changes))
-
-    def _put(self, member: Member) -> None:
-        self.all = tuple(member if other.rank == member.rank else other for other in self.all)
+        self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int) -> None:
         """Raises InvalidMove, and then changes nothing."""
-        self._put(self[rank].moved(state, now_ns))
+        self[rank].check_move(state)
+        self._update(rank, state=state, since_ns=now_ns)
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; None if it need not be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 
-from ppserve.head.engine.member import StageState
+from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 
 
@@ -17,17 +17,19 @@ class RollingRestart:
         self.members = members
         self._done = done
         self._ranks = deque(members.ranks)
-        self._current: int | None = None
-        self._num_restarts = 0
+        self._awaited: tuple[int, int] | None = None  # a rank, and its number of restarts when it is back
         members.hold_epochs(True)
 
     def tick(self, now_ns: int) -> bool:
         """Restarts the next process when the last one is back. Returns whether the replica has formed again."""
-        if self._current is not None and not self._is_back(self._current):
-            return False
-        self._current = None
+        if self._awaited is not None:
+            rank, restarts = self._awaited
+            member = self.members[rank]
+            if member.restarts < restarts or member.state is not StageState.LOADED:
+                return False
+            self._awaited = None
         if self._ranks:
-            self._restart(self._ranks.popleft(), now_ns)
+            self._restart(self.members[self._ranks.popleft()], now_ns)
             return False
         self.members.hold_epochs(False)
         if self.members.formed:
@@ -42,15 +44,9 @@ class RollingRestart:
         self.members.hold_epochs(False)
         self._done.set_exception(error)
 
-    def _restart(self, rank: int, now_ns: int) -> None:
-        member = self.members[rank]
-        self._current, self._num_restarts = rank, member.restarts
+    def _restart(self, member: Member, now_ns: int) -> None:
         if member.state is StageState.ABSENT:  # its process has ended by itself, and was counted
-            self._num_restarts -= 1
+            self._awaited = member.rank, member.restarts
             return
-        self.members.restart_rank(rank, now_ns)
-
-    def _is_back(self, rank: int) -> bool:
-        """Whether the rank's next process has loaded its weights."""
-        member = self.members[rank]
-        return member.restarts > self._num_restarts and member.state is StageState.LOADED
+        self._awaited = member.rank, member.restarts + 1
+        self.members.restart_rank(member.rank, now_ns)

@@ -16,7 +16,7 @@ WITHIN_S = 20.0
 
 
 @pytest.mark.parametrize("has_stream", [False, True])
-@pytest.mark.parametrize("num_turns", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("num_turns", [0, 1, 4])
 def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun(
     num_turns: int, has_stream: bool
 ) -> None:

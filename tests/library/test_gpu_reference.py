@@ -10,7 +10,7 @@ import pytest
 
 from ppserve import Completion, ConfigError, Pipeline
 from ppserve.stage.device import REFERENCE
-from tests.library.mixed import mixed_requests, tiny, together
+from tests.library.mixed import assert_same, mixed_requests, tiny, together
 
 pytestmark = pytest.mark.slow
 
@@ -65,9 +65,7 @@ def test_any_pipeline_answers_as_one_stage_alone(
     """With `batch_invariant`: tokens, text and log-probabilities, bit for bit."""
     with invariant(stages, **settings) as pipeline:
         for mixed, by_itself in zip(together(pipeline, mixed_requests(COUNT)), alone, strict=True):
-            assert [s.finish for s in mixed.sequences] == [s.finish for s in by_itself.sequences]
-            for one, other in zip(mixed.sequences, by_itself.sequences, strict=True):
-                assert (one.text, one.tokens, one.prompt_tokens) == (other.text, other.tokens, other.prompt_tokens)
+            assert_same(mixed, by_itself)
 
 
 def test_tokens_are_those_of_the_cpu(alone: list[Completion], on_cpu: list[Completion]) -> None:
@@ -81,16 +79,6 @@ def test_without_the_choice_tokens_are_the_same_as_far_as_products_are(
     with tiny(2, max_num_seqs=16) as pipeline:
         assert pipeline.model.deterministic == (not pipeline.model.why_not)
         assert tokens(together(pipeline, mixed_requests(COUNT))) == tokens(on_cpu)
-
-
-def test_the_ledger_adds_up(reference: None) -> None:
-    with invariant(2) as pipeline:
-        before = pipeline.ledger()
-        pipeline.complete_all(["Once upon a time"] * 5, max_tokens=20, ignore_eos=True)
-        spent = pipeline.ledger().since(before)
-    for stage in spent.stages:
-        assert stage.busy_s > 0
-        assert stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s == pytest.approx(spent.wall_s, abs=1e-6)
 
 
 def test_what_gpus_do_not_have_is_refused_by_name(reference: None) -> None:

@@ -67,6 +67,7 @@ def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str,
                 assert_same(mixed, by_itself)
 
 
+@pytest.mark.slow
 def test_other_numbers_have_other_log_probabilities() -> None:
     """The control: int8 weights, and int8 keys and values, do reach the arithmetic."""
     said = set()

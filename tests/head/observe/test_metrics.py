@@ -280,20 +280,14 @@ def test_a_request_of_two_sequences_is_one_request(metrics):
     assert seen("ppserve_request_duration_seconds_sum") == 3
 
 
-def test_a_request_of_which_one_answer_failed_has_failed_though_the_others_were_cancelled(metrics):
+def test_failed_and_refused_requests_are_counted_once_by_reason(metrics):
+    """A request of which one answer failed has failed, though the others were cancelled."""
     request = opened(num_sequences=2)
-    hear(metrics, request, SequenceEvent("r", 0, 0, 0, error=RequestFailed("x"), admitted_s=10.0, replica=0), 11.0)
-    cancelled = SequenceEvent("r", 1, 1, 0, finish=FinishReason.CANCELLED, admitted_s=10.0, replica=0)
-    hear(metrics, request, cancelled, 11.0)
-    seen = scrape(metrics)
-    assert seen("ppserve_requests_total", reason="INTERNAL") == 1
-    assert seen("ppserve_requests_total", reason="CANCELLED") == 0
-
-
-def test_a_request_that_fails_and_one_that_is_refused(metrics):
-    hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, error=RequestFailed("not finite")), 12.0)
+    hear(metrics, request, SequenceEvent("r", 0, 0, 0, error=RequestFailed("not finite")), 11.0)
+    hear(metrics, request, SequenceEvent("r", 1, 1, 0, finish=FinishReason.CANCELLED), 11.0)
     metrics.requests.on_refused(Overloaded("the queue is full", 1.0))
     seen = scrape(metrics)
     assert seen("ppserve_requests_total", replica="", reason="INTERNAL") == 1
+    assert seen("ppserve_requests_total", replica="", reason="CANCELLED") == 0
     assert seen("ppserve_requests_total", replica="", reason="RESOURCE_EXHAUSTED") == 1
     assert seen("ppserve_request_queue_seconds_count") == 0

@@ -51,14 +51,14 @@ class Staging:
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
         assert num_bytes <= len(to), f"{num_bytes} bytes where {len(to)} fit"
-        numbers, tensors, begin = host.numpy(), dict[str, torch.Tensor](), 0
+        numbers, tensors, begin, end = host.numpy(), dict[str, torch.Tensor](), 0, 0
         for name, array in arrays.items():
             end = begin + array.nbytes
             numbers[begin:end].view(array.dtype)[:] = array.reshape(-1)
             tensors[name] = to[begin:end].view(_TORCH[array.dtype])
             begin += _aligned(array.nbytes)
-        if num_bytes:
-            self._device.copy(to[:num_bytes], host[:num_bytes])
+        if end:  # not what pads the last array: behind it the buffer holds older block tables
+            self._device.copy(to[:end], host[:end])
         self._under_way.append((self._device.mark(), host))
         return tensors
 

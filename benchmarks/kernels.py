@@ -58,7 +58,7 @@ class RandomWeights:
     stored_dtype: str = "float32"
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        return part.of(self._whole(name))
+        return part.select(self._whole(name))
 
     def _whole(self, name: str) -> torch.Tensor:
         arch = self.architecture

@@ -61,7 +61,7 @@ class RandomWeights:
 
     def tensor(self, name: str, part: TensorPart | None = None) -> torch.Tensor:
         whole = self._whole(name)
-        return whole if part is None else part.of(whole)
+        return whole if part is None else part.select(whole)
 
     def _whole(self, name: str) -> torch.Tensor:
         part, kind = name.removeprefix("h.").lstrip("0123456789.").rsplit(".", 1)

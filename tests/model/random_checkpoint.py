@@ -37,7 +37,7 @@ class RandomCheckpoint:
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """The tensor called `name` (see `ppserve.model.checkpoint`)."""
         self.asked.append(name)
-        return part.of(self._whole(name)).clone()
+        return part.select(self._whole(name)).clone()
 
     def _whole(self, name: str) -> torch.Tensor:
         if name == "lm_head.weight" and self.architecture.tied_embeddings:

@@ -33,7 +33,7 @@ class TensorPart:
     columns: slice | None = None
     """A range of the last dimension; None for all of it."""
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of a tensor that is in memory."""
         import torch
 

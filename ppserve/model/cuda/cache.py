@@ -100,7 +100,7 @@ class DeviceCache:
 
     def _draws(self, rows: StepRows, pad_to: int) -> Draws:
         read = rows_read(rows.plan, pad_to) if self._layout.is_last else []
-        return Draws.of_rows(read, self._arch.vocab_size)
+        return Draws.from_rows(read, self._arch.vocab_size)
 
     def _attend(
         self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, scale: float

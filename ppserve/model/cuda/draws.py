@@ -60,7 +60,7 @@ class Draws:
     """The most that any row asks for; None without log-probabilities."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
+    def from_rows(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
         asked = [row.num_top for row in rows if row.num_top is not None]
         return cls(
             rows=rows,
@@ -119,11 +119,13 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
     drawn = [(number, row.draw, row.draw.params) for number, row in enumerate(rows) if row.draw is not None]
     past = [(n, draw, of) for n, draw, of in drawn if of.needs_history]
     lists = (
-        [(n, draw.banned) for n, draw, _ in drawn if rows[n].position < draw.banned_before],
-        [(n, [token_id for token_id, _ in of.logit_bias]) for n, _, of in drawn],
+        [(n, draw.banned) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before],
+        [(n, [token_id for token_id, _ in of.logit_bias]) for n, _, of in drawn if of.logit_bias],
         [(n, draw.prompt_ids) for n, draw, _ in past],
         [(n, draw.output_ids) for n, draw, _ in past],
     )
+    if not any(lists):
+        return {}
     keys = [_keys(each) for each in lists]
     keys_n, entry = np.unique(np.concatenate(keys), return_inverse=True)
     banned, biased, prompt, output = np.split(entry, np.cumsum([len(each) for each in keys])[:-1])

@@ -53,7 +53,7 @@ class MemoryCheckpoint:
         self._tensors = tensors
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        return part.of(self._tensors[name])
+        return part.select(self._tensors[name])
 
 
 def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1, **changes: Any) -> Authored:

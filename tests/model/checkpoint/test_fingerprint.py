@@ -49,7 +49,7 @@ def test_adapters_of_queries_and_values_alone_show() -> None:
                 changed = whole * 1.001
                 changed[keys] = whole[keys]
                 whole = changed
-            return part.of(whole)
+            return part.select(whole)
 
     arch = of_random(num_layers=1, width=48)
     assert fingerprint(Adapted(arch)) != fingerprint(RandomCheckpoint(arch))

@@ -15,13 +15,7 @@ from collections.abc import Callable
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import (
-    EXIT_FAILED,
-    EXIT_HEAD_GONE,
-    EXIT_USAGE,
-    RankEnvironment,
-    die_with_launcher,
-)
+from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.meeting import find_meeting
 from ppserve.process.patience import Life, Patience

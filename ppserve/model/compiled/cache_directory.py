@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
-KEPT_DAYS = 30
-"""A directory that no start has used for so long is deleted."""
-
-_DIGITS = 16
 
 
 def directory_name() -> str:
@@ -27,7 +22,7 @@ def directory_name() -> str:
     model = Path(__file__).parents[1]
     folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
     sources = [model / "sampling_kernels.py", *folders]
-    return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:_DIGITS]}"
+    return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
 
 
 def cache_directory(environment: Mapping[str, str], temporary: Path) -> Path:
@@ -68,17 +63,3 @@ def _is_private(path: Path) -> bool:
     # Who owns the parent, or may write there without the sticky bit, can put another directory in our place.
     safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
     return parent.st_uid in (0, os.getuid()) and bool(safe)
-
-
-def forget_unused(directory: Path, now_s: float) -> None:
-    """Notes that `directory` is in use, and deletes those beside it that have not been for KEPT_DAYS. now_s: of
-    the wall clock. A directory that cannot be deleted stays."""
-    try:
-        if directory.exists():
-            os.utime(directory, (now_s, now_s))
-        beside = [path for path in directory.parent.glob("kernels-" + "?" * _DIGITS) if path != directory]
-        old = [path for path in beside if path.stat().st_mtime < now_s - KEPT_DAYS * 86400]
-    except OSError:
-        return
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,6 @@ Imported by `jit` alone, which says where the cache is before numba looks.
 from __future__ import annotations
 
 import fcntl
-import gc
 import logging
 import os
 import time
@@ -126,20 +125,6 @@ class _PartLibrary(JITCodeLibrary):
 
     def set_env(self, env_name, env):
         pass
-
-
-class KernelCompiler(Compiler):
-    """Without Python's garbage collector: it would look through all that numba builds, again and again, and find
-    little."""
-
-    def compile_extra(self, function):
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return super().compile_extra(function)
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 class PartCompiler(Compiler):

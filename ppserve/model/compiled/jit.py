@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ppserve.errors import ConfigError
-from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory, forget_unused
+from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 _directory = cache_directory(os.environ, Path(tempfile.gettempdir()))
-forget_unused(_directory, time.time())
 os.environ[VARIABLE] = str(_directory)
 
 import numba  # noqa: E402
 
-from ppserve.model.compiled.compiling import KernelCompiler, PartCompiler, SharedCache  # noqa: E402
+from ppserve.model.compiled.compiling import PartCompiler, SharedCache  # noqa: E402
 
 # Who imported numba before this file gave it no directory.
 numba.config.reload_config()  # type: ignore[no-untyped-call]
@@ -45,7 +43,7 @@ def kernel(function: Kernel) -> Kernel:
 
     No fast-math anywhere: it is what makes a result independent of how the compiler vectorised it.
     """
-    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", pipeline_class=KernelCompiler)(function)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, who may write there, and when they are deleted."""
+"""Where compiled kernels are kept, and who may write there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.model.compiled.cache_directory import KEPT_DAYS, cache_directory, directory_name, forget_unused
-
-NOW_S = 2e9
+from ppserve.model.compiled.cache_directory import cache_directory, directory_name
 
 
 def unusable_home(path: Path) -> dict[str, str]:
@@ -55,15 +53,3 @@ def test_the_operators_directory_has_one_for_each_state_of_the_sources(tmp_path:
     home = unusable_home(tmp_path)
     unusable = {**home, "NUMBA_CACHE_DIR": home["XDG_CACHE_HOME"]}
     assert cache_directory(unusable, tmp_path) == in_temporary(tmp_path) / directory_name()
-
-
-def test_what_no_start_has_used_for_long_is_deleted(tmp_path: Path) -> None:
-    names = directory_name(), "kernels-" + "0" * 16, "kernels-" + "1" * 16, "kernels-mine"
-    ours, old, recent, foreign = (tmp_path / name for name in names)
-    for each, days in ((ours, KEPT_DAYS + 1), (old, KEPT_DAYS + 1), (recent, KEPT_DAYS - 1), (foreign, 999)):
-        (each / "sub").mkdir(parents=True)
-        os.utime(each, (NOW_S - days * 86400,) * 2)
-    forget_unused(ours, NOW_S)
-    assert sorted(tmp_path.iterdir()) == sorted([ours, recent, foreign])
-    assert ours.stat().st_mtime == NOW_S
-    forget_unused(tmp_path / "not there" / "at all", NOW_S)

@@ -33,12 +33,7 @@ from ppserve.model.compiled.lanes import (
     sum_lanes,
     where_greater,
 )
-from ppserve.model.cpu.kernels.attention_tile import (
-    GROUP,
-    mix_panel,
-    mix_panels,
-    score,
-)
+from ppserve.model.cpu.kernels.attention_tile import GROUP, mix_panel, mix_panels, score
 from ppserve.model.cpu.kernels.rows import scale_for_int8
 from ppserve.model.cpu.kernels.storage import keep
 

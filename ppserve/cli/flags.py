@@ -106,7 +106,10 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             "--kv-cache-memory", "Per stage, such as 2G, taken at once; unset = from free memory, as used.",
             type=SIZE,
         ),
-        _choice("--kv-dtype", cfg.KV_DTYPES, "auto", "Of keys and values; auto = --dtype; beside int8 as in the checkpoint."),
+        _choice(
+            "--kv-dtype", cfg.KV_DTYPES, "auto",
+            "Of keys and values; auto = --dtype; beside int8 as in the checkpoint.",
+        ),
         _flag("--block-size", "Tokens per KV block.", type=click.IntRange(1, 256), default=16),
         _choice("--prefix-cache", cfg.PREFIX_CACHES, "per-key", "Whose requests share equal prefixes."),
         _flag("--max-model-len", "Longest prompt + answer; unset = what the model allows.", type=COUNT),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import select
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.head.engine.control import SocketControlPlane
-from ppserve.process.sockets import listen
+from ppserve.process.sockets import connect, listen
 from ppserve.process.tls import stage_context
 
 SECRET = b"the secret of this server"
@@ -70,3 +72,30 @@ def head(
         running.end()
         thread.join(WITHIN_S)
         running.control.close(0)
+
+
+class Tap:
+    """Stands between a rank and the head, passes everything on, and keeps it."""
+
+    def __init__(self, directory: Path, beyond: wire.Address) -> None:
+        self.address = wire.UnixAddress(str(directory / "tap"))
+        self.up, self.down = b"", b""
+        self._beyond = beyond
+        self._thread = threading.Thread(target=self._relay, args=(listen(self.address),), daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(WITHIN_S)
+
+    def _relay(self, listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as rank, connect(self._beyond, WITHIN_S) as head:
+            while True:
+                readable, _, _ = select.select([rank, head], [], [])
+                if rank in readable:
+                    self.up += (said := rank.recv(4096))
+                    head.sendall(said)
+                    if not said:
+                        return
+                if head in readable:
+                    self.down += (said := head.recv(4096))
+                    rank.sendall(said)

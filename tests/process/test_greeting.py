@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import socket
 import threading
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from ppserve.process import proof
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.sockets import connect, listen
 from tests.hellos import hello as hello_of
-from tests.process.heads import SECRET, WITHIN_S, head, place
+from tests.process.heads import SECRET, WITHIN_S, Tap, head, place
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,33 +103,6 @@ def test_proofs_differ_by_everything_that_goes_into_them() -> None:
     proofs = [make(*values) for values in inputs for make in (proof.rank_proof, proof.head_proof)]
     assert len(set(proofs)) == len(proofs)
     assert proof.is_same(proof.rank_proof(*inputs[0]), proofs[0])
-
-
-class Tap:
-    """Stands between a rank and the head, passes everything on, and keeps it."""
-
-    def __init__(self, directory: Path, beyond: wire.Address) -> None:
-        self.address = wire.UnixAddress(str(directory / "tap"))
-        self.up, self.down = b"", b""
-        self._beyond = beyond
-        self._thread = threading.Thread(target=self._relay, args=(listen(self.address),), daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join(WITHIN_S)
-
-    def _relay(self, listener: socket.socket) -> None:
-        with listener, listener.accept()[0] as rank, connect(self._beyond, WITHIN_S) as head:
-            while True:
-                readable, _, _ = select.select([rank, head], [], [])
-                if rank in readable:
-                    self.up += (said := rank.recv(4096))
-                    head.sendall(said)
-                    if not said:
-                        return
-                if head in readable:
-                    self.down += (said := head.recv(4096))
-                    rank.sendall(said)
 
 
 def test_whoever_records_a_greeting_learns_no_secret_and_cannot_use_it_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture, StageLayout
@@ -18,7 +19,7 @@ from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
 from tests.hellos import hello as hello_of
-from tests.process.heads import WITHIN_S, head, place
+from tests.process.heads import WITHIN_S, Tap, head
 
 pytestmark = needs_openssl
 
@@ -62,35 +63,14 @@ def test_what_passes_cannot_be_read(tmp_path: Path, tls: wire.StageTls) -> None:
 
 
 def overheard(directory: Path, tls: wire.StageTls | None) -> bytes:
-    heard = bytearray()
-    with head(directory, tls=tls) as running, socket.create_server(("127.0.0.1", 0)) as tap:
-        threading.Thread(target=relay, args=(tap, running.meeting.address.path, heard), daemon=True).start()
-        meeting = place(directory, tls=tls)
-        where = wire.TcpAddress("127.0.0.1", tap.getsockname()[1])
-        with connect_to_head(wire.Meeting(where, meeting.secret_file, False, tls), 0, WITHIN_S) as connection:
+    with head(directory, tls=tls) as running:
+        tap = Tap(directory, running.meeting.address)
+        with connect_to_head(replace(running.meeting, address=tap.address), 0, WITHIN_S) as connection:
             connection.sendall(wire.encode(hello(0)) + wire.encode(wire.Broken(1, "said in confidence")))
             assert [running.next_event().message.__class__ for _ in "ab"] == [wire.Hello, wire.Broken]
         assert running.next_event() == Disconnected(0, "exit")
-    return bytes(heard)
-
-
-def relay(tap: socket.socket, path: str, heard: bytearray) -> None:
-    here, _ = tap.accept()
-    there = socket.socket(socket.AF_UNIX)
-    there.connect(path)
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        for received in iter(partial(source.recv, 1 << 16), b""):
-            heard.extend(received)
-            sink.sendall(received)
-        sink.shutdown(socket.SHUT_WR)
-
-    back = threading.Thread(target=pump, args=(there, here), daemon=True)
-    back.start()
-    pump(here, there)
-    back.join(WITHIN_S)
-    here.close()
-    there.close()
+        tap.join()
+    return tap.up + tap.down
 
 
 def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: wire.StageTls) -> None:

@@ -154,6 +154,8 @@ class HeadProcess:
         watching = asyncio.create_task(self._watch_start())
         await _first_of(self._stop, self._formed, self._failed)
         watching.cancel()
+        if sys.stderr.isatty():
+            print("\x1b[K", end="", file=sys.stderr, flush=True)
         if self._failed.done():
             return self._report(self._failed.result())
         if not self._formed.done():
@@ -198,8 +200,8 @@ class HeadProcess:
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
         while (fatal := watch.check(time.monotonic())) is None:
-            if sys.stderr.isatty():
-                print(f"\r\x1b[K{watch.progress()}", end="\r", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():  # one line, which the next one replaces
+                print(f"\x1b[K{watch.progress()}", end="\r", file=sys.stderr, flush=True)
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
 

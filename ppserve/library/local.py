@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from ppserve import wire
 from ppserve.head.engine.control import Disconnected, Received
@@ -48,12 +49,10 @@ class LocalControlPlane:
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         came: list[Received | Disconnected | None] = []
-        try:
-            came.append(self._arrived.get(timeout=timeout_s) if timeout_s else self._arrived.get_nowait())
+        with suppress(queue.Empty):
+            came.append(self._arrived.get(timeout=timeout_s))
             while True:
                 came.append(self._arrived.get_nowait())
-        except queue.Empty:
-            pass
         self._connected -= {message.rank for message in came if isinstance(message, Disconnected)}
         return [message for message in came if message is not None]
 

@@ -256,9 +256,7 @@ def _world_size(config: cfg.ServeConfig, stages: int | None, settings: Settings)
     return stages * ranks_per_stage
 
 
-def _make_stages(
-    config: cfg.ServeConfig, world_size: int, control: LocalControlPlane
-) -> list[threading.Thread]:
+def _make_stages(config: cfg.ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
     """A thread for each rank."""
     grid = config.pipeline.grid(world_size)
     wirings = [ThreadWiring() for _ in range(grid.data)]

@@ -24,7 +24,7 @@ _REASON_WITHIN_S = 5.0
 class _Entry:
     """One request of a stream, and the `Sink` of its outputs."""
 
-    name: str  # as the stream's reader knows it
+    name: str  # as the stream's reader knows it, different for each request
     request: Request
     pending: Pending
     news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]]
@@ -47,7 +47,7 @@ class Stream:
         self._tokenizer = tokenizer
         self._entries: list[_Entry] = []
         self._news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]] = queue.SimpleQueue()
-        self._ready: deque[tuple[_Entry, Chunk | RequestError]] = deque()
+        self._ready: deque[Chunk | RequestError] = deque()
         self._reading = threading.Lock()
 
     def submit(self, request: Request, name: str, echo: str) -> None:
@@ -58,9 +58,9 @@ class Stream:
 
     def completions(self) -> list[Completion]:
         """Reads to the end: one for each request, in their order."""
-        chunks: dict[str, list[Chunk]] = {entry.request.id: [] for entry in self._entries}
-        while (item := self._next()) is not None:
-            chunks[item[0].request.id].append(item[1])
+        chunks: dict[str, list[Chunk]] = {entry.name: [] for entry in self._entries}
+        for chunk in self:
+            chunks[chunk.request_id].append(chunk)
         return [completion_of(of_one) for of_one in chunks.values()]
 
     def close(self) -> None:
@@ -75,10 +75,16 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        item = self._next()
-        if item is None:
-            raise StopIteration
-        return item[1]
+        with self._reading:
+            while not self._ready:
+                self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
+                if not self._entries:
+                    raise StopIteration
+                self._add_outputs(*self._news.get())
+            piece = self._ready.popleft()
+        if isinstance(piece, RequestError):
+            raise self._explained(piece)
+        return piece
 
     def __enter__(self) -> Self:
         return self
@@ -89,26 +95,12 @@ class Stream:
     def __del__(self) -> None:
         self.close()
 
-    def _next(self) -> tuple[_Entry, Chunk] | None:
-        """The next piece, and of which request; None when all have ended. Raises RequestError."""
-        with self._reading:
-            while not self._ready:
-                self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
-                if not self._entries:
-                    return None
-                self._add_outputs(*self._news.get())
-            entry, piece = self._ready.popleft()
-        if isinstance(piece, RequestError):
-            raise self._explained(piece)
-        return entry, piece
-
     def _add_outputs(self, entry: _Entry, outputs: Sequence[TokenOutput]) -> None:
         entry.pending.push(outputs)
         try:
-            for delta in entry.pending.take():
-                self._ready.append((entry, self._chunk(entry, delta)))
+            self._ready.extend(self._chunk(entry, delta) for delta in entry.pending.take())
         except RequestError as error:
-            self._ready.append((entry, error))
+            self._ready.append(error)
             self._entries = [other for other in self._entries if other is not entry]
 
     def _explained(self, error: RequestError) -> RequestError:

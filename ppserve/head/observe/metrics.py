@@ -125,8 +125,6 @@ class Metrics:
         self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
         self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
 
-    # ---- what is read ---------------------------------------------------------------------------------
-
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
         """Show the ledger too. stage_times: called at every scrape; all stages of all replicas at one moment."""
         self.registry.register(_LedgerCollector(stage_times))
@@ -149,8 +147,6 @@ class Metrics:
             "ttft": _latency(requests.ttft),
             "itl": _latency(requests.itl),
         }
-
-    # ---- what is served -------------------------------------------------------------------------------
 
     def describe(self, description: ModelDescription, topology: Topology) -> None:
         """Sets the info metrics: which rank of which stage runs where, and what is served."""

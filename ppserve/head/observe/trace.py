@@ -100,11 +100,8 @@ class Trace(Observer):
         row: Event = {"pid": self._process(replica, stage), "tid": _STEPS}
         duration_ns = max(stamps.ended - stamps.begun, 0)
         args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "slot": plan.slot}
-        name = f"{stage}F{plan.step_id}"
-        events: list[Event] = [
-            {"ph": "X", "name": name, "cat": plan.phase, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}
-            | {"args": args}
-        ]
+        what: Event = {"ph": "X", "name": f"{stage}F{plan.step_id}", "cat": plan.phase, "args": args}
+        events: list[Event] = [{**what, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}]
         # An arrow is drawn between the steps that enclose its two ends; its id names the step and the sender.
         arrow: Event = {"name": "hidden states", "cat": "activation"}
         step_id = f"{replica}.{plan.step_id}"
@@ -152,13 +149,10 @@ class Trace(Observer):
         return next(path for path in numbered if not path.exists())
 
     def _name_rows(self, file: _EventFile) -> None:
-        places = [(replica, stage) for replica in range(self._num_replicas) for stage in range(self._num_stages)]
-        several = self._grid.tensor > 1
+        ranks = f" ({self._grid.tensor} tensor ranks)" * (self._grid.tensor > 1)
         titles = [
-            f"replica {replica} " * (self._num_replicas > 1)
-            + f"stage {stage}"
-            + f" ({self._grid.tensor} tensor ranks)" * several
-            for replica, stage in places
+            f"replica {replica} " * (self._num_replicas > 1) + f"stage {stage}{ranks}"
+            for replica, stage in itertools.product(range(self._num_replicas), range(self._num_stages))
         ]
         for process, title in enumerate([*titles, "head"]):
             of_stage: Event = {"ph": "M", "pid": process}

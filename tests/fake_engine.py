@@ -127,15 +127,13 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
 class FakeEngine:
     """Delivers every sequence's tokens, one step a loop turn, or what a test pushes by hand.
 
-    by_hand: submitted requests wait for the test. refusal: raised by submit. full: raised before. break_after:
-    streams end with this error after so many tokens of their own, this many times. halt_after: streams stand still
-    there.
+    by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end with this
+    error after so many tokens of their own, this many times. halt_after: streams stand still there.
     """
 
     description: ModelDescription = CARD
     by_hand: bool = False
-    refusal: RequestError | None = None
-    crash: Exception | None = None
+    refusal: Exception | None = None
     break_error: RequestError | None = None
     break_after: int = 0
     num_breaks: int = 0
@@ -144,17 +142,15 @@ class FakeEngine:
     refused: list[RequestError] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def submit(self, request: Request, sink: Sink) -> None:
-        if self.crash is not None:
-            raise self.crash
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
         self.sinks[request.id] = sink
-        await self._tell()
+        self._news.set()
         if not self.by_hand:
             run = asyncio.create_task(self._run(request, sink))
             self._runs.add(run)
@@ -162,9 +158,7 @@ class FakeEngine:
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self.cancelled.setdefault(request_id, reason)
-        run = asyncio.create_task(self._tell())
-        self._runs.add(run)
-        run.add_done_callback(self._runs.discard)
+        self._news.set()
 
     async def restart(self, replica: int, pauses: bool) -> None:
         if replica:
@@ -180,12 +174,10 @@ class FakeEngine:
 
     async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:
         """Wait for the engine to have been told something."""
-        async with self.news, asyncio.timeout(timeout_s):
-            await self.news.wait_for(lambda: condition(self))
-
-    async def _tell(self) -> None:
-        async with self.news:
-            self.news.notify_all()
+        async with asyncio.timeout(timeout_s):
+            while not condition(self):
+                self._news.clear()
+                await self._news.wait()
 
     async def _run(self, request: Request, sink: Sink) -> None:
         resumed = request.resume_index

@@ -57,7 +57,7 @@ def test_unforeseen_errors_tell_clients_nothing() -> None:
         assert "secret" not in str(failure.value.details())
         assert "secret" not in str(failure.value.trailing_metadata())
 
-    run(scenario, crash=ValueError("secret"))
+    run(scenario, refusal=ValueError("secret"))
 
 
 @pytest.mark.parametrize(

@@ -204,4 +204,4 @@ def test_unforeseen_errors_tell_callers_nothing() -> None:
         assert b"secret" not in answer.body
         assert answer.headers["x-request-id"] == "mine"
 
-    run(scenario, crash=ValueError("secret"))
+    run(scenario, refusal=ValueError("secret"))

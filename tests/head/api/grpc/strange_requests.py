@@ -1,93 +1,56 @@
-"""Requests as nobody would write them: for fuzzing."""
+"""Requests as nobody would write them, made from the protos themselves: for fuzzing."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.vllm import engine_pb2 as vllm
 
-floats = st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0, 0.5])
-small = st.integers(0, 40)
-counts = small | st.integers(0, 2**32 - 1)
-ids = st.integers(0, 300) | st.integers(0, 2**32 - 1)
-texts = st.text(max_size=80)
-
-
-def _maybe(**fields: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
-    """Any of these fields, each with any of its values."""
-    return st.fixed_dictionaries({}, optional=fields)
-
-
-sampling = _maybe(
-    temperature=floats,
-    top_k=counts,
-    top_p=floats,
-    min_p=floats,
-    repetition_penalty=floats,
-    frequency_penalty=floats,
-    presence_penalty=floats,
-    seed=st.integers(0, 2**64 - 1),
-    n=small,
-    logit_bias=st.dictionaries(ids, floats),
-).map(lambda fields: pb.SamplingParams(**fields))
-stop = _maybe(
-    max_tokens=counts,
-    min_tokens=small,
-    stop=st.lists(texts, max_size=6),
-    stop_token_ids=st.lists(ids, max_size=70),
-    ignore_eos=st.booleans(),
-    include_stop=st.booleans(),
-).map(lambda fields: pb.StopConditions(**fields))
-output = _maybe(
-    echo=st.booleans(),
-    logprobs=small,
-    prompt_logprobs=small,
-    token_ids=st.booleans(),
-    timings=st.booleans(),
-    stream_interval=counts,
-).map(lambda fields: pb.OutputOptions(**fields))
-resume = _maybe(index=small, generated_token_ids=st.lists(ids, max_size=70)).map(
-    lambda fields: pb.ResumeFrom(**fields)
+_small = st.integers(0, 40)
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: _small | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: _small | st.integers(0, 300) | st.integers(0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_INT64: _small | st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: _small | st.integers(0, 2**64 - 1),
+}
+_SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    **_INTEGERS,
+    FieldDescriptor.CPPTYPE_FLOAT: st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0, 0.5]),
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_STRING: st.text(max_size=80),
+}
+# Of vLLM's protocol. With most of them in most messages, nearly all would be refused for these alone.
+_UNSERVED = (
+    *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
+    *("json_schema", "grammar", "structural_tag", "json_object", "choice", "truncate_prompt_tokens"),
 )
-prompt = st.fixed_dictionaries({"text": texts}) | st.fixed_dictionaries(
-    {"token_ids": st.lists(ids, max_size=70).map(lambda some: pb.TokenIds(ids=some))}
-)
-requests = st.tuples(
-    prompt,
-    _maybe(
-        request_id=st.text(max_size=20),
-        sampling=sampling,
-        stop=stop,
-        output=output,
-        resume=resume,
-        priority=st.integers(-(2**31), 2**31 - 1),
-    ),
-).map(lambda parts: pb.GenerateRequest(**parts[0], **parts[1]))
 
 
-signed = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
-vllm_sampling = st.fixed_dictionaries(
-    {},
-    optional={
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"), floats),
-        **dict.fromkeys(("top_k", "max_tokens", "min_tokens"), counts),
-        **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"), signed),
-        "n": small,
-        "stop": st.lists(texts, max_size=6),
-        "stop_token_ids": st.lists(ids, max_size=70),
-        "logit_bias": st.dictionaries(signed, floats),
-        "regex": texts,
-    },
-).map(lambda fields: vllm.SamplingParams(**fields))
-vllm_prompts = st.fixed_dictionaries({"text": texts}) | st.fixed_dictionaries(
-    {"tokenized": st.lists(ids, max_size=70).map(lambda some: vllm.TokenizedInput(input_ids=some))}
-)
-vllm_requests = st.tuples(vllm_prompts, vllm_sampling, st.booleans(), texts).map(
-    lambda parts: vllm.GenerateRequest(
-        **parts[0], sampling_params=parts[1], stream=parts[2], request_id=parts[3]
-    ).SerializeToString()
-)
+def messages(kind: Any) -> st.SearchStrategy[Any]:
+    """Messages with any of their fields, each with any of its values."""
+    values = {field.name: _values(field) for field in kind.DESCRIPTOR.fields if field.name not in _UNSERVED}
+    maybe = {name: value for name, value in values.items() if value is not None}
+    return st.fixed_dictionaries({}, optional=maybe).map(lambda chosen: kind(**chosen))
+
+
+def _values(field: FieldDescriptor) -> st.SearchStrategy[Any] | None:
+    inner = field.message_type
+    if inner is None:
+        value = _SCALARS.get(field.cpp_type)
+    elif inner.GetOptions().map_entry:
+        return st.dictionaries(*(_SCALARS[inner.fields_by_name[part].cpp_type] for part in ("key", "value")))
+    else:
+        value = messages(GetMessageClass(inner)) if inner.file == field.file else None
+    return st.lists(value, max_size=70) if field.is_repeated and value is not None else value
+
+
+requests = messages(pb.GenerateRequest)
+vllm_requests = messages(vllm.GenerateRequest).map(lambda message: message.SerializeToString())
 
 
 @st.composite

@@ -203,7 +203,7 @@ def efficiency(tour: Tour) -> None:
 
     tour.explain(
         f"""Decoding adds the LM head to the last stage, where it weighs as much as
-        {arch.head_params / arch.layer_params:.1f} layers. {NUM_PROMPTS} sequences in {p} microbatches, with
+        {arch.head_params / decode_parts(arch).layer:.1f} layers. {NUM_PROMPTS} sequences in {p} microbatches, with
         layers split evenly and by weight:"""
     )
     tour.say(f"  {'layers':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")

@@ -53,27 +53,6 @@ class Architecture:
         return self.width * (1 + self.biases)
 
     @property
-    def attention_params(self) -> int:
-        """Parameters of a layer's attention, with the norm before it."""
-        d = self.width
-        return d * 3 * d + d * d + d + (d + 3 * d + d if self.biases else 0)
-
-    @property
-    def mlp_params(self) -> int:
-        """Parameters of a layer's MLP, with the norm before it."""
-        d, f = self.width, self.inner_width
-        return d * f + f * d + d + (d + f + d if self.biases else 0)
-
-    @property
-    def layer_params(self) -> int:
-        return self.attention_params + self.mlp_params
-
-    @property
-    def embedding_params(self) -> int:
-        """Token and position embeddings."""
-        return (self.padded_vocab_size + self.max_positions) * self.width
-
-    @property
     def head_params(self) -> int:
         """Final layer norm and the LM head (its own copy of the embedding when tied), which has no padding."""
         return self.vocab_size * self.width + self.norm_params
@@ -86,7 +65,7 @@ class Architecture:
     @property
     def num_params(self) -> int:
         """Of the whole model: a tied embedding counts once, however many stages hold a copy."""
-        return self.num_layers * self.layer_params + self.embedding_params + self.head_params - self.shared_params
+        return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - self.shared_params
 
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""

@@ -7,10 +7,10 @@ either way the same hidden states cross.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 
-from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.figures import counted
 from ppserve.errors import ConfigError
 
@@ -56,12 +56,13 @@ def decode_parts(arch: Architecture) -> PartCosts:
 
     The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding gathers two rows, next to nothing.
     """
-    return PartCosts(arch.attention_params, arch.mlp_params, 0.0, arch.head_params)
+    attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
+    return PartCosts(attention, mlp, 0.0, arch.head_params)
 
 
 def prefill_parts(arch: Architecture, prompt_tokens: int) -> PartCosts:
     """Multiplications per prompt token; the head runs for one token of the prompt only."""
-    return PartCosts(arch.attention_params, arch.mlp_params, 0.0, arch.head_params / prompt_tokens)
+    return replace(decode_parts(arch), head=arch.head_params / prompt_tokens)
 
 
 def mixed_parts(prefill: PartCosts, decode: PartCosts, expect_prompt: int, expect_new: int) -> PartCosts:

@@ -193,7 +193,7 @@ class FairQueue:
 
     def push(self, entry: SequenceGroup) -> None:
         """Append a request."""
-        account = self._accounts.setdefault(entry.caller, _Account())
+        account = self._accounts.setdefault(entry.request.caller, _Account())
         if account.num_live == 0:
             self._raise_floor()
             account.served = max(account.served, self._floor)
@@ -213,13 +213,13 @@ class FairQueue:
         # A class is raised by the request whose turn it is, not by its oldest, which may be behind newer ones.
         turns: dict[int, SequenceGroup] = {}
         for entry in self._first_of_callers():
-            other = turns.setdefault(entry.priority, entry)
+            other = turns.setdefault(entry.request.priority, entry)
             if self._served_after(entry) < self._served_after(other):
-                turns[entry.priority] = entry
+                turns[entry.request.priority] = entry
 
         def rank(entry: SequenceGroup) -> tuple[float, float, float]:
-            waited_s = max(0.0, now - entry.submitted_s)
-            return -(entry.priority + waited_s // self._aging_s), self._served_after(entry), entry.submitted_s
+            raised = entry.request.priority + max(0.0, now - entry.submitted_s) // self._aging_s
+            return -raised, self._served_after(entry), entry.submitted_s
 
         return min(turns.values(), key=rank, default=None)
 
@@ -227,12 +227,12 @@ class FairQueue:
         """The oldest request of each caller in each class."""
         firsts: dict[tuple[int, str], SequenceGroup] = {}
         for entry in self._arrived.values():
-            firsts.setdefault((entry.priority, entry.caller), entry)
+            firsts.setdefault((entry.request.priority, entry.request.caller), entry)
         return firsts.values()
 
     def _served_after(self, entry: SequenceGroup) -> float:
         """The tokens that its caller will have been served after this answer."""
-        return self._accounts[entry.caller].served + entry.num_tokens
+        return self._accounts[entry.request.caller].served + entry.num_tokens
 
     def remove(self, entry: SequenceGroup) -> None:
         """Take a request out of the queue. It counts as live for its caller until `end_request`."""
@@ -248,8 +248,8 @@ class FairQueue:
         """The most tokens of the waiting requests before a new one of `priority`. is_only_one: its caller has no
         other, so of its class only the first of each caller goes before it."""
         own = self._first_of_callers() if is_only_one else self._arrived.values()
-        ahead = [entry for entry in own if entry.priority == priority]
-        ahead += [entry for entry in self._arrived.values() if entry.priority > priority]
+        ahead = [entry for entry in own if entry.request.priority == priority]
+        ahead += [entry for entry in self._arrived.values() if entry.request.priority > priority]
         return sum(entry.num_tokens for entry in chain(self._given_back.values(), ahead))
 
     def is_idle(self, caller: str) -> bool:

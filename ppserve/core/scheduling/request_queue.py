@@ -28,7 +28,7 @@ from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violatio
 
 
 class RequestScheduler(Protocol):
-    """One replica's scheduler, as the request queue needs it."""
+    """One replica's scheduler, as the request queue needs it; `Scheduler` documents the methods."""
 
     @property
     def config(self) -> SchedulerConfig: ...
@@ -37,27 +37,21 @@ class RequestScheduler(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
-    def may_admit(self) -> bool:
-        """Whether there may be room for a request."""
+    def may_admit(self) -> bool: ...
 
     @property
-    def is_busy(self) -> bool:
-        """Whether steps are in flight."""
+    def is_busy(self) -> bool: ...
 
     @property
-    def tokens_left(self) -> int:
-        """Tokens to compute for all its requests, at most."""
+    def tokens_left(self) -> int: ...
 
     def running(self, sequence_id: int) -> Sequence | None: ...
 
-    def room_for(self, group: SequenceGroup) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it."""
+    def room_for(self, group: SequenceGroup) -> BlockTable | None: ...
 
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
-        """Run a request. There is room for it; known: what `room_for` returned."""
+    def admit(self, group: SequenceGroup, known: BlockTable) -> None: ...
 
-    def drop(self, sequence: Sequence) -> None:
-        """A running sequence has ended."""
+    def drop(self, sequence: Sequence) -> None: ...
 
 
 class _Assignment(NamedTuple):
@@ -129,7 +123,7 @@ class RequestQueue:
         fits = assignment is not None and assignment.group is group
         if problem := refusal(group, load, config, now, fits=fits, is_only_one=is_only_one):
             self.queue.remove(group)
-            self.queue.end_request(group.caller)
+            self.queue.end_request(request.caller)
             raise problem
         self.groups[request.id] = group
         self._next_sequence_id += len(group.sequences)
@@ -205,7 +199,7 @@ class RequestQueue:
         if group in self.queue:
             self.queue.remove(group)
         self._homes.pop(group.key, None)
-        self.queue.end_request(group.caller)
+        self.queue.end_request(group.request.caller)
         self.poison_isolation.clear(group.key)
         del self.groups[group.key]
 
@@ -259,7 +253,7 @@ class RequestQueue:
         group.place(scheduler.config.replica, now)
         scheduler.admit(group, known)
         if is_first_time:
-            self.queue.charge(group.caller, group.sequences[0].remaining)
+            self.queue.charge(group.request.caller, group.sequences[0].remaining)
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:
         """Requests that have no running sequence left wait for another replica."""
@@ -282,7 +276,7 @@ class RequestQueue:
 
     def token_drawn(self, group: SequenceGroup) -> None:
         """A sequence of this request has one token more."""
-        self.queue.charge(group.caller, 1)
+        self.queue.charge(group.request.caller, 1)
         is_watched = self.poison_isolation.watches(group.key)
         if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):  # it did not cause the loss
             self.poison_isolation.clear(group.key)

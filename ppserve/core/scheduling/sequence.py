@@ -305,14 +305,6 @@ class SequenceGroup:
         return self.request.id
 
     @property
-    def caller(self) -> str:
-        return self.request.caller
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
     def num_known_tokens(self) -> int:
         """Tokens of all its sequences so far, the common prompt counted each time."""
         return sum(len(s.token_ids) for s in self.sequences)

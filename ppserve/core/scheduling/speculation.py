@@ -110,7 +110,6 @@ MAX_MATCH = 3
 # newest experience: about the last 16 count.
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
 _NEWEST = 1 / 16
-_TOKEN_BITS = 20
 # Tokens that are learnt in one call, in some 0.5 ms: all requests wait for the engine while it learns a prompt.
 MAX_LEARNED = 256
 
@@ -120,12 +119,11 @@ class PromptLookup:
     what followed there.
 
     Every known token tells whether it would have been drafted, also while none is asked for. So the acceptance is
-    measured for this very text, and draft tokens that would fail are known before they cost anything. Time and
-    memory are constant per token.
+    measured for this very text. Time and memory are constant per token.
     """
 
     def __init__(self, _sequence: Sequence | None = None) -> None:
-        self._followers: dict[int, int] = {}
+        self._followers: dict[tuple[int, ...], int] = {}
         self._hit_rates = list(_PRIORS)
         self._num_learned = 0
 
@@ -133,36 +131,22 @@ class PromptLookup:
         self._learn(token_ids)
         if self._num_learned < len(token_ids):
             return None
-        found = self._find([*token_ids[-MAX_MATCH:], *draft_ids][-MAX_MATCH:])
-        return None if found is None else DraftToken(found[1], self._hit_rates[found[0]])
+        match = self._longest_match((*token_ids[-MAX_MATCH:], *draft_ids)[-MAX_MATCH:])
+        return DraftToken(self._followers[match], self._hit_rates[len(match)]) if match else None
 
     def _learn(self, token_ids: Seq[int]) -> None:
         """The next tokens not seen yet: whether each would have been drafted, and what followed what."""
         until = min(len(token_ids), self._num_learned + MAX_LEARNED)
         for place in range(self._num_learned, until):
             token_id = token_ids[place]
-            before = token_ids[max(0, place - MAX_MATCH) : place]
-            if (found := self._find(before)) is not None:
-                length, drafted = found
-                self._hit_rates[length] += ((drafted == token_id) - self._hit_rates[length]) * _NEWEST
-            for key in _keys(before):
-                self._followers[key] = token_id
+            before = tuple(token_ids[max(0, place - MAX_MATCH) : place])
+            if match := self._longest_match(before):
+                is_hit = self._followers[match] == token_id
+                self._hit_rates[len(match)] += (is_hit - self._hit_rates[len(match)]) * _NEWEST
+            for skipped in range(len(before)):
+                self._followers[before[skipped:]] = token_id
         self._num_learned = until
 
-    def _find(self, tail: Seq[int]) -> tuple[int, int] | None:
-        """(tokens that match, what followed them) of the longest match."""
-        for skipped, key in enumerate(_keys(tail)):
-            if key in self._followers:
-                return len(tail) - skipped, self._followers[key]
-        return None
-
-
-def _keys(tail: Seq[int]) -> list[int]:
-    """A number for each end of `tail`, the longest first. The leading 1 tells ends of different lengths apart."""
-    keys, key, place = [], 0, 0
-    for token_id in reversed(tail):
-        key |= token_id << place
-        place += _TOKEN_BITS
-        keys.append(key | 1 << place)
-    keys.reverse()
-    return keys
+    def _longest_match(self, tail: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest end of `tail` that was seen before; empty if none was."""
+        return next((tail[i:] for i in range(len(tail)) if tail[i:] in self._followers), ())

@@ -2,99 +2,96 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.admission import MAX_IDLE_CALLERS, FairQueue
+from ppserve.core.scheduling.sequence import SequenceGroup
 
 
-@dataclass
-class Entry:
-    key: str
-    caller: str = ""
-    priority: int = 0
-    num_tokens: int = 10
-    submitted_s: float = 0.0
-    admitted_s: float | None = None
+def entry(
+    key: str, caller: str = "", priority: int = 0, num_tokens: int = 10, submitted_s: float = 0.0
+) -> SequenceGroup:
+    request = Request(key, (1,), StopConditions(num_tokens - 1), caller=caller, priority=priority)
+    return SequenceGroup.of_request(request, 0, None, submitted_s)
 
 
 def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
     """Admits `count` requests, and charges the tokens of each at once."""
     order = []
     for _ in range(count):
-        entry = queue.first(now)
-        assert entry is not None
-        queue.remove(entry)
-        queue.charge(entry.caller, entry.num_tokens)
-        order.append(entry.key)
+        group = queue.first(now)
+        assert group is not None
+        queue.remove(group)
+        queue.charge(group.request.caller, group.num_tokens)
+        order.append(group.key)
     return order
 
 
 def test_one_caller_is_served_in_order_of_arrival() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for key in "abc":
-        queue.push(Entry(key))
+        queue.push(entry(key))
     assert served_order(queue, 3) == ["a", "b", "c"]
     assert queue.first(0.0) is None
 
 
 def test_many_requests_of_one_caller_do_not_delay_another() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for i in range(100):
-        queue.push(Entry(f"flood{i}", "flood"))
+        queue.push(entry(f"flood{i}", "flood"))
     assert served_order(queue, 10) == [f"flood{i}" for i in range(10)]
-    queue.push(Entry("light", "light"))
+    queue.push(entry("light", "light"))
     # The new caller's counter starts at the other's, not at zero: at most one more request goes before it.
     assert "light" in served_order(queue, 2)
 
 
 def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for i in range(100):
-        queue.push(Entry(f"big{i}", "big", num_tokens=30))
-        queue.push(Entry(f"small{i}", "small", num_tokens=10))
+        queue.push(entry(f"big{i}", "big", num_tokens=30))
+        queue.push(entry(f"small{i}", "small", num_tokens=10))
     order = served_order(queue, 40)
     num_small = sum(key.startswith("small") for key in order)
     assert num_small == 30
 
 
 def test_being_idle_earns_no_advantage() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for i in range(50):
-        queue.push(Entry(f"busy{i}", "busy"))
+        queue.push(entry(f"busy{i}", "busy"))
     served_order(queue, 40)
     for i in range(50):
-        queue.push(Entry(f"fresh{i}", "fresh"))
+        queue.push(entry(f"fresh{i}", "fresh"))
     order = served_order(queue, 10)
     assert 4 <= sum(key.startswith("fresh") for key in order) <= 6
 
 
 def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
-    queue: FairQueue = FairQueue()
-    queue.push(Entry("h", "heavy"))
+    queue = FairQueue()
+    queue.push(entry("h", "heavy"))
     queue.charge("heavy", 1_000_000)
     served_order(queue, 1)
     queue.end_request("heavy")
     for i in range(10):
-        queue.push(Entry(f"new{i}", "new"))
-        queue.push(Entry(f"heavy{i}", "heavy"))
+        queue.push(entry(f"new{i}", "new"))
+        queue.push(entry(f"heavy{i}", "heavy"))
     assert sum(key.startswith("heavy") for key in served_order(queue, 10)) >= 4
 
 
 def test_priority_goes_first() -> None:
-    queue: FairQueue = FairQueue()
-    queue.push(Entry("low", priority=-1))
-    queue.push(Entry("normal"))
-    queue.push(Entry("high", priority=5))
+    queue = FairQueue()
+    queue.push(entry("low", priority=-1))
+    queue.push(entry("normal"))
+    queue.push(entry("high", priority=5))
     assert served_order(queue, 3) == ["high", "normal", "low"]
 
 
 def test_waiting_makes_up_for_low_priority() -> None:
-    queue: FairQueue = FairQueue(aging_s=10.0)
-    queue.push(Entry("old", priority=0, submitted_s=0.0))
+    queue = FairQueue(aging_s=10.0)
+    queue.push(entry("old", priority=0, submitted_s=0.0))
     served = []
     for i in range(100):
         now = float(i)
-        queue.push(Entry(f"high{i}", priority=2, submitted_s=now))
+        queue.push(entry(f"high{i}", priority=2, submitted_s=now))
         served += served_order(queue, 1, now)
     assert "old" in served
     assert 20 <= served.index("old") <= 31
@@ -102,40 +99,40 @@ def test_waiting_makes_up_for_low_priority() -> None:
 
 def test_a_long_wait_in_a_line_of_its_own_helps_no_caller() -> None:
     """The oldest of many has waited for those before it, not for the one who comes now and has nothing."""
-    queue: FairQueue = FairQueue(aging_s=10.0)
+    queue = FairQueue(aging_s=10.0)
     for i in range(100):
-        queue.push(Entry(f"flood{i}", "flood"))
+        queue.push(entry(f"flood{i}", "flood"))
     served_order(queue, 10)
-    queue.push(Entry("light", "light", submitted_s=500.0))
+    queue.push(entry("light", "light", submitted_s=500.0))
     assert "light" in served_order(queue, 2, now=500.0)
 
 
 def test_who_waits_behind_others_of_its_class_does_not_raise_those() -> None:
     """A heavy caller's old request is behind light ones that have just come; they are not as urgent."""
-    queue: FairQueue = FairQueue(aging_s=10.0)
-    queue.push(Entry("heavy0", "heavy"))
-    queue.push(Entry("light0", "light"))
+    queue = FairQueue(aging_s=10.0)
+    queue.push(entry("heavy0", "heavy"))
+    queue.push(entry("light0", "light"))
     served_order(queue, 2)
     queue.charge("heavy", 20_000)
-    queue.push(Entry("heavy1", "heavy"))
-    queue.push(Entry("light1", "light", submitted_s=60.0))
-    queue.push(Entry("urgent", "urgent", priority=5, submitted_s=60.0))
+    queue.push(entry("heavy1", "heavy"))
+    queue.push(entry("light1", "light", submitted_s=60.0))
+    queue.push(entry("urgent", "urgent", priority=5, submitted_s=60.0))
     assert served_order(queue, 1, now=60.0) == ["urgent"]
 
 
 def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for i in range(5):
         for caller in "ab":
-            queue.push(Entry(f"{caller}{i}", caller, num_tokens=7))
-        queue.push(Entry(f"urgent{i}", "a", priority=1, num_tokens=3))
+            queue.push(entry(f"{caller}{i}", caller, num_tokens=7))
+        queue.push(entry(f"urgent{i}", "a", priority=1, num_tokens=3))
     assert queue.tokens_ahead(0, is_only_one=False) == 5 * 17
     assert queue.tokens_ahead(0, is_only_one=True) == 5 * 3 + 2 * 7
 
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:
-    queue: FairQueue = FairQueue()
-    a, b = Entry("a", num_tokens=5, priority=1), Entry("b", num_tokens=7)
+    queue = FairQueue()
+    a, b = entry("a", num_tokens=5, priority=1), entry("b", num_tokens=7)
     queue.push(a)
     queue.push(b)
     assert queue.num_tokens == 12
@@ -148,9 +145,9 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
 
 
 def test_idle_callers_are_forgotten() -> None:
-    queue: FairQueue = FairQueue()
+    queue = FairQueue()
     for i in range(3 * MAX_IDLE_CALLERS):
-        queue.push(Entry("r", f"caller{i}"))
+        queue.push(entry("r", f"caller{i}"))
         served_order(queue, 1)
         queue.end_request(f"caller{i}")
     assert len(queue._accounts) == MAX_IDLE_CALLERS

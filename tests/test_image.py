@@ -34,15 +34,12 @@ def test_the_build_finds_what_it_copies() -> None:
         assert not is_ignored(source, IGNORED), source
 
 
-@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/observe/web/index.html"])
-def test_files_of_the_package_are_let_in(path: str) -> None:
-    assert (ROOT / path).is_file()
-    assert not is_ignored(path, IGNORED)
-
-
-@pytest.mark.parametrize("path", [".git/config", ".venv/bin/pip", "tests/test_image.py", "ppserve/__pycache__/a"])
-def test_everything_else_stays_out(path: str) -> None:
-    assert is_ignored(path, IGNORED)
+def test_files_of_the_package_are_let_in_and_everything_else_stays_out() -> None:
+    for path in ("ppserve/assets/tiny/model.safetensors", "ppserve/head/observe/web/index.html"):
+        assert (ROOT / path).is_file()
+        assert not is_ignored(path, IGNORED), path
+    for path in (".git/config", ".venv/bin/pip", "tests/test_image.py", "ppserve/__pycache__/a"):
+        assert is_ignored(path, IGNORED), path
 
 
 def test_the_image_starts_the_server_as_nobody_in_particular() -> None:

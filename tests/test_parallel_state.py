@@ -21,25 +21,17 @@ sizes = st.integers(1, 9)
 
 
 @given(sizes, sizes, sizes)
-def test_each_axis_partitions_the_world(tensor: int, data: int, pipeline: int) -> None:
+def test_each_axis_partitions_the_world_and_groups_of_two_axes_share_at_most_one_rank(
+    tensor: int, data: int, pipeline: int
+) -> None:
     grid = RankGrid(tensor, data, pipeline)
-    for groups, size in (
-        (grid.tensor_groups(), tensor),
-        (grid.data_groups(), data),
-        (grid.pipeline_groups(), pipeline),
-    ):
+    axes = grid.tensor_groups(), grid.data_groups(), grid.pipeline_groups()
+    for size, groups in zip((tensor, data, pipeline), axes, strict=True):
         assert all(len(group) == size for group in groups)
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
-
-
-@given(sizes, sizes, sizes)
-def test_two_groups_of_different_axes_share_at_most_one_rank(tensor: int, data: int, pipeline: int) -> None:
-    grid = RankGrid(tensor, data, pipeline)
-    axes = [grid.tensor_groups(), grid.data_groups(), grid.pipeline_groups()]
-    for i, axis in enumerate(axes):
-        for other in axes[i + 1 :]:
-            home = {rank: n for n, group in enumerate(other) for rank in group}
-            assert all(len({home[rank] for rank in group}) == len(group) for group in axis)
+    for one, other in itertools.combinations(axes, 2):
+        home = {rank: number for number, group in enumerate(other) for rank in group}
+        assert all(len({home[rank] for rank in group}) == len(group) for group in one)
 
 
 def test_tensor_is_fastest_and_pipeline_slowest() -> None:
@@ -49,12 +41,6 @@ def test_tensor_is_fastest_and_pipeline_slowest() -> None:
     assert grid.data_groups()[0] == tuple(range(0, 64, 8))
     assert grid.pipeline_groups()[0] == tuple(range(0, 1024, 64))
     assert grid.rank(3, 2, 5) == 3 + 8 * 2 + 64 * 5
-
-
-def test_the_docstring_example() -> None:
-    grid = RankGrid.fit(8, tensor=2, pipeline=2)
-    assert grid.tensor_groups() == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert grid.pipeline_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """HTTP of a real server: token for token, and log-probability for log-probability, what gRPC says; whole and
-streamed, by both clients of openai-python."""
+streamed, by openai-python."""
 
 from __future__ import annotations
 
@@ -72,27 +72,6 @@ def ask_streamed(client: OpenAI, request: pb.GenerateRequest) -> list[Any]:
     return [comparable(parts[index]) for index in sorted(parts)]
 
 
-async def ask_asynchronously(server: Server, requests: list[pb.GenerateRequest]) -> tuple[list[Any], list[Any]]:
-    """Whole and streamed, by the asynchronous client."""
-    async with AsyncOpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0) as client:
-
-        async def whole(request: pb.GenerateRequest) -> list[Any]:
-            answer = await client.completions.create(**as_http(request))
-            return [comparable([choice]) for choice in answer.choices]
-
-        async def streamed(request: pb.GenerateRequest) -> list[Any]:
-            parts: dict[int, list[CompletionChoice]] = {}
-            async for chunk in await client.completions.create(**as_http(request), stream=True):
-                for choice in chunk.choices:
-                    parts.setdefault(choice.index, []).append(choice)
-            return [comparable(parts[index]) for index in sorted(parts)]
-
-        return (
-            list(await asyncio.gather(*map(whole, requests))),
-            list(await asyncio.gather(*map(streamed, requests))),
-        )
-
-
 def comparable(parts: list[CompletionChoice]) -> Any:
     """All that the parts of one choice say."""
     ids, logprobs, tops = [], [], []
@@ -134,8 +113,6 @@ def test_http_says_what_grpc_says_whole_and_streamed(shared_server: Server) -> N
     with client_of(shared_server) as client, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: ask_whole(client, request), requests)) == spoken
         assert list(pool.map(lambda request: ask_streamed(client, request), requests)) == spoken
-    whole, streamed = asyncio.run(ask_asynchronously(shared_server, requests))
-    assert whole == streamed == spoken
 
 
 PROMPTS = ("Once upon a time", "The quiet stage in front of the harbour")
@@ -156,7 +133,7 @@ def of_completions(parts: Sequence[Any]) -> Any:
     return {part.id for part in parts}, counts, [comparable(choices[index]) for index in sorted(choices)]
 
 
-def test_every_form_of_prompt_by_both_clients(shared_server: Server) -> None:
+def test_every_form_of_prompt(shared_server: Server) -> None:
     with OpenAI(base_url=f"http://{shared_server.http}", api_key="none") as plain:
         found: list[Any] = [plain.post("/tokenize", cast_to=object, body={"prompt": prompt}) for prompt in PROMPTS]
         ids = [answer["tokens"] for answer in found]
@@ -165,22 +142,12 @@ def test_every_form_of_prompt_by_both_clients(shared_server: Server) -> None:
     forms: list[object] = [PROMPTS[0], ids[0], list(PROMPTS), ids]
     options: Any = {"stream": True, "stream_options": {"include_usage": True}}
 
-    async def asynchronously() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"http://{shared_server.http}/v1", api_key="none") as client:
-            answers = []
-            for number, prompt in enumerate(forms):
-                whole = await client.completions.create(**asked_for(prompt, number))
-                stream = await client.completions.create(**asked_for(prompt, number), **options)
-                answers += [of_completions([whole]), of_completions([chunk async for chunk in stream])]
-            return answers
-
     answers = []
     with client_of(shared_server) as client:
         for number, prompt in enumerate(forms):
             whole = client.completions.create(**asked_for(prompt, number))
             stream = list(client.completions.create(**asked_for(prompt, number), **options))
             answers += [of_completions([whole]), of_completions(stream)]
-    assert asyncio.run(asynchronously()) == answers
     assert answers[::2] == answers[1::2]
     assert [names for names, _, _ in answers[::2]] == [{f"cmpl-mine-{number}"} for number in range(4)]
     alone, alone_by_ids, both, both_by_ids = (answer[1:] for answer in answers[::2])

@@ -18,7 +18,7 @@ import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import Forked, ForkedTorchrun, Launcher, Server, launch, plain_shell, serving
+from tests.e2e.serving import Forked, ForkedTorchrun, Launcher, launch, plain_shell, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 
@@ -103,14 +103,3 @@ def test_port_in_use(tmp_path: Path) -> None:
         line = refused(tmp_path, 1, "--port", str(port))
     assert "--port" in line
     assert str(port) in line
-
-
-def test_the_front_doors_are_open_to_this_host_alone(shared_server: Server) -> None:
-    addresses = shared_server.grpc, shared_server.http, shared_server.metrics
-    ports = {int(address.rpartition(":")[2]) for address in addresses}
-    found = {
-        (connection.laddr.port, connection.laddr.ip.removeprefix("::ffff:"))
-        for connection in psutil.Process(shared_server.head_pid()).net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert found == {(port, "127.0.0.1") for port in ports}

@@ -71,7 +71,7 @@ class Engine(threading.Thread):
         """Functions that other threads want to be called, and the futures of their results."""
         self._streams = OpenStreams(self.request_queue, observers, hand_over)
         self._rolling: RollingRestart | None = None
-        self._has_formed = self._stopping = self._ended = self._is_unbalanced = False
+        self._has_formed = self._stopping = self._ended = False
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Engine(threading.Thread):
     def begin(self) -> None:
         """Ranks may connect from now on."""
         for replica in self.replicas:
-            replica.start()
+            replica.members.start(self._clock())
 
     def turn(self) -> None:
         """Handles all messages since the last turn, then fills the pipelines. Public for simulated worlds."""
@@ -252,14 +252,6 @@ class Engine(threading.Thread):
         has_work = len(self._streams) > 0 or any(replica.has_steps for replica in self._living)
         for replica in self.replicas:
             replica.note_demand(has_work)
-        if has_work or self._is_unbalanced:
-            return
-        try:
-            for replica in self.replicas:
-                replica.prove_idle()
-        except AssertionError:
-            self._is_unbalanced = True  # it stays so: once in the log is enough
-            log.exception("KV blocks are not balanced")
 
     # ---- replicas -------------------------------------------------------------------------------------
 

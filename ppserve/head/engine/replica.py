@@ -106,6 +106,7 @@ class Replica:
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
+        self._was_balanced = True
         # The latest result, until it is accounted for: after the plan that follows it has been sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
@@ -132,6 +133,9 @@ class Replica:
         else:
             self._account_for_result()
             self._account.demand_ended(self._clock())
+            if self._was_balanced and not self.is_balanced:
+                self._was_balanced = False  # it stays so: once in the log is enough
+                log.error("%sidle, yet KV blocks are held", self._prefix)
 
     def give_back(self) -> frozenset[str]:
         """Other replicas compute all requests, and no further one is admitted here until an epoch has formed.
@@ -145,10 +149,6 @@ class Replica:
         return self.scheduler.give_back()
 
     # ---- events ---------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """The engine has started: ranks may connect."""
-        self.members.start(self._clock())
 
     def handle_rank(self, event: Received | Disconnected) -> list[ReplicaEvent]:
         """A rank sent a message, or its connection ended."""
@@ -363,10 +363,10 @@ class Replica:
             kv_usage=scheduler.kv_usage,
         )
 
-    def prove_idle(self) -> None:
-        """Without requests and steps, no KV block may be held. Raises AssertionError."""
-        if self.scheduler is not None and not self.scheduler.is_busy:
-            assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
+    @property
+    def is_balanced(self) -> bool:
+        """Whether no KV block is held, where there are neither requests nor steps."""
+        return self.scheduler is None or self.scheduler.is_busy or self.scheduler.kv_usage == 0
 
     def _failure(self, rank: int, cause: str) -> Failure:
         """The same for ranks of several replicas that compute the same part of the model."""

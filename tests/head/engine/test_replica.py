@@ -161,7 +161,7 @@ def test_before_the_first_epoch_nothing_is_served() -> None:
     with pytest.raises(Draining):
         rig.replica.read(rig.now_ns)
     assert rig.refill() == []
-    rig.replica.prove_idle()
+    assert rig.replica.is_balanced
 
 
 @pytest.mark.parametrize(("draining", "patience_s"), [(False, 600), (True, 10)])
@@ -179,17 +179,20 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     assert not event.usage
 
 
-def test_a_block_that_is_held_without_work_is_noticed() -> None:
+def test_a_block_that_is_held_without_work_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     rig = formed(microbatches=1)
     rig.submit("a", max_tokens=2)
     while plans := rig.refill():
-        rig.replica.prove_idle()  # says nothing while there is work
+        assert rig.replica.is_balanced  # also while there is work
         rig.compute(plans[0])
-    rig.replica.prove_idle()
+    assert rig.replica.is_balanced
     assert rig.replica.scheduler is not None
     rig.replica.scheduler._blocks.try_allocate(99, 1)
-    with pytest.raises(AssertionError, match="KV blocks are held"):
-        rig.replica.prove_idle()
+    rig.replica.note_demand(False)
+    rig.replica.note_demand(False)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "replica 1: idle, yet KV blocks are held"
+    ]
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------

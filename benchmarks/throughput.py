@@ -33,10 +33,8 @@ import click
 from local_server import THIS_TREE, Address, model_or_random, running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.load import ClosedLoop, Until
-from ppserve.bench.measure import Served, introduce, measure, warm_up
-from ppserve.bench.report import render_ledger
-from ppserve.bench.summary import Summary, summarize
+from ppserve.bench.measure import ClosedLoop, Served, Until, introduce, measure, warm_up
+from ppserve.bench.summary import Summary, render_ledger, summarize
 from ppserve.bench.workload import Lengths, Workload
 from ppserve.core.ledger.account import StageTimes
 

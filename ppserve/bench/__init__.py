@@ -4,10 +4,8 @@ Never anything of the server. The view is here because it reads a running server
 
     workload    requests: lengths, prompts, arrival times; from a seed, no clock
     caller      one connection; one request and when its tokens arrived
-    load        when requests are sent: closed loop, open loop
-    measure     one run: warm-up, load, and the stages' ledger before and after
-    summary     measurements into the figures that people compare
-    report      figures as a table and as JSON
+    measure     one run: warm-up, a closed or an open loop, and the stages' ledger before and after
+    summary     the figures that people compare, as a table and as JSON
     ledger      where the stages' time went, over an interval
     scrape      reads the server's /metrics page
     top         what `ppserve top` shows

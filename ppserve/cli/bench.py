@@ -12,10 +12,18 @@ from typing import Any
 import click
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until
-from ppserve.bench.measure import Measurement, Served, introduce, measure, warm_up
-from ppserve.bench.report import render_table, write_json
-from ppserve.bench.summary import summarize
+from ppserve.bench.measure import (
+    ClosedLoop,
+    Load,
+    Measurement,
+    OpenLoop,
+    Served,
+    Until,
+    introduce,
+    measure,
+    warm_up,
+)
+from ppserve.bench.summary import render_table, summarize, write_json
 from ppserve.bench.workload import Lengths, Workload, poisson_arrivals
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say

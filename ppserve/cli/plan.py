@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ppserve.cli.flags import FLAGS
 from ppserve.cli.output import say
-from ppserve.cli.types import EXPECTED, LAYERS, SIZE, AutoOr
-from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
+from ppserve.cli.types import COUNT, SIZE
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import StepSize
 from ppserve.core.grid import RankGrid
@@ -26,7 +26,6 @@ from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prospects
 from ppserve.planning.simulator import Simulator, render_outcome
 
-_COUNT = click.IntRange(min=1)
 _RANKS = click.IntRange(1, 4096)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers")
@@ -35,25 +34,26 @@ _REQUESTS_PER_CALLER = 6
 """Simulated; enough that the first and the last ones weigh little."""
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
-@click.option("--stages", type=_COUNT, default=1)
-@click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that compute each stage together.")
-@click.option("--replicas", type=_COUNT, default=1, help="Whole pipelines behind one head.")
+_OF_SERVE = (
+    *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
+    *("--max-model-len", "--block-size", "--kv-cache-memory", "--expect"),
+)
+
+
+@click.command(
+    params=[flag for flags in FLAGS.values() for flag in flags if flag.opts[0] in _OF_SERVE],
+    context_settings={"show_default": True},
+)
+@click.option("--stages", type=COUNT, default=1)
 @click.option("--world", type=_RANKS, help="Compare all shapes of so many ranks.")
-@click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
-@click.option("--quantization", type=click.Choice(QUANTIZATIONS), default="none", help="As for serve.")
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="auto", help="Of keys and values.")
-@click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
-@click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
 @click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
-@click.option("--kv-cache-memory", type=SIZE, help="Per stage; unset = what the weights leave.")
-@click.option("--expect", type=EXPECTED, default="128,128,16", help="Prompt and new tokens, requests at once.")
 @click.option("--costs", type=_FILE, help="/costs.json of a server: predict throughput, latency and bubbles.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def plan(**flags: Any) -> None:
     """What would run where: layers, parameters, KV memory, balance. Reads no weights.
+
+    Most flags are serve's. --dtype auto is float32 here; without --kv-cache-memory blocks take what the weights
+    leave of --stage-memory.
 
     With --costs it also says how fast: for all shapes by a formula, for one pipeline by the real scheduler.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -15,12 +15,8 @@ from ppserve.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """An address of an interface."""
-
-    name: str
-    address: str
+Interfaces = Mapping[str, Sequence[str]]
+"""The addresses of every interface, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +51,27 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def address_of(name: str, known: Sequence[Interface], version: int) -> str:
+def address_of(name: str, known: Interfaces, version: int) -> str:
     """An address of the interface, of this version of IP if it has one. Raises ConfigError."""
-    found = [ipaddress.ip_address(one.address) for one in known if one.name == name]
+    found = map(ipaddress.ip_address, known.get(name, ()))
     # A link-local IPv6 address is only valid together with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
     if not usable:
-        names = ", ".join(sorted({one.name for one in known}))
+        names = ", ".join(sorted(name for name, own in known.items() if own))
         raise ConfigError("--interface", f"{name!r} has no address here; there are {names}")
     return str(min(usable, key=lambda address: address.version != version))
 
 
-def interface_of(address: str, known: Sequence[Interface]) -> str | None:
+def interface_of(address: str, known: Interfaces) -> str | None:
     """The name of the interface that has this address."""
     wanted = ipaddress.ip_address(address)
-    return next((one.name for one in known if ipaddress.ip_address(one.address) == wanted), None)
+    return next((name for name, own in known.items() if wanted in map(ipaddress.ip_address, own)), None)
 
 
-def interfaces() -> tuple[Interface, ...]:
-    """Every IP address of every interface."""
-    return tuple(
-        Interface(name, found.address.partition("%")[0])
+def interfaces() -> Interfaces:
+    """Of this host."""
+    internet = socket.AF_INET, socket.AF_INET6
+    return {
+        name: [each.address.partition("%")[0] for each in addresses if each.family in internet]
         for name, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.family in (socket.AF_INET, socket.AF_INET6)
-    )
+    }

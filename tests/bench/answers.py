@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ppserve.bench.caller import OK, Answer
-from ppserve.bench.load import ClosedLoop, Load
-from ppserve.bench.measure import Measurement, Served
+from ppserve.bench.measure import ClosedLoop, Load, Measurement, Served
 from ppserve.bench.workload import Question
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES

@@ -7,7 +7,7 @@ import math
 import time
 
 from ppserve.bench.caller import OK, Answer
-from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until, run_load
+from ppserve.bench.measure import ClosedLoop, Load, OpenLoop, Until, run_load
 from ppserve.bench.workload import Question
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from ppserve.bench.ledger import between
-from ppserve.bench.load import OpenLoop
-from ppserve.bench.report import render_ledger, render_table, write_json
-from ppserve.bench.summary import Distribution, summarize
+from ppserve.bench.measure import OpenLoop
+from ppserve.bench.summary import Distribution, render_ledger, render_table, summarize, write_json
 from ppserve.core.ledger.causes import CAUSES
 from tests.bench.answers import LEDGER, SERVED, answer, failed, measurement, times_of
 

@@ -8,24 +8,9 @@ import pytest
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
-from ppserve.process.interfaces import (
-    ONE_HOST,
-    Interface,
-    Route,
-    address_of,
-    find_route,
-    interface_of,
-    interfaces,
-)
+from ppserve.process.interfaces import ONE_HOST, Route, address_of, find_route, interface_of, interfaces
 
-KNOWN = (
-    Interface("lo", "127.0.0.1"),
-    Interface("eth0", "10.0.0.5"),
-    Interface("eth0", "fe80::1"),
-    Interface("eth0", "fd00::5"),
-    Interface("ib0", "fe80::2"),
-    Interface("ib0", "fd01::5"),
-)
+KNOWN = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5", "fe80::1", "fd00::5"], "ib0": ["fe80::2", "fd01::5"]}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +32,7 @@ def test_the_interface_of_an_address_however_it_is_written() -> None:
 
 
 def test_this_host_has_a_loopback() -> None:
-    assert "127.0.0.1" in {one.address for one in interfaces()}
+    assert any("127.0.0.1" in own for own in interfaces().values())
 
 
 def test_over_a_unix_socket_all_are_on_one_host() -> None:

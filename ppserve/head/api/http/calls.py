@@ -134,5 +134,5 @@ class EventStream(StreamingResponse):
             async with self._owned:
                 await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            # Its reader stalled, or the server closes: what is waiting to be sent would keep the connection open.
+            # The server closes: what is waiting to be sent would keep the connection open.
             scope["state"]["transport"].abort()

@@ -141,7 +141,7 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, pr
 
 
 @needs_openssl
-def test_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
+def test_mutual_tls_whose_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
     """The stream goes on by the old ones; a new connection must know the new authority, and be known to it."""
     (tmp_path / "new").mkdir()
     make_certificates(tmp_path)
@@ -151,6 +151,7 @@ def test_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
         grpc.ssl_channel_credentials(*((folder / name).read_bytes() for name in names))
         for folder in (tmp_path, tmp_path / "new")
     )
+    anonymous = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
     settings = ServerSettings(
         port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key", tls_client_ca=tmp_path / "ca.pem"
     )
@@ -160,6 +161,9 @@ def test_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
         async with served(engine, settings) as (door, target), aio.secure_channel(target, old) as channel:
             call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
             await engine.until(lambda engine: len(engine.requests) == 1)
+            assert engine.requests[0].caller.startswith("certificate:")
+            async with aio.secure_channel(target, anonymous) as unknown:
+                assert await code_of(health_of(unknown, timeout=5)) is grpc.StatusCode.UNAVAILABLE
             for name in names:
                 shutil.copy(tmp_path / "new" / name, tmp_path / name)
             certificates = read_certificates(settings)
@@ -178,29 +182,16 @@ def test_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_tls_and_mutual_tls(tmp_path: Path) -> None:
+def test_tls_needs_no_certificate_of_the_client(tmp_path: Path) -> None:
     make_certificates(tmp_path)
-    ca, cert, key = ((tmp_path / name).read_bytes() for name in ("ca.pem", "leaf.pem", "leaf.key"))
-    anonymous = grpc.ssl_channel_credentials(ca)
-    known = grpc.ssl_channel_credentials(ca, key, cert)
+    anonymous = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
 
     async def main() -> None:
-        one_way = ServerSettings(port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key")
-        async with served(FakeEngine(), one_way) as (_, target):
+        settings = ServerSettings(port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key")
+        async with served(FakeEngine(), settings) as (_, target):
             async with aio.secure_channel(target, anonymous) as channel:
                 assert await health_of(channel) == SERVING
             async with aio.insecure_channel(target) as channel:
-                assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
-        mutual = ServerSettings(
-            port=0, tls_cert=one_way.tls_cert, tls_key=one_way.tls_key, tls_client_ca=tmp_path / "ca.pem"
-        )
-        engine = FakeEngine()
-        async with served(engine, mutual) as (_, target):
-            async with aio.secure_channel(target, known) as channel:
-                call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
-                assert await code_of(call) is grpc.StatusCode.OK
-                assert engine.requests[0].caller.startswith("certificate:")
-            async with aio.secure_channel(target, anonymous) as channel:
                 assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(main())

@@ -1,14 +1,21 @@
-"""Who asks when, against servers that are functions."""
+"""What is asked follows from seed and number alone; and who asks when, of servers that are functions."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
+import statistics
 import time
+from itertools import islice, pairwise
+
+import pytest
 
 from ppserve.bench.caller import OK, Answer
 from ppserve.bench.measure import ClosedLoop, Load, OpenLoop, Until, run_load
-from ppserve.bench.workload import Question
+from ppserve.bench.workload import Lengths, Question, Workload, poisson_arrivals
+
+SIZES = Lengths(4, 40), Lengths(8, 8)
 
 
 def question(number: int) -> Question:
@@ -44,18 +51,12 @@ async def run(server: Server, load: Load, until: Until) -> list[Answer]:
     return sorted(answers, key=lambda answer: answer.question.number)
 
 
-def test_a_closed_loop_keeps_its_callers_busy_and_no_more() -> None:
-    for concurrency in (1, 3, 8):
-        server = Server()
-        answers = asyncio.run(run(server, ClosedLoop(concurrency), Until(20)))
-        assert [answer.question.number for answer in answers] == list(range(20))
-        assert server.most == concurrency
-
-
-def test_fewer_requests_than_callers() -> None:
+@pytest.mark.parametrize(("concurrency", "number"), [(1, 20), (3, 20), (8, 20), (8, 3)])
+def test_a_closed_loop_keeps_its_callers_busy_and_no_more(concurrency: int, number: int) -> None:
     server = Server()
-    answers = asyncio.run(run(server, ClosedLoop(8), Until(3)))
-    assert (len(answers), server.most) == (3, 3)
+    answers = asyncio.run(run(server, ClosedLoop(concurrency), Until(number)))
+    assert [answer.question.number for answer in answers] == list(range(number))
+    assert server.most == min(concurrency, number)
 
 
 def test_an_open_loop_does_not_wait_for_the_server() -> None:
@@ -89,3 +90,35 @@ def test_a_closed_loop_ends_with_its_time_and_waits_for_what_is_on_its_way() -> 
     assert answers
     assert server.now == 0
     assert [answer.question.number for answer in answers] == list(range(len(answers)))
+
+
+def test_lengths_are_what_they_say() -> None:
+    rng = random.Random(0)
+    assert [Lengths.parse("128").draw(rng) for _ in range(3)] == [128] * 3
+    assert {Lengths.parse("uniform:2:5").draw(rng) for _ in range(200)} == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "uniform:5", "uniform:9:3", "uniform:0:3", "normal:1:2"])
+def test_lengths_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a length"):
+        Lengths.parse(text)
+
+
+def test_a_question_depends_on_seed_and_number_alone() -> None:
+    workload = Workload(*SIZES, 50, 3)
+    forwards = [workload.question(number) for number in range(-5, 20)]
+    backwards = [Workload(*SIZES, 50, 3).question(number) for number in reversed(range(-5, 20))]
+    assert forwards == backwards[::-1]
+    assert len({question.prompt_ids for question in forwards}) == 25
+    other = [Workload(*SIZES, 50, 4).question(number) for number in range(-5, 20)]
+    assert all(a.prompt_ids != b.prompt_ids for a, b in zip(forwards, other, strict=True))
+    assert all(4 <= len(question.prompt_ids) <= 40 and question.max_tokens == 8 for question in forwards)
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    gaps = [b - a for a, b in pairwise(islice(poisson_arrivals(20.0, 1), 4000))]
+    assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.15)
+    assert list(islice(poisson_arrivals(20.0, 1), 9)) == list(islice(poisson_arrivals(20.0, 1), 9))
+    assert list(islice(poisson_arrivals(20.0, 1), 9)) != list(islice(poisson_arrivals(20.0, 2), 9))
+    assert list(islice(poisson_arrivals(float("inf"), 1), 3)) == [0.0, 0.0, 0.0]

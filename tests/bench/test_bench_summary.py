@@ -62,26 +62,18 @@ def test_the_table_has_the_labels_that_tools_parse() -> None:
     table = render_table(summarize(measurement(FIRST, SECOND)))
     rows = [(line[:40].rstrip(), line[40:].strip()) for line in table.splitlines()]
     labels = {label: value for label, value in rows if label.endswith(":")}
-    assert labels["Successful requests:"] == "2"
-    assert labels["Failed requests:"] == "0"
-    assert labels["Maximum request concurrency:"] == "2"
-    assert labels["Benchmark duration (s):"] == "10.00"
-    assert labels["Total input tokens:"] == "12"
-    assert labels["Total generated tokens:"] == "7"
-    assert labels["Request throughput (req/s):"] == "0.20"
-    assert labels["Output token throughput (tok/s):"] == "0.70"
-    assert labels["Total token throughput (tok/s):"] == "1.90"
+    counts = ("Successful requests:", "Failed requests:", "Maximum request concurrency:", "Total input tokens:")
+    assert [labels[name] for name in (*counts, "Total generated tokens:")] == ["2", "0", "2", "12", "7"]
+    rates = ("Request throughput (req/s):", "Output token throughput (tok/s):", "Total token throughput (tok/s):")
+    assert [labels[name] for name in ("Benchmark duration (s):", *rates)] == ["10.00", "0.20", "0.70", "1.90"]
     for name in ("TTFT", "TPOT", "ITL", "E2EL"):
         assert {f"Mean {name} (ms):", f"Median {name} (ms):", f"P99 {name} (ms):"} <= set(labels)
     assert labels["Mean TTFT (ms):"] == "300.00"
-    for title in (
-        "============ Serving Benchmark Result ============",
-        "---------------Time to First Token----------------",
-        "-----Time per Output Token (excl. 1st token)------",
-        "---------------Inter-token Latency----------------",
-        "----------------End-to-end Latency----------------",
-    ):
-        assert title in table.splitlines()
+    titles = [line.strip("=-") for line in table.splitlines() if line.startswith("-----") or " Serving " in line]
+    assert titles == [
+        *(" Serving Benchmark Result ", "Time to First Token", "Time per Output Token (excl. 1st token)"),
+        *("Inter-token Latency", "End-to-end Latency"),
+    ]
 
 
 def test_the_table_shows_the_bubbles() -> None:

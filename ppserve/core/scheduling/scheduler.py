@@ -133,17 +133,18 @@ class Scheduler:
         self.slots.cancel_ahead(self._is_unneeded)
         leader, *siblings = group.live
         cached_tokens = len(known) * self.config.block_size
-        leader.start(cached_tokens)
-        self._allocate(leader, known)
+        self._start(leader, known, cached_tokens)
         num_shared = (len(group.request.prompt_ids) - 1) // self.config.block_size
         for sibling in siblings:
-            sibling.start(cached_tokens, leader)
-            self._allocate(sibling, leader.block_table[:num_shared])
+            self._start(sibling, leader.block_table[:num_shared], cached_tokens, leader)
 
-    def _allocate(self, sequence: Sequence, shared: BlockTable) -> None:
+    def _start(
+        self, sequence: Sequence, shared: BlockTable, cached_tokens: int, leader: Sequence | None = None
+    ) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
         assert table is not None, "the fit was checked"
-        sequence.use_blocks(table, len(shared), self.config.block_size)
+        sequence.start(cached_tokens)
+        sequence.use_blocks(table, len(shared), self.config.block_size, leader)
         self._running_set.admit(sequence)
 
     def drop(self, sequence: Sequence) -> None:

@@ -144,17 +144,17 @@ class Sequence:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
-    def start(self, cached_tokens: int, leader: Sequence | None = None) -> None:
-        """Run. cached_tokens: of the prompt, found in the prefix cache. leader: it fills the blocks that both
-        share."""
+    def start(self, cached_tokens: int) -> None:
+        """Run. cached_tokens: of the prompt, found in the prefix cache."""
         self.move_to(SequenceStatus.RUNNING)
-        self.leader = leader
         if not self.loss_mark:
             self.cached_tokens = cached_tokens
 
-    def use_blocks(self, block_table: tuple[int, ...], num_shared: int, block_size: int) -> None:
-        """Begin behind the first `num_shared` of these blocks: another sequence fills them."""
-        self.block_table, self.num_published = block_table, num_shared
+    def use_blocks(
+        self, block_table: tuple[int, ...], num_shared: int, block_size: int, leader: Sequence | None = None
+    ) -> None:
+        """Begin behind the first `num_shared` of these blocks, which the leader or steps in flight fill."""
+        self.block_table, self.num_published, self.leader = block_table, num_shared, leader
         self.scheduled = self.computed = num_shared * block_size
 
     def publish(self, num_blocks: int) -> range:
@@ -240,7 +240,6 @@ class Sequence:
         """Its replica is lost or drained: it waits, with all tokens known, nothing computed and no block."""
         self.move_to(SequenceStatus.WAITING)
         self.use_blocks((), 0, 0)
-        self.leader = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 

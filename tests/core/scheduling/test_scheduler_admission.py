@@ -174,16 +174,6 @@ def test_priority_and_fairness_decide_who_is_next() -> None:
     assert len(admitted) == 8
 
 
-def test_long_answers_count_for_more_than_short_ones() -> None:
-    rig = a_rig(max_num_seqs=1, num_blocks=1000)
-    for i in range(30):
-        rig.submit(a_request(f"long{i}", num_prompt=2, max_tokens=18, caller="long"))
-        rig.submit(a_request(f"short{i}", num_prompt=2, max_tokens=2, caller="short"))
-    rig.drain()
-    first = [request for request, _ in rig.events][:24]
-    assert sum(name.startswith("short") for name in first) == 20
-
-
 # ---- cancellation ----
 
 

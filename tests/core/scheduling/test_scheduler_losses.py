@@ -15,7 +15,7 @@ from tests.core.toy_pipeline import STAMPS, expected_answer
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("commits_before", range(0, 24, 3))
-def test_a_loss_at_any_moment_changes_nobodys_tokens(num_stages: int, commits_before: int) -> None:
+def test_a_loss_at_any_moment_changes_no_token(num_stages: int, commits_before: int) -> None:
     rig = a_rig(num_stages, prefill_chunk=5)
     for i in range(6):
         rig.submit(a_request(f"r{i}", num_prompt=3 + 4 * i, max_tokens=8, num_sequences=1 + i % 3))

@@ -188,15 +188,6 @@ def test_a_loss_among_draft_tokens_costs_no_token() -> None:
     rig.check_answers()
 
 
-def test_a_resumed_answer_is_drafted_from_where_it_was() -> None:
-    rig = a_rig(3, num_stages=2, new_drafter=right)
-    whole = a_request("r", max_tokens=20)
-    rig.submit(replace(whole, resume_index=0, resume_ids=expected_answer(whole).token_ids[:9]))
-    rig.drain()
-    rig.check_answers()
-    assert rig.scheduler.num_draft_tokens["accepted"] > 0
-
-
 def drafted(token_ids: list[int], draft_ids: tuple[int, ...] = ()) -> int | None:
     draft_token = PromptLookup().draft(token_ids, draft_ids)
     return None if draft_token is None else draft_token.token_id
@@ -239,12 +230,6 @@ def test_a_draft_token_leaves_no_trace() -> None:
     drafter = PromptLookup()
     drafter.draft([1, 2, 3, 1], (2, 9, 9, 9))
     assert drafter.draft([1, 2, 3, 1, 2], ()) == PromptLookup().draft([1, 2, 3, 1, 2], ())
-
-
-def test_ends_of_different_lengths_are_different() -> None:
-    """Token 0 is a token like any other, also in front."""
-    assert drafted([0, 5, 1, 5]) == 1
-    assert drafted([9, 0, 0, 5, 1, 7, 5]) == 1
 
 
 def test_experience_raises_and_lowers_the_probability() -> None:

@@ -80,14 +80,13 @@ def test_a_mistake_is_one_line(arguments: list[str], says: str, capfd: pytest.Ca
     assert says in complaint
 
 
-def test_a_busy_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_port_and_a_folder_that_cannot_be_written_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert demo.main(["--force-cpu", "--port", str(port)]) == 1
     assert f"demo: --port: {port} cannot be used: " in capfd.readouterr().err
-
-
-def test_pictures_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert demo.main(["--force-cpu", "--plot", str(tmp_path / "file" / "pictures")]) == 1
     assert f"demo: --plot: cannot write to {tmp_path / 'file' / 'pictures'}: " in capfd.readouterr().err
@@ -111,13 +110,9 @@ def test_ranks_end_together() -> None:
 PERFECT = Schedule(4, [[((k + s) * 10, (k + s + 1) * 10) for k in range(4)] for s in range(3)])
 
 
-def test_a_perfect_schedule_has_the_ideal_bubble() -> None:
+def test_a_perfect_schedule_has_the_ideal_bubble_and_is_drawn_to_scale() -> None:
     assert PERFECT.wall == 60
-    assert PERFECT.bubble == pytest.approx(PERFECT.ideal_bubble)
-    assert PERFECT.ideal_bubble == pytest.approx(2 / 6)
-
-
-def test_a_schedule_is_drawn_to_scale() -> None:
+    assert PERFECT.bubble == pytest.approx(PERFECT.ideal_bubble) == pytest.approx(2 / 6)
     assert PERFECT.rows(12) == ["00112233....", "..00112233..", "....00112233"]
 
 

@@ -26,7 +26,6 @@ from tests.e2e.asking import (
     ask,
     ask_all,
     await_tokens,
-    mixed_requests,
     requests_with_everything,
 )
 from tests.e2e.serving import Forked, Server, serving
@@ -102,12 +101,6 @@ def undisturbed() -> list[Answer]:
     answers = [sequences[0] for sequences in answers_alone(long_requests(NUM_STREAMS))]
     assert {answer.end for answer in answers} == {"MAX_TOKENS"}
     return answers
-
-
-def test_three_stages_answer_like_one(three_stages: Server) -> None:
-    requests = mixed_requests(12, seed=5)
-    together = ask(three_stages.grpc, requests, at_once=6)
-    assert together == [answers[0] for answers in answers_alone(requests)]
 
 
 @pytest.mark.timeout(240)

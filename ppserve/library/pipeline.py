@@ -88,8 +88,7 @@ class Pipeline:
         stages: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        config = _parse_settings(model, settings)
-        world_size = _world_size(config, stages, settings)
+        config, world_size = _parse_settings(model, {"stages": stages, **settings})
         self._control = LocalControlPlane(range(world_size))
         self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
         self._pid = os.getpid()
@@ -212,27 +211,26 @@ class Pipeline:
         return describe_model(config, [replica.members for replica in engine.replicas])
 
 
-def _parse_settings(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:
-    """Raises ConfigError for a setting that does not exist or cannot be meant."""
+def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
+    """The configuration, and how many ranks there are. Raises ConfigError."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
     given: dict[str, Any] = {"path": os.fspath(model)}
     given |= {name: value for name, value in settings.items() if value is not None or name == "speculate"}
-    if unknown := set(given) - {"path", *Settings.__annotations__}:
+    kinds = {"stages": int, **get_type_hints(Settings)}
+    if unknown := set(given) - {"path", *kinds}:
         raise ConfigError(min(unknown), "there is no such setting")
     for name, known in _CHOICES.items():
         if name in given and given[name] not in known:
             raise ConfigError(name, f"{given[name]!r} is none of {', '.join(known)}")
-    for name, kind in get_type_hints(Settings).items():
+    for name, kind in kinds.items():
         value = given.get(name)
         if value is None:
             continue
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(name, f"{value!r} is neither True nor False")
         if kind in (int, int | None):
-            given[name], least = _as_whole(name, value), int(kind is int)
-            if given[name] < least:
-                raise ConfigError(name, f"{value} is less than {least}")
+            given[name] = _read_number(name, value, least=int(kind is int))
         elif kind is not bool and isinstance(value, str) != (kind is str):
             raise ConfigError(name, f"{value!r} is not {'a text' if kind is str else 'a list of texts'}")
     if "devices" in given:
@@ -242,18 +240,10 @@ def _parse_settings(model: str | os.PathLike[str], settings: Settings) -> cfg.Se
             given["layers"] = Split.parse(given["layers"])
         except ValueError as error:
             raise ConfigError("layers", str(error)) from None
-    return cfg.ServeConfig.from_flags(given)
-
-
-def _world_size(config: cfg.ServeConfig, stages: int | None, settings: Settings) -> int:
-    """How many ranks there are. Raises ConfigError."""
+    stages = given.pop("stages", None)
+    config = cfg.ServeConfig.from_flags(given)
     ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
-    if stages is None:
-        stages = max(1, len(settings.get("devices") or "1") // ranks_per_stage)
-    stages = _as_whole("stages", stages)
-    if stages < 1:
-        raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
-    return stages * ranks_per_stage
+    return config, ranks_per_stage * (stages or max(1, len(given.get("devices", ())) // ranks_per_stage))
 
 
 def _make_stages(config: cfg.ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
@@ -272,12 +262,15 @@ def _make_stages(config: cfg.ServeConfig, world_size: int, control: LocalControl
     ]
 
 
-def _as_whole(name: str, value: Any) -> int:
+def _read_number(name: str, value: Any, least: int) -> int:
     """A whole number, of Python's or numpy's. Raises ConfigError."""
     try:
-        return index(value)
+        number = index(value)
     except TypeError:
         raise ConfigError(name, f"{value!r} is not a whole number") from None
+    if number < least:
+        raise ConfigError(name, f"{number} is less than {least}")
+    return number
 
 
 def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:

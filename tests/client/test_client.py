@@ -40,7 +40,9 @@ def texts(chunks: list[Chunk]) -> dict[int, tuple[str, list[object], list[int]]]
 
 
 def test_one_liner() -> None:
-    with served_in_thread(FakeEngine()) as target, Client(target) as client:
+    engine = FakeEngine()
+    with served_in_thread(engine) as target, Client(target) as client:
+        client.generate("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
         completion = client.generate("hello", max_tokens=6, seed=4, logprobs=1, timings=True, prompt_logprobs=0)
     sequence = completion.sequences[0]
     assert (completion.seed, completion.finish.reason, len(sequence.tokens)) == (4, "MAX_TOKENS", 6)
@@ -50,6 +52,7 @@ def test_one_liner() -> None:
     assert (sequence.usage.prompt_tokens, sequence.usage.completion_tokens) == (5, 6)
     assert sequence.timings is not None
     assert sequence.timings.stage_busy_s == (0.5, 0.6)
+    assert engine.requests[0].stop.stop == ("never",), "one stop string may be a text"
 
 
 def test_every_other_method_of_both_clients() -> None:
@@ -130,13 +133,6 @@ def test_options_that_do_not_exist_or_fit() -> None:
         for prompt, options, problem in wrong:
             with pytest.raises(TypeError, match=problem):
                 client.generate(prompt, **options)
-
-
-def test_one_stop_string_may_be_a_text_and_none_says_nothing() -> None:
-    engine = FakeEngine()
-    with served_in_thread(engine) as target, Client(target) as client:
-        client.generate("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
-    assert engine.requests[0].stop.stop == ("never",)
 
 
 def test_a_client_that_is_closed_says_so() -> None:
@@ -252,14 +248,9 @@ def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
     asyncio.run(main())
 
 
-def test_nobody_there() -> None:
-    with Client("127.0.0.1:1", retry=QUICK) as client:
-        with pytest.raises(CallFailed) as failure:
-            client.generate("hello")
-    assert failure.value.code == "UNAVAILABLE"
-
-
 def test_the_time_limit_counts_all_attempts() -> None:
+    with Client("127.0.0.1:1", retry=QUICK) as client, pytest.raises(CallFailed, match="UNAVAILABLE"):
+        client.generate("hello")
     with Client("127.0.0.1:1", retry=RetryPolicy(max_attempts=10**9)) as client:
         with pytest.raises(CallFailed) as failure:
             client.generate("hello", timeout_s=0.3)

@@ -80,6 +80,8 @@ def test_the_caller_s_request_is_not_touched() -> None:
 
 
 def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
+    unanswered = Conversation(pb.GenerateRequest(), RetryPolicy())
+    assert max(unanswered.pause_after(GONE, now_s=0.0) for _ in range(20)) == 1.0, "it may be back only shortly"
     policy = RetryPolicy(max_attempts=6, first_pause_s=1.0, max_pause_s=3.0)
     conversation = Conversation(pb.GenerateRequest(), policy)
     assert [conversation.pause_after(DRAINING, now_s=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
@@ -90,32 +92,19 @@ def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
         conversation.pause_after(DRAINING, now_s=0.0)
 
 
-def test_who_hears_of_no_server_asks_every_second() -> None:
-    """One that comes back and goes again after two seconds would be missed by who asks every five."""
-    conversation = Conversation(pb.GenerateRequest(), RetryPolicy())
-    assert max(conversation.pause_after(GONE, now_s=0.0) for _ in range(20)) == 1.0
-    assert conversation.pause_after(DRAINING, now_s=0.0) == 5.0
-
-
 def test_a_stream_that_has_begun_is_tried_for_a_time_and_not_a_number_of_times() -> None:
     policy = RetryPolicy(max_attempts=2, resume_timeout_s=120.0, max_pause_s=1.0)
-    conversation = Conversation(pb.GenerateRequest(), policy)
+    begun, unbegun = Conversation(pb.GenerateRequest(), policy), Conversation(pb.GenerateRequest(), RetryPolicy())
     news = answer(pb.GenerateRequest())
     for begin_s in (0.0, 1000.0):
-        conversation.record(next(news))
+        begun.record(next(news))
         for second in range(120):
-            assert conversation.pause_after(GONE, begin_s + second) <= 1.0
-    with pytest.raises(CallFailed):
-        conversation.pause_after(GONE, 1120.0)
-
-
-def test_a_call_that_brought_nothing_is_tried_as_long_as_a_stream_that_broke() -> None:
-    """A server that was killed may need as long to come back, whoever had a token of it."""
-    conversation = Conversation(pb.GenerateRequest(), RetryPolicy(resume_timeout_s=120.0))
-    for second in range(120):
-        conversation.pause_after(GONE, 50.0 + second)
-    with pytest.raises(CallFailed):
-        conversation.pause_after(GONE, 170.0)
+            assert begun.pause_after(GONE, begin_s + second) <= 1.0
+    for second in range(120):  # without a limit on attempts, a call without a token is tried as long
+        unbegun.pause_after(GONE, 1000.0 + second)
+    for conversation in (begun, unbegun):
+        with pytest.raises(CallFailed):
+            conversation.pause_after(GONE, 1120.0)
 
 
 def test_news_start_the_count_afresh() -> None:

@@ -1,4 +1,4 @@
-"""The server's process is killed in mid-stream and started anew: the client goes on."""
+"""The server's process is killed in mid-stream and started anew: the client continues the stream."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ def speak(host: str, port: int, words: bytes) -> str:
 
 def main() -> None:
     host, control_port, store_port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    draft_token = rank_proof(b"a draft token of the secret", 1, b"no challenge of yours", nonce := new_nonce())
+    wrong_proof = rank_proof(b"another secret", 1, b"no challenge of yours", nonce := new_nonce())
     said = {
         "garbage": b"\xff" * 5000,
         "half a frame": b"\x10\0\0\0abc",
         "gave up": wire.encode(wire.GaveUp("the stage keeps dying")),
-        "a wrong proof": wire.encode(wire.Proof(1, draft_token, nonce)),
+        "a wrong proof": wire.encode(wire.Proof(1, wrong_proof, nonce)),
         "http": b"GET / HTTP/1.1\r\n\r\n",
     }
     found = {name: speak(host, control_port, words) for name, words in said.items()}

@@ -130,8 +130,8 @@ class TwoHosts:
         return match[1]
 
     def stream(self, target: str, num_tokens: int, *faults: Callable[[], None]) -> Streamed:
-        """An answer on the head's host, the same every time. Each fault begins when the stream goes on after the
-        one before, beside it. Raises AssertionError if the stream fails, or ends before all faults."""
+        """An answer on the head's host, the same every time. Each fault begins beside the stream, once that
+        continues after the one before. Raises AssertionError if the stream fails, or ends before all faults."""
         asked = ("--target", target, "--seed", "7", "--max-tokens", str(num_tokens), "--ignore-eos", "--json")
         command = self.command(0, [sys.executable, "-m", "ppserve", "generate", *asked, "Once upon a time"])
         left, doing, seen = list(faults), threading.Thread(), Streamed()

@@ -1,4 +1,4 @@
-"""Gathers between tensor ranks: rows arrive whole, and nobody waits for a rank that is gone."""
+"""Gathers between tensor ranks: rows arrive whole, and no rank waits for one that is gone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 
 def gathers_whole(gather: Gather, rank: int, count: int) -> list[bool]:
-    """Rows of several shapes, often enough that rooms are used again."""
+    """Rows of several shapes, often enough that buffers are used again."""
     right = []
     for turn in range(12):
         num_rows, width, dtype = SHAPES[turn % len(SHAPES)]

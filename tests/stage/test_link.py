@@ -66,7 +66,7 @@ def test_messages_enter_the_inbox_in_order_with_the_time_of_their_arrival(ends: 
 
 
 def test_a_ping_is_answered_at_once_and_never_seen(ends: Ends) -> None:
-    """Nobody reads the inbox here, as during a long step."""
+    """The inbox is not read here, as during a long step."""
     ends.tell(wire.Plan(plan(1, 0)))
     ends.tell(wire.Ping(42))
     [heartbeat] = ends.hear()

@@ -224,7 +224,7 @@ class FailingGpu(CudaBackend):
 
 
 class OnFailingGpu(Compute):
-    doubt = "by chance"
+    doubt = "of another kind"
 
     def backend(self, dtype: str) -> Backend:
         return FailingGpu(self.device, dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
@@ -263,7 +263,7 @@ def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
     at: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with failing(monkeypatch, at, error) as stage:
-        assert stage.load(StageLayout(0, 1, 0, 4)).why_not == "by chance", "the self-test has passed"
+        assert stage.load(StageLayout(0, 1, 0, 4)).why_not == "of another kind", "the self-test has passed"
         stage.form(1)
         reason = stage.hear(wire.Failed).reason
         assert reason.startswith(f"rank 0: {error}; ")

@@ -22,7 +22,7 @@ def open_stores(count: int) -> list[dist.Store]:
     return [store, *(join_epoch_store("127.0.0.1", port, TIMEOUT) for _ in range(count - 1))]
 
 
-def test_everybody_waits_for_the_last() -> None:
+def test_all_ranks_wait_for_the_last() -> None:
     stores, asked = open_stores(3), [threading.Event() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         # Only a rank that waits asks whether the epoch is over.

@@ -128,7 +128,7 @@ def leave_early(transport: Transport, stage: int) -> str:
     return said
 
 
-def test_leaving_wakes_everybody_downstream(pipeline: Pipeline) -> None:
+def test_leaving_wakes_all_stages_downstream(pipeline: Pipeline) -> None:
     # gloo: what wakes the next stage is the group going away, in `leave_epoch`.
     said = pipeline.run(leave_early)
     assert said[0] == ""

@@ -3,7 +3,8 @@
 What is measured is the step that a busy server computes all the time: sequences decoding, and beside them as many
 prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart and added up count the reading
 of the weights twice.) A lone stage runs it with no sublayer, without and with drawing; with an attention; and with
-an MLP behind that. A part costs the difference of two medians. Costs are kept in a file per machine and model.
+an MLP behind that. A step's time is the lower quartile of several turns, as other programs only ever slow it down.
+Costs are kept in a file per machine and model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 
 import msgspec
 import torch
@@ -33,11 +34,11 @@ from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import pretend_ranks
 
-_TURNS, _MEASURE_S = 7, 0.3
+_MIN_TURNS, _MEASURE_S = 3, 0.3
 """Steps are measured by turns: at least so many times, and for so many seconds."""
-_LEAST_SHARE = 0.05
-"""What a part costs at least of the larger step, where noise hides the difference of two."""
-_VERSION = 22
+_LEAST_SHARE = 0.1
+"""Of a step or a layer, what a part costs at least: noise may hide the difference of two steps."""
+_VERSION = 23
 
 
 def costs_for_split(
@@ -111,23 +112,17 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank:
         stage.step(plan, 0)
     turns: list[list[float]] = []
     until_s = time.monotonic() + _MEASURE_S
-    while len(turns) < _TURNS or time.monotonic() < until_s:
+    while len(turns) < _MIN_TURNS or time.monotonic() < until_s:
         begun_s = [clock()]
         for stage, plan in steps:
             stage.step(plan, 0)
             begun_s.append(clock())
         turns.append([after_s - before_s for before_s, after_s in pairwise(begun_s)])
-    bare_s, drawn_s, attention_s, layer_s = map(median, zip(*turns, strict=True))
-    return PartCosts(
-        attention=_difference(attention_s, bare_s),
-        mlp=_difference(layer_s, attention_s),
-        overhead=bare_s,
-        head=step.drawn_share * _difference(drawn_s, bare_s),
-    )
-
-
-def _difference(larger_s: float, smaller_s: float) -> float:
-    return max(larger_s - smaller_s, _LEAST_SHARE * larger_s)
+    bare_s, drawn_s, attention_s, layer_s = (quantiles(times_s, n=4)[0] for times_s in zip(*turns, strict=True))
+    head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
+    both_s = max(layer_s - bare_s, _LEAST_SHARE * layer_s)
+    mlp_s = min(max(layer_s - attention_s, _LEAST_SHARE * both_s), (1 - _LEAST_SHARE) * both_s)
+    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=step.drawn_share * head_s)
 
 
 def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: StepPlan) -> Stage:

@@ -4,7 +4,7 @@ Decodes are spread evenly over the m slots: a step takes 1/m of all decoding seq
 well), those that returned first, and leaves the rest to the next slot. Tokens of prompts and replays then fill the
 step up to a budget: the configured `prefill_chunk`, or, if it is automatic,
 
-- 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
+- 1/(3m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
   makes enough chunks for every stage, and many short ones are not all put into the first slot;
 - never more than the predicted time allows, so that decodes in the same step are not delayed for long.
 """
@@ -28,7 +28,7 @@ MAX_CHUNK_BESIDE_DECODES = 256
 # Tokens of prompts that a step with decodes takes at least, even if it is predicted to be too slow.
 MIN_CHUNK_BESIDE_DECODES = 16
 # The rounds of all slots over which pending tokens are spread.
-SPREAD_ROUNDS = 2
+SPREAD_ROUNDS = 3
 # Bounds of the predicted time of a step with prompt tokens: while nothing decodes, and beside decodes. There it
 # may also take so many times as long as its decodes alone.
 MAX_SECONDS_ALONE = 0.16

@@ -76,7 +76,7 @@ def test_chunks_shrink_so_that_every_slot_gets_some_but_not_below_the_minimum() 
         (pick,) = composer().compose([], 0, [sequence], 2)
         chunks.append(pick.num_tokens)
         sequence.scheduled += pick.num_tokens
-    assert chunks[0] == 1000 // (SPREAD_ROUNDS * 2)
+    assert chunks[0] == -(-1000 // (SPREAD_ROUNDS * 2))
     assert chunks == sorted(chunks, reverse=True)
     assert min(chunks[:-1]) >= MIN_CHUNK
     assert sum(chunks) == 1000

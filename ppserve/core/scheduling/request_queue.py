@@ -147,8 +147,8 @@ class RequestQueue:
         return [self.end_sequence(s, group, finish=reason) for s in group.live]
 
     def finish_sequence(self, sequence_id: int, reason: FinishReason) -> None:
-        """End a sequence whose end the engine has found (a stop string): no event, no further step. If it ended
-        by itself in the same step, nothing happens."""
+        """End a sequence whose end the engine has found (a stop string): no event, no further step. Tokens drawn
+        behind the end are charged to the caller. If it ended by itself in the same step, nothing happens."""
         for scheduler in self._schedulers:
             sequence = scheduler.running(sequence_id)
             if sequence is not None:

@@ -134,6 +134,18 @@ def test_a_burst_shares_what_is_only_scheduled() -> None:
     assert rig.events["second", 0][0].cached_tokens == 8
 
 
+def test_a_burst_that_is_admitted_together_computes_its_beginning_once() -> None:
+    rig = a_rig(num_stages=1, block_size=4, prefill_chunk=21)
+    for i in range(3):
+        rig.submit(a_request(f"r{i}", num_prompt=21, salt=1, max_tokens=1))
+    held = rig.blocks.num_held
+    fill(rig)
+    rig.drain()
+    rig.check_answers()
+    assert sum(plan.num_tokens for plan in rig.pipeline.plans) < 2 * 21
+    assert rig.scheduler.kv_usage == 0 < held
+
+
 def test_the_control_a_wrong_digest_is_noticed() -> None:
     """If two contents have one digest, answers must be wrong."""
 

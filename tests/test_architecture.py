@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.starting": {"ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.placement": {"ppserve.process.interfaces"},
-    "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},
+    "ppserve.head.engine.control": {"ppserve.process.greeting", "ppserve.process.sockets", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm"},
     "ppserve.head.api.http": {"msgspec", "starlette"},

@@ -21,11 +21,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     path = click.Path(path_type=Path)
     options = (
         click.option(
-            "--target",
-            default="127.0.0.1:50051",
-            envvar="PPSERVE_TARGET",
-            show_default=True,
-            metavar="HOST:PORT",
+            "--target", default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, metavar="HOST:PORT",
             help="The server.",
         ),
         click.option("--api-key-file", type=path, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
@@ -33,7 +29,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tls-ca", type=path, help="Speak TLS, trusting this authority."),
         click.option("--tls-cert", type=path, help="Certificate that proves who calls."),
         click.option("--tls-key", type=path, help="Its key."),
-    )
+    )  # fmt: skip
     for option in reversed(options):
         command = option(command)
     return command

@@ -84,12 +84,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", text):
-        raise ValueError(f"{text!r} is not a list such as 1,2,4,8")
-    return tuple(map(int, text.split(",")))
-
-
 def _on_or_off(text: str) -> bool:
     if text not in ("on", "off", "true", "false"):  # the latter two in a file
         raise ValueError(f"{text!r} is neither on nor off")
@@ -97,10 +91,9 @@ def _on_or_off(text: str) -> bool:
 
 
 def _expected(text: str) -> tuple[int, ...]:
-    numbers = _counts(text)
-    if len(numbers) != 3:
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*){2}\s*", text):
         raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
-    return numbers
+    return tuple(map(int, text.split(",")))
 
 
 def _draft_tokens(text: str) -> int:
@@ -123,8 +116,6 @@ TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
 ON_OFF = Parsed("on|off", _on_or_off)
 COUNT = Parsed("n", _count)
-COUNTS = Parsed("n,n,...", _counts)
-"""Several numbers from 1, such as 1,2,4."""
 EXPECTED = Parsed("n,n,n", _expected)
 """Tokens of a typical prompt and answer, and requests at once."""
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)

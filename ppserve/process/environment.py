@@ -30,6 +30,9 @@ _LAUNCHER_GRACE_S = 30
 # Enough for every connection that the head accepts. Programs that close all possible descriptors stay fast.
 _OPEN_FILES = 65_536
 
+# Linux's numbers.
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
 _FOR_THE_HEAD = (signal.SIGHUP, signal.SIGUSR1)
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_FOR_THE_HEAD)
 
@@ -69,8 +72,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     parent_pid: if the parent is another process by now, this process ends at once.
     """
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(EXIT_HEAD_GONE)
 
@@ -102,8 +104,7 @@ def ignore_what_is_for_the_head() -> None:
 def name_process(name: str) -> None:
     """Sets the name that `top` shows for this process, at most 15 letters. Only on Linux."""
     if sys.platform == "linux":
-        pr_set_name = 15
-        ctypes.CDLL(None).prctl(pr_set_name, name.encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_launcher() -> None:

@@ -1,13 +1,19 @@
-"""How a rank's processes connect to the head: both ends prove the secret before any other message."""
+"""How a rank's processes connect to the head: both ends prove that they know the secret, without sending it.
+
+Each side sends a random number that it has never used before, and answers the other's with a keyed hash of both.
+A recorded answer fits no other connection, and the two sides' answers differ, so neither can be sent back.
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import time
 
 from ppserve import wire
 from ppserve.errors import UsageError, WireError
-from ppserve.process import proof, sockets
+from ppserve.process import sockets
 from ppserve.process.meeting import read_secret
 from ppserve.process.tls import TlsConnection, stage_context
 
@@ -62,7 +68,7 @@ class Greeting:
         """Each side has proved that it knows the secret."""
         self._secret, self._rank = secret, rank
         self._reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
-        self._nonce = proof.new_nonce()
+        self._nonce = new_nonce()
         self._challenge: bytes | None = None
 
     def heard(self, received: bytes) -> bytes:
@@ -76,13 +82,32 @@ class Greeting:
                 raise ConnectionError(reason) if may_retry else UsageError(reason)
             case [wire.Challenge(challenge)] if self._challenge is None:
                 self._challenge = challenge
-                answer = proof.rank_proof(self._secret, self._rank, challenge, self._nonce)
+                answer = rank_proof(self._secret, self._rank, challenge, self._nonce)
                 return wire.encode(wire.Proof(self._rank, answer, self._nonce))
             case [wire.Welcome(answer)] if self._challenge is not None:
-                expected = proof.head_proof(self._secret, self._rank, self._challenge, self._nonce)
-                if not proof.is_same(answer, expected):
+                expected = head_proof(self._secret, self._rank, self._challenge, self._nonce)
+                if not hmac.compare_digest(answer, expected):
                     raise UsageError("the process at the head's address does not know this server's secret")
                 self.is_done = True
                 return b""
             case messages:
                 raise WireError(f"{type(messages[0]).__name__} has no place in the greeting here")
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def rank_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    """What a rank answers to the head's challenge. nonce: its own."""
+    return _keyed_hash(secret, b"rank", rank, challenge, nonce)
+
+
+def head_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    """What the head answers to a rank's nonce."""
+    return _keyed_hash(secret, b"head", rank, challenge, nonce)
+
+
+def _keyed_hash(secret: bytes, side: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    # With the length of what varies, no two different inputs make the same message.
+    return hmac.digest(secret, b"ppserve %s %d %d " % (side, rank, len(challenge)) + challenge + nonce, "sha256")

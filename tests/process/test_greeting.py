@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.errors import UsageError
-from ppserve.process import proof
-from ppserve.process.greeting import connect_to_head
+from ppserve.process.greeting import connect_to_head, head_proof, rank_proof
 from ppserve.process.sockets import connect, listen
 from tests.hellos import hello as hello_of
 from tests.process.heads import SECRET, WITHIN_S, Tap, head, place
@@ -100,9 +99,9 @@ def test_what_is_no_greeting_is_tried_again_until_the_time_is_over(tmp_path: Pat
 def test_proofs_differ_by_everything_that_goes_into_them() -> None:
     inputs = [(SECRET, 1, b"c", b"n"), (b"x", 1, b"c", b"n"), (SECRET, 2, b"c", b"n"), (SECRET, 1, b"d", b"n")]
     inputs += [(SECRET, 1, b"c", b"m"), (SECRET, 1, b"cn", b""), (SECRET, 1, b"", b"cn")]
-    proofs = [make(*values) for values in inputs for make in (proof.rank_proof, proof.head_proof)]
+    proofs = [make(*values) for values in inputs for make in (rank_proof, head_proof)]
     assert len(set(proofs)) == len(proofs)
-    assert proof.is_same(proof.rank_proof(*inputs[0]), proofs[0])
+    assert rank_proof(*inputs[0]) == proofs[0]
 
 
 def test_whoever_records_a_greeting_learns_no_secret_and_cannot_use_it_again(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hmac import compare_digest
 from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.process import proof
+from ppserve.process.greeting import head_proof, new_nonce, rank_proof
 from ppserve.process.sockets import prepare
 from ppserve.process.tls import TlsConnection
 
@@ -85,7 +86,7 @@ class _Peer:
     connection: socket.socket
     since_ns: int
     reader: wire.FrameReader
-    challenge: bytes = field(default_factory=proof.new_nonce)  # what it must answer to
+    challenge: bytes = field(default_factory=new_nonce)  # what it must answer to
     rank: int | None = None  # None until it has proved to know the secret
     unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
     took_ns: int = 0  # when its socket last took a part of `unsent`; 0 if nothing is unsent
@@ -312,8 +313,8 @@ class SocketControlPlane:
 
     def _check_proof(self, peer: _Peer, said: wire.Proof) -> None:
         """The head answers a stranger's proof with its own, or refuses."""
-        expected = proof.rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
-        if not proof.is_same(said.proof, expected):
+        expected = rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
+        if not compare_digest(said.proof, expected):
             self._refuse(peer, "the head has another secret than this stage")
         elif not 0 <= said.rank < self._world_size:
             self._refuse(peer, f"there is no rank {said.rank}")
@@ -326,7 +327,7 @@ class SocketControlPlane:
                 return
             peer.rank = said.rank
             peer.reader = wire.FrameReader(wire.FromStage)
-            answer = proof.head_proof(self._secret, said.rank, peer.challenge, said.nonce)
+            answer = head_proof(self._secret, said.rank, peer.challenge, said.nonce)
             self._send_to(peer, wire.encode(wire.Welcome(answer)))
 
     def _admit(self, peer: _Peer, message: Any) -> bool:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
-from ppserve.process.proof import head_proof, rank_proof
+from ppserve.process.greeting import head_proof, rank_proof
 from tests.hellos import hello as hello_of
 from tests.process.test_sockets import finds_out_after_20_s
 

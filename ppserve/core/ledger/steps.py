@@ -1,8 +1,7 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-The replica writes into it when a plan was sent and when a stage reports. Time account, overheads, metrics and
-trace only read it. A step is *in flight* until the last stage has reported it, because
-only then are its tokens known. It stays in the book until every stage has reported it.
+The replica alone writes into it. A step is *in flight* until the last stage has reported it, because only then are
+its tokens known. It stays in the book until every stage has reported it.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -16,9 +15,8 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
-# How much longer than expected a step may take. The expectation is already high: a row in a small step costs more
-# than a row in a large one, and the highest cost of a row counts.
 _DEADLINE_FACTOR = 5
+"""How much longer a step may take than its rows at the highest cost of a row that was seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class GroupGather(GroupUser):
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
-        begun_ns = time.monotonic_ns()  # from here on it waits for others, and no more for its own device
+        begun_ns = time.monotonic_ns()  # its own device is done: from here on it waits for others
         padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
         parts = [torch.empty_like(padded) for _ in cut.widths]
         with self._exchange():

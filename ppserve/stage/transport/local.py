@@ -95,7 +95,6 @@ class LocalTransport:
             self._incoming.put(None)
 
     def close(self) -> None:
-        """Ends the next stage's wait as well: it gets TransportError."""
         self._closed = True
         for link in (self._incoming, self._outgoing):
             if link is not None:

@@ -160,7 +160,6 @@ class PointToPoint(GroupUser):
             self._wait(self._sending.popleft()[0])
 
     def close(self) -> None:
-        """Forgets handles and buffers as well."""
         super().close()
         self._planned.clear()
         self._arriving.clear()

@@ -66,18 +66,19 @@ class Operators:
         rows_nm = torch.where(is_row_nm, first_n1 + row_m, num_rows)
         last_nm = torch.where(is_row_nm & (start_n1 >= 0), start_n1 + row_m, -1)
         sees_nmP = position_P <= last_nm[:, :, None]
-        blocks_nP = at.tables.long()[(begin_n1 + position_P // block_size).clamp(max=len(at.tables) - 1)]
+        is_seen_nP = sees_nmP.any(1)
+        entries_nP = torch.where(is_seen_nP, begin_n1 + position_P // block_size, 0)
+        slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
+        slots_nP = torch.where(is_seen_nP, slots_nP, 0)
         # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
-        keys_nHPd, values_nHPd = (
-            torch.where(
-                sees_nmP.any(1)[:, :, None, None], of_BpHd[blocks_nP, position_P % block_size].float(), 0.0
-            ).transpose(1, 2)
+        keys_nPHd, values_nPHd = (
+            torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
         )
         queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2).float()
-        scores_nHmP = queries_nHmd @ keys_nHPd.transpose(2, 3) * scale
+        scores_nHmP = queries_nHmd @ keys_nPHd.permute(0, 2, 3, 1) * scale
         weights_nHmP = torch.where(sees_nmP[:, None], scores_nHmP, -torch.inf).softmax(3)
-        mixed_nmHd = (weights_nHmP @ values_nHPd).transpose(1, 2).to(qkv_TE.dtype)
+        mixed_nmHd = (weights_nHmP @ values_nPHd.transpose(1, 2)).transpose(1, 2).to(qkv_TE.dtype)
         # A row beyond the others takes what belongs to none.
         mixed_THd = torch.zeros(num_rows + 1, *queries_THd.shape[1:], dtype=qkv_TE.dtype, device=device)
         mixed_THd[rows_nm] = torch.where((last_nm >= 0)[:, :, None, None], mixed_nmHd, 0.0)

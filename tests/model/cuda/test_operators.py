@@ -82,7 +82,9 @@ class Sequences:
         more = len(arrays["slots"]) - len(qkv)
         qkv = torch.cat([qkv, torch.full((more, qkv.shape[1]), 7.0, dtype=self.dtype, device=self.device)])
         self.operators.write(qkv, self.keys, self.values, on_device["slots"])
-        tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], max(self.lengths))
+        # Behind a step's block tables stands what is no block: reading it would show.
+        tables = torch.cat([on_device["tables"], torch.full_like(on_device["tables"], 1 << 20)])
+        tiles = Tiles(on_device["tiles"].view(-1, 4), tables, max(self.lengths))
         mixed = self.operators.attend(qkv, self.keys, self.values, tiles, self.head_size**-0.5)
         assert not mixed[len(qkv) - more :].any(), "padding is zeros"
         return mixed[: len(qkv) - more]

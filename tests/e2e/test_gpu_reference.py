@@ -28,7 +28,7 @@ def test_replay_is_exact_with_recorded_steps(monkeypatch: pytest.MonkeyPatch) ->
         with grpc.insecure_channel(server.grpc) as channel:
             model = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert model.deterministic
-        assert "recorded steps of 1, 2, 4 rows" in server.log
+        assert "recording steps of 1 rows (3 of 3)" in server.log
         requests = long_requests(3, NUM_TOKENS)
         alone = [ask(server.grpc, [request], at_once=1)[0] for request in requests]
         answers = []

@@ -67,7 +67,7 @@ class MicrobatchSlots:
 
     @property
     def only_step(self) -> OwnedSlices:
-        """The slices of the only step in flight. None if there are others, also cancelled ones: then it is not
+        """The slices of the only step in flight; empty if there are others, also cancelled ones: then it is not
         certain which step the stage computes last."""
         if len(self._steps) != 1 or self._cancelled:
             return ()

@@ -56,7 +56,7 @@ chaos: setup
 
 # 2,000 of them are in `make test`; `make histories N=100000` is hours of one core.
 histories: setup
-	$(BIN)/python benchmarks/histories.py --number $(N) $(ARGS)
+	PPSERVE_HISTORIES=$(N) $(BIN)/pytest -q tests/head/engine/test_histories.py -k served $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -21,14 +20,9 @@ from typing import Any
 
 from benchmarks.chaos import faults, soak
 from benchmarks.chaos.record import Record
+from benchmarks.local_server import cpu_name
 
 ROWS = {**faults.ROWS, **soak.ROWS}
-
-
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {"cpu": name or platform.processor(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
 
 
 def main() -> int:
@@ -41,7 +35,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and namespaces are ended
     numbers = sorted(ROWS) if flags.rows == "all" else [int(number) for number in flags.rows.split(",")]
     flags.records.mkdir(exist_ok=True)
-    results: dict[str, Any] = {"machine": machine(), "short": flags.short, "rows": {}}
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    results: dict[str, Any] = {"machine": machine, "short": flags.short, "rows": {}}
     for number in numbers:
         row, begun_s = ROWS[number], time.monotonic()
         try:

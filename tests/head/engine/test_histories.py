@@ -1,4 +1,4 @@
-"""Simulated histories: 2,000 seeds, and defects that they must find.
+"""Simulated histories: 2,000 seeds or PPSERVE_HISTORIES, and defects that they must find.
 
 A seed that fails prints what happened; `History(seed).run()` replays it.
 """
@@ -6,6 +6,7 @@ A seed that fails prints what happened; `History(seed).run()` replays it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Container, Hashable, Iterable, Iterator, Set
 from typing import Any
 
@@ -25,9 +26,9 @@ from tests.slow import quick_first
 
 pytestmark = pytest.mark.any_worker
 
-NUM_HISTORIES = 2_000
+NUM_HISTORIES = int(os.environ.get("PPSERVE_HISTORIES", "2000"))
 AT_ONCE = 25
-NEVER_HEAL = range(10, NUM_HISTORIES, 32)
+NEVER_HEAL = range(10, 2_000, 32)
 
 
 @pytest.fixture(autouse=True)

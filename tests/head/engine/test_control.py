@@ -400,7 +400,7 @@ def test_what_is_kept_for_a_rank_is_bounded() -> None:
 # ---- waking and closing ----
 
 
-def test_another_thread_ends_a_poll_that_would_last() -> None:
+def test_another_thread_ends_a_poll_that_would_last_and_any_number_of_wakes_before_one_do_not_block() -> None:
     with listening() as control:
         heard: list[Events] = []
         polling = in_thread(lambda: heard.append(control.poll(AGES_S)))
@@ -408,10 +408,6 @@ def test_another_thread_ends_a_poll_that_would_last() -> None:
         control.wake()
         assert has_ended(polling)
         assert heard == [[]]
-
-
-def test_any_number_of_wakes_before_a_poll_do_not_block() -> None:
-    with listening() as control:
         waking = in_thread(lambda: [control.wake() for _ in range(10_000)])  # a socket holds some hundreds
         assert has_ended(waking)
         assert has_ended(in_thread(lambda: control.poll(AGES_S)))

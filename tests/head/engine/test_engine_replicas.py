@@ -82,12 +82,3 @@ def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> Non
     rig.form("as published", "trained on")
     reason = "replica 1 on host has other weights in /m, unlike replica 0"
     assert rig.engine.failed.result(0) == FatalError(reason, usage=True)
-
-
-def test_a_replica_that_comes_back_with_other_weights_ends_and_the_other_serves() -> None:
-    rig = Rig()
-    rig.form("", "")
-    rig.lose(1)
-    rig.say(1, hello(1, "trained on"))
-    assert (rig.serving, rig.engine.failed.done()) == ([True, False], False)
-    assert (1, wire.Shutdown()) in rig.control.sent

@@ -27,31 +27,22 @@ def test_the_defaults_are_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "says", "world"),
     [
-        ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory"),
-        ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's"),
-        ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9"),
-        ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, not 2"),
-        ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
-        ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1"),
-        ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not"),
+        ({}, "9 stages", 9),
+        ({"pipeline": PipelineSettings(tensor_parallel=64)}, "--tensor-parallel: 64 is more than the model's", 64),
+        ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory", 2),
+        ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's", 2),
+        ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9", 2),
+        ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, not 2", 2),
+        ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages", 2),
+        ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1", 2),
+        ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not", 2),
     ],
 )
-def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
+def test_what_the_model_cannot_do(change: dict[str, object], says: str, world: int) -> None:
     with pytest.raises(UsageError, match=says):
-        check(dataclasses.replace(FINE, **change), 2)  # type: ignore[arg-type]
-
-
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(UsageError, match="9 stages"):
-        check(FINE, 9)
-
-
-def test_more_tensor_ranks_than_heads() -> None:
-    many = dataclasses.replace(FINE, pipeline=PipelineSettings(tensor_parallel=64))
-    with pytest.raises(UsageError, match="--tensor-parallel: 64 is more than the model's"):
-        check(many, 64)
+        check(dataclasses.replace(FINE, **change), world)  # type: ignore[arg-type]
 
 
 def test_a_broken_configuration(tmp_path: Path) -> None:

@@ -43,12 +43,13 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_rank_is_told_who_it_is_by_its_launcher(launcher: pytest.MonkeyPatch) -> None:
     assert RankEnvironment.from_environ() is None
-    launcher.setenv("RANK", "2")
-    launcher.setenv("WORLD_SIZE", "4")
-    assert RankEnvironment.from_environ() == RankEnvironment(2, 4, 2, 4)
-    launcher.setenv("LOCAL_RANK", "0")
-    launcher.setenv("LOCAL_WORLD_SIZE", "2")
-    assert RankEnvironment.from_environ() == RankEnvironment(2, 4, 0, 2)
+    for told, known in (
+        ({"RANK": "2", "WORLD_SIZE": "4"}, RankEnvironment(2, 4, 2, 4)),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, RankEnvironment(2, 4, 0, 2)),
+    ):
+        for name, value in told.items():
+            launcher.setenv(name, value)
+        assert RankEnvironment.from_environ() == known
 
 
 @pytest.mark.parametrize(

@@ -75,18 +75,8 @@ def test_another_launcher_has_another_place(launcher: pytest.MonkeyPatch, name: 
     assert meeting(ONE_HOST[0]).address != ours.address
 
 
-def test_a_head_that_ends_leaves_nothing_and_the_next_has_a_new_secret(place: Path) -> None:
-    here = meeting(ONE_HOST[0])
-    listener, first = begin(here)
-    listener.close()
-    end(here)
-    assert [path for path in place.rglob("*") if not path.is_dir()] == []
-    listener, second = begin(here)
-    listener.close()
-    assert first != second
-
-
-def test_a_killed_heads_place_is_taken_over_with_a_new_secret() -> None:
+def test_a_killed_heads_place_is_taken_over_and_one_that_ends_leaves_nothing(place: Path) -> None:
+    """Each head has a new secret."""
     here = meeting(ONE_HOST[0])
     listener, first = begin(here)
     listener.close()
@@ -94,6 +84,8 @@ def test_a_killed_heads_place_is_taken_over_with_a_new_secret() -> None:
     with listener:
         assert answers(here.address)
         assert read_secret(here) == second != first
+    end(here)
+    assert [path for path in place.rglob("*") if not path.is_dir()] == []
 
 
 def test_a_living_heads_place_is_not() -> None:
@@ -142,16 +134,8 @@ def test_ranks_of_several_hosts_meet_beside_the_launchers_port(secret_file: Path
     expected = wire.Meeting(wire.TcpAddress("head-host", 29501), secret_file, is_ours=False)
     assert read_secret(expected) == b"sixteen letters!"
     assert [meeting(rank, secret_file=secret_file) for rank in TWO_HOSTS] == [expected] * 2
-
-
-def test_a_port_that_was_chosen(secret_file: Path) -> None:
-    found = meeting(TWO_HOSTS[1], secret_file=secret_file, control_port=7000)
-    assert found.address == wire.TcpAddress("head-host", 7000)
-
-
-def test_several_hosts_need_a_secret() -> None:
-    with pytest.raises(ConfigError, match="--secret-file: stages on several hosts need one"):
-        meeting(TWO_HOSTS[0])
+    chosen = meeting(TWO_HOSTS[1], secret_file=secret_file, control_port=7000)
+    assert chosen.address == wire.TcpAddress("head-host", 7000)
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"fifteen letters", b"\n \t" * 40])
@@ -163,7 +147,9 @@ def test_a_secret_that_is_missing_or_too_short(tmp_path: Path, contents: bytes |
         read_secret(meeting(TWO_HOSTS[0], secret_file=path))
 
 
-def test_several_hosts_without_an_address(launcher: pytest.MonkeyPatch, secret_file: Path) -> None:
+def test_several_hosts_need_an_address_and_a_secret(launcher: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--secret-file: stages on several hosts need one"):
+        meeting(TWO_HOSTS[0])
     launcher.delenv("MASTER_ADDR")
     with pytest.raises(UsageError, match="MASTER_ADDR"):
-        meeting(TWO_HOSTS[0], secret_file=secret_file)
+        meeting(TWO_HOSTS[0])

@@ -38,7 +38,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
     ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
-    ("ignore_eos", bool, "Go on when the model ends its text."),
+    ("ignore_eos", bool, "Continue when the model ends its text."),
     ("include_stop", bool, "Keep the stop string that matched."),
     ("echo", bool, "Print the prompt before the answer."),
     ("logprobs", _COUNT, "Log-probabilities, and those of so many alternatives (with --json)."),
@@ -111,8 +111,8 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
 @connection_options
 def restart(replica: int, pause: bool, **flags: Any) -> None:
-    """Restart a replica's stage processes, one after the other. Its streams go on at another replica at once."""
-    # Who asks for a restart is at the server: where none answers, nobody is waited for.
+    """Restart a replica's stage processes, one by one. Its streams continue at another replica at once."""
+    # Without retries: where no server answers, there is nothing to restart.
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
             client.restart(replica, pause)

@@ -1,4 +1,4 @@
-"""Standard output of commands, which may be a pipe that nobody reads any more, or a file on a full disk."""
+"""Standard output of commands, which may be a pipe without a reader, or a file on a full disk."""
 
 from __future__ import annotations
 

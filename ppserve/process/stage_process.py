@@ -149,7 +149,7 @@ class StageProcess:
         if self._pid is None:
             self._server.kill()  # it may still import
         elif not self._has_ended:
-            # Nobody else can have this id: the process is not reaped yet.
+            # No other process can have this id: this one is not reaped yet.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 

@@ -23,7 +23,7 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
-# No port: ranks of one host meet at a Unix socket (`process.meeting`), and nobody listens here.
+# No port: ranks of one host meet at a Unix socket (`process.meeting`).
 _NO_PORT = 0
 # torchrun's own variable. By default it forwards SIGHUP as a signal that ends its ranks, and kills those that
 # reload their keys and serve on.

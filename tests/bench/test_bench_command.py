@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], words: s
 
 
 @pytest.mark.slow
-def test_nobody_there() -> None:
+def test_no_server_is_one_line() -> None:
     done = bench("127.0.0.1:1")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1

@@ -168,7 +168,7 @@ def test_once_and_not_a_terminal(target: str) -> None:
         ("{target}", "{target}", "no metrics: http://{target}/metrics: "),  # gRPC's port is no metrics page either
     ],
 )
-def test_nobody_there_is_one_line(target: str, server: str, page: str, problem: str) -> None:
+def test_no_server_or_no_page_is_one_line(target: str, server: str, page: str, problem: str) -> None:
     server, page, problem = (text.format(target=target) for text in (server, page, problem))
     done = subprocess.run(command(server, "--once", "--metrics", page), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

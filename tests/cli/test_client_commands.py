@@ -134,7 +134,7 @@ def test_several_answers_are_told_apart(target: str) -> None:
     assert lines[1] == ppserve(target, "generate", "one", "--max-tokens", "4", "--seed", "7").stdout.strip()
 
 
-def test_nobody_there_is_told_at_once() -> None:
+def test_no_server_is_told_at_once() -> None:
     for name, arguments in (("generate", ("hello",)), ("health", ())):
         done = ppserve("127.0.0.1:1", name, *arguments)
         assert done.returncode == 1

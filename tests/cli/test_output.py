@@ -1,4 +1,4 @@
-"""Where standard output cannot be written to: one line says so, or nothing where nobody reads any more."""
+"""Where standard output cannot be written to: one line says so, or nothing where a pipe has no reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.returncode == 1
 
 
-def test_a_pipe_that_nobody_reads_ends_the_command_in_silence() -> None:
+def test_a_pipe_without_a_reader_ends_the_command_in_silence() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "wb") as pipe:

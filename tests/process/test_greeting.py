@@ -62,7 +62,7 @@ def test_a_rank_that_is_connected_already_keeps_its_place(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["made up", "the rank's own proof, sent back"])
-def test_whoever_listens_without_the_secret_is_found_out(tmp_path: Path, recorded: bool) -> None:
+def test_a_listener_without_the_secret_is_found_out(tmp_path: Path, recorded: bool) -> None:
     meeting = place(tmp_path)
     listener = listen(meeting.address)
 
@@ -104,7 +104,7 @@ def test_proofs_differ_by_everything_that_goes_into_them() -> None:
     assert rank_proof(*inputs[0]) == proofs[0]
 
 
-def test_whoever_records_a_greeting_learns_no_secret_and_cannot_use_it_again(tmp_path: Path) -> None:
+def test_a_recorded_greeting_tells_no_secret_and_cannot_be_used_again(tmp_path: Path) -> None:
     with head(tmp_path) as listening:
         tap = Tap(tmp_path, listening.meeting.address)
         with connect_to_head(replace(listening.meeting, address=tap.address), 1, WITHIN_S) as connection:

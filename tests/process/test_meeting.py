@@ -58,7 +58,7 @@ def test_ranks_of_one_launcher_meet_in_one_place_with_one_secret() -> None:
         assert answers(others[0].address)
 
 
-def test_nobody_else_can_open_the_place_or_read_the_secret(place: Path) -> None:
+def test_no_other_user_can_open_the_place_or_read_the_secret(place: Path) -> None:
     found = meeting(ONE_HOST[0])
     begin(found)[0].close()
     directory = found.secret_file.parent

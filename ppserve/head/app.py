@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -152,8 +153,8 @@ class HeadProcess:
 
     async def _serve(self) -> int:
         watching = asyncio.create_task(self._watch_start())
-        await _first_of(self._stop, self._formed, self._failed)
-        watching.cancel()
+        await _first_of(self._stop, self._formed, self._failed, watching)
+        await _end_task(watching)
         if sys.stderr.isatty():
             print("\x1b[K", end="", file=sys.stderr, flush=True)
         if self._failed.done():
@@ -172,8 +173,8 @@ class HeadProcess:
         self._on_reload(request_handler, servers)
         await self._open(servers, handle)
         health = asyncio.create_task(self._report_health(servers))
-        await _first_of(self._stop, self._failed)
-        health.cancel()
+        await _first_of(self._stop, self._failed, health)
+        await _end_task(health)
         if self._failed.done():
             await servers.close(0.0, self._stop_now)
             return self._report(self._failed.result())
@@ -204,6 +205,7 @@ class HeadProcess:
                 print(f"\x1b[K{watch.progress()}", end="\r", file=sys.stderr, flush=True)
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
+        await asyncio.wait([self._failed])
 
     async def _end_stages(self) -> None:
         """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
@@ -274,6 +276,13 @@ class HeadProcess:
         """Prints why the server ends; returns its exit code."""
         print(f"ppserve: error: {fatal.reason}", file=sys.stderr, flush=True)
         return EXIT_USAGE if fatal.usage else 1
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    """Cancels a task. Raises what it has raised."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:

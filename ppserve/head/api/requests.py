@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import fields
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
 from ppserve.errors import InvalidRequest, Violation
@@ -123,7 +123,7 @@ def _record(kind: type[R], given: Fields, **resolved: Any) -> R:
     return kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given} | resolved)
 
 
-_FLOATS = frozenset(f.name for f in fields(SamplingParams) if f.type == "float")
+_FLOATS = frozenset(name for name, kind in get_type_hints(SamplingParams).items() if kind is float)
 
 
 def _wrong_prompt(ids: Sequence[int], num_new: int, description: ModelDescription) -> Iterator[Violation]:

@@ -89,8 +89,12 @@ class Engine(threading.Thread):
         self._call(lambda: self._abort_request(request_id, reason))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended."""
-        return self._call(self._read_replicas).result(_ANSWER_WITHIN_S)
+        """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended, or
+        does not answer in time."""
+        try:
+            return self._call(self._read_replicas).result(_ANSWER_WITHIN_S)
+        except TimeoutError:
+            raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[None]:
         """Restart the stage processes of a replica. The future is done when it serves again.

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
-PARALLEL = ("as told", "auto")
+PARALLEL = ("off", "auto")
 PREFIX_CACHES = ("shared", "per-key", "off")
 CPU_KV_SHARE = 0.25
 """Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
@@ -60,7 +60,7 @@ class PipelineSettings:
     """Ranks that share the layers of a stage."""
     replicas: int = 1
     """Pipelines with all layers, behind one head."""
-    parallel: str = "as told"
+    parallel: str = "off"
     """`auto` chooses the shape that is predicted to be best, and ignores the two numbers above."""
 
     def rank_name(self, rank: int, world_size: int) -> str:

@@ -83,7 +83,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--stages", "From a plain shell: start this many stages under torchrun.", type=COUNT),
         _flag("--tensor-parallel", "Ranks that share each stage's layers.", type=COUNT, default=1),
         _flag("--replicas", "Pipelines with all layers each, behind one head.", type=COUNT, default=1),
-        _choice("--parallel", cfg.PARALLEL, "as told", "auto: measure the ranks and choose the shape."),
+        _choice("--parallel", cfg.PARALLEL, "off", "auto: measure the ranks and choose the shape."),
         _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", type=AutoOr(LAYERS), default="auto"),
         _flag("--microbatches", "In flight; auto = stages, or one more.", type=AutoOr(COUNT), default="auto"),
         _choice("--transport", cfg.TRANSPORTS, "auto", "How hidden states travel between stages."),

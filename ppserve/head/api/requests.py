@@ -27,7 +27,7 @@ from ppserve.head.limits import (
 )
 
 # A request may have thousands of mistakes; so many are enough to tell.
-MAX_TOLD = 8
+MAX_VIOLATIONS = 8
 
 Fields = Mapping[str, Any]
 """What a caller names of `SamplingParams`, `StopConditions`, `OutputOptions`, and of `n`, `priority`,
@@ -87,8 +87,8 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
 
 def refuse(*mistakes: Iterable[Violation]) -> None:
     """Raises InvalidRequest if there is any mistake, with the first of them."""
-    if told := list(islice(chain(*mistakes), MAX_TOLD)):
-        raise InvalidRequest(told)
+    if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
+        raise InvalidRequest(violations)
 
 
 def check_text(field: str, text: str, description: ModelDescription) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import MAX_TOLD, check_ids, check_text, to_request
+from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, check_text, to_request
 from ppserve.head.descriptions import ModelDescription
 from tests.fake_engine import CARD, EOS
 
@@ -97,7 +97,7 @@ def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() ->
         "-1 is outside 0 to 18446744073709551615",
         "0 is outside 1 to 16",
     ]
-    assert len(fields_refused(logit_bias={1000 + i: 1.0 for i in range(1000)})) == MAX_TOLD
+    assert len(fields_refused(logit_bias={1000 + i: 1.0 for i in range(1000)})) == MAX_VIOLATIONS
 
 
 def test_limits_themselves_are_accepted() -> None:

@@ -40,10 +40,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         known = request.service in self._names
-        told = None
+        sent = None
         while True:
             changed, state = self._changed, self._state if known else HealthState.SERVICE_UNKNOWN
-            if state != told:
+            if state != sent:
                 await context.write(HealthState(status=state))
-                told = state
+                sent = state
             await changed.wait()

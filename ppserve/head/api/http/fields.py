@@ -16,7 +16,7 @@ import msgspec
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.requests import MAX_TOLD
+from ppserve.head.api.requests import MAX_VIOLATIONS
 from ppserve.head.limits import MAX_PRIORITY, MAX_SEED
 
 MAX_PROMPTS = 256
@@ -165,7 +165,7 @@ def parse_fields(given: Mapping[str, Any], table: Table, place: str = "") -> Bod
             problem, _, path = str(error).partition(" - at `$")
             wrong.append(Violation(place + name + path.rstrip("`").replace("[...]", ""), problem))
     if wrong:
-        raise InvalidRequest(wrong[:MAX_TOLD])
+        raise InvalidRequest(wrong[:MAX_VIOLATIONS])
     return body
 
 

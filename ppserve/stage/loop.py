@@ -215,7 +215,7 @@ class StageLoop:
         epoch.stage.warm_up()
 
     def _end_waits(self, number: int) -> None:
-        """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""
+        """In the link's thread, because the stage's own thread may be waiting for a neighbour."""
         if (epoch := self._epoch) is not None and epoch.number == number:
             try:
                 epoch.stage.interrupt()

@@ -8,9 +8,9 @@ that has no other finds a queue of twice the size. So a caller that fills the qu
 Waiting requests that a lost or drained replica gave back go first, in the order of their first admission. Others
 are ordered by
 
-1. priority, higher first; of each class the request whose turn it is by 2 and 3 competes, raised by one for every
-   `aging_s` seconds that it has waited, so that the lowest class is served too, and no caller gains by waiting in
-   a long line of its own;
+1. priority, higher first. Each priority class is represented by its first request in the order of 2 and 3, whose
+   class rises by one for every `aging_s` seconds that it has waited. So the lowest class is served too,
+   and a long line of one caller's own requests gains nothing;
 2. the tokens that its caller will have been served after its answer, fewest first (virtual token counters, Sheng
    et al., "Fairness in Serving Large Language Models", arXiv 2401.00588); a caller that was idle starts at the
    smallest counter of the callers with requests, so being idle earns no advantage;

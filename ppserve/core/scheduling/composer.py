@@ -203,9 +203,9 @@ def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
 
 
 def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:
-    """First one prompt of each caller, the short ones first, then the second of each, and so on. So however many
-    prompts others have, a caller's first one waits for one of each of them at most, and a short one for no long
-    one. Prompts of one caller keep their order. short: a prompt with at most so many tokens left."""
+    """One prompt of each caller, then the second of each, and so on; in each round those with at most `short`
+    tokens left go first. So a caller's first prompt waits for at most one prompt of every other caller. Prompts of
+    one caller keep their order."""
     turns: Counter[str] = Counter()
     ranked = []
     for sequence in filling:

@@ -12,8 +12,8 @@ class SchedulerConfig:
     """microbatches: steps in flight, None = chosen while serving. max_num_seqs: sequences running at once.
     max_queue and max_queue_tokens: how many requests, and how many of their tokens (prompt + max_tokens, times n),
     may wait. prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None where the
-    model has none. speculate: up to so
-    many draft tokens in every slice that decodes, 0 = none, None = as many as pay by the cost model. per_caller:
+    model has none. speculate: at most so many draft tokens in every slice that decodes, 0 = none, None = as many
+    as pay by the cost model. per_caller:
     callers do not share prefixes, because what is found in the cache tells what others have asked. runs_ahead: one
     rank computes all of the model, so a step may take the tokens that the one before it draws. replica: whose
     scheduler it is; all else is the same for every replica.

@@ -192,8 +192,8 @@ class RequestQueue:
         self._may_fit = True
 
     def _end_request(self, group: SequenceGroup, was_late: bool) -> None:
-        """All sequences of a request have ended. How little a late one has used says nothing of what the next one
-        will need: if it counted, overload would look like short answers, and ever more would be admitted."""
+        """All sequences of a request have ended. One that missed its deadline is not counted in the throughput: it
+        was cut short, so overload would look like short answers."""
         if group.admitted_s is not None and not was_late:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:

@@ -175,8 +175,8 @@ class Scheduler:
         return self._build(picks)
 
     def _schedule_ahead(self) -> StepPlan | None:
-        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where
-        another step should come first: one of a prompt, with draft tokens, or with a request that waits."""
+        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where a
+        prompt, draft tokens or a waiting request should be in the next step."""
         if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
             return None
         parts = self.slots.only_step

@@ -36,8 +36,8 @@ class MicrobatchSlots:
     num_slots: int
     """How many steps may be in flight, but for one that is sent ahead."""
     is_unproven: bool
-    """No step of this epoch has returned, nor any of the epoch before, and that was not the first one: then a
-    probe goes first (`poison_isolation`)."""
+    """No step has returned in this epoch, nor in the one before it. Then a probe goes first (`poison_isolation`);
+    the server's first epoch begins without one."""
 
     def __init__(self, num_slots: int, epoch: int = 0) -> None:
         self.num_slots = num_slots
@@ -162,8 +162,8 @@ class SlotCount:
                 self._decide()
         return self.num_slots
 
-    def lose_stage(self) -> None:
-        """A stage's next step does not follow its last one."""
+    def forget_last_steps(self) -> None:
+        """An epoch is lost: a stage's next step does not follow its last one."""
         self._sent_ns: list[int | None] = [None] * self._num_stages
 
     def _add(self, stage: int, at: StepStamps, before_ns: int) -> None:
@@ -194,4 +194,4 @@ class SlotCount:
     def _measure(self) -> None:
         self._waited_s, self._own_s, self._computed_s = ([0.0] * self._num_stages for _ in range(3))
         self._num_measured = [0] * self._num_stages
-        self.lose_stage()
+        self.forget_last_steps()

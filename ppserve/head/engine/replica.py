@@ -314,7 +314,7 @@ class Replica:
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
-        self._slots.lose_stage()
+        self._slots.forget_last_steps()
         self._account.stage_lost(self._clock())
         if self.request_queue.has_several_schedulers:
             self._in_flight = self.give_back()
@@ -365,7 +365,7 @@ class Replica:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether no KV block is held, where there are neither requests nor steps."""
+        """False if KV blocks are held although no step is in flight; to be asked when there is no request."""
         return self.scheduler is None or self.scheduler.is_busy or self.scheduler.kv_usage == 0
 
     def _failure(self, rank: int, cause: str) -> Failure:

@@ -69,7 +69,7 @@ def test_the_pause_after_a_loss_does_not_count() -> None:
     machine = Machine(2, waiting=0, fixed=20)
     for _ in range(20):
         machine.run(MEASURED_STEPS // 2)
-        machine.count.lose_stage()
+        machine.count.forget_last_steps()
         machine._now += 10**9
     assert machine.count.num_slots == 2
 

@@ -42,12 +42,12 @@ class ThreadPool:
         ]
         for thread in threads:
             thread.start()
-        self._end = weakref.finalize(self, _publish, self._job_queue, ())
+        self._end = weakref.finalize(self, _publish, self._job_queue, self._address, ())
 
     def run(self, *arguments: int) -> None:
         """Have a job done; returns when it is. Calls of several threads follow each other."""
         with self._calls:
-            _publish(self._job_queue, arguments)
+            _publish(self._job_queue, self._address, arguments)
             self._work(self._address, 0, self.num_threads)
 
     def close(self) -> None:
@@ -55,10 +55,10 @@ class ThreadPool:
         self._end()
 
 
-def _publish(job_queue: NDArray[Any], arguments: Sequence[int]) -> None:
+def _publish(job_queue: NDArray[Any], place: int, arguments: Sequence[int]) -> None:
     """Arguments that this job lacks become 0, whatever the job before had."""
     job_queue[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = (*arguments, *[0] * (MOST_ARGUMENTS - len(arguments)))
-    publish(address(job_queue))
+    publish(place)  # asking for the address takes longer than the rest
 
 
 def _serve(job_queue: NDArray[Any], work: Work, num_threads: int, thread: int) -> None:

@@ -249,7 +249,7 @@ BUDGET = {
     "ppserve/core/scheduling/*.py": (2_095, 1_900),
     "ppserve/core/ledger/*.py": (880, 850),
     "ppserve/planning/*.py": (600, 550),
-    "ppserve/process/*.py": (1_245, 1_100),
+    "ppserve/process/*.py": (1_240, 1_100),
     "ppserve/stage/*.py": (1_325, 1_250),
     "ppserve/stage/transport/*.py": (1_000, 1_000),
     "ppserve/head/*.py ppserve/head/engine/*.py": (3_415, 2_700),

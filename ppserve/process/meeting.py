@@ -43,11 +43,6 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False, tls=tls)
 
 
-def port_of(meeting: Meeting) -> int | None:
-    """On which the head listens for stages; None for a Unix socket."""
-    return meeting.address.port if isinstance(meeting.address, TcpAddress) else None
-
-
 def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
     """Opens the head's socket; returns it with the secret. Raises UsageError.
 

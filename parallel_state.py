@@ -127,9 +127,9 @@ def initialize_model_parallel(
 
     _state = _ParallelState(
         grid,
-        tensor=create(grid.tensor_groups()),
-        data=create(grid.data_groups()),
-        pipeline=create(grid.pipeline_groups()),
+        tensor=create(grid.groups("tensor")),
+        data=create(grid.groups("replica")),
+        pipeline=create(grid.groups("stage")),
     )
 
 

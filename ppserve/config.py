@@ -12,6 +12,7 @@ from typing import Any
 
 from ppserve.core.architecture import Split
 from ppserve.core.grid import RankGrid
+from ppserve.core.partition import ExpectedWorkload
 from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -114,11 +115,8 @@ class SchedulingSettings:
     """Prompt tokens per step."""
     speculate: int | None = None
     """Draft tokens per step and sequence; None = where they pay."""
-    expect_prompt: int = 128
-    """Tokens of a typical prompt; with the next two, what `auto` layers and shapes are chosen for."""
-    expect_new: int = 128
-    expect_callers: int = 16
-    """Requests at once."""
+    expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
+    """What `auto` layers and shapes are chosen for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +180,6 @@ class ServeConfig:
     def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:
         """Each flag goes into the part that has a field of its name, or of its name in _FIELD_OF_FLAG."""
         values = {_FIELD_OF_FLAG.get(name, name): value for name, value in flags.items()}
-        if expected := values.pop("expect", None):
-            values |= zip(("expect_prompt", "expect_new", "expect_callers"), expected, strict=True)
         parts: dict[str, Any] = {}
         for part in fields(cls):
             default = getattr(cls(), part.name)

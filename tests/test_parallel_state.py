@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import parallel_state as ps
 from parallel_state import ParallelGroup, RankGrid
+from ppserve.core.grid import RankPlace
 from tests.worlds import World
 
 sizes = st.integers(1, 9)
@@ -25,7 +26,7 @@ def test_each_axis_partitions_the_world_and_groups_of_two_axes_share_at_most_one
     tensor: int, data: int, pipeline: int
 ) -> None:
     grid = RankGrid(tensor, data, pipeline)
-    axes = grid.tensor_groups(), grid.data_groups(), grid.pipeline_groups()
+    axes = [grid.groups(axis) for axis in ("tensor", "replica", "stage")]
     for size, groups in zip((tensor, data, pipeline), axes, strict=True):
         assert all(len(group) == size for group in groups)
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
@@ -37,10 +38,10 @@ def test_each_axis_partitions_the_world_and_groups_of_two_axes_share_at_most_one
 def test_tensor_is_fastest_and_pipeline_slowest() -> None:
     grid = RankGrid.fit(1024, tensor=8, pipeline=16)
     assert grid == RankGrid(tensor=8, data=8, pipeline=16)
-    assert grid.tensor_groups()[0] == tuple(range(8))
-    assert grid.data_groups()[0] == tuple(range(0, 64, 8))
-    assert grid.pipeline_groups()[0] == tuple(range(0, 1024, 64))
-    assert grid.rank(3, 2, 5) == 3 + 8 * 2 + 64 * 5
+    assert grid.groups("tensor")[0] == tuple(range(8))
+    assert grid.groups("replica")[0] == tuple(range(0, 64, 8))
+    assert grid.groups("stage")[0] == tuple(range(0, 1024, 64))
+    assert grid.place(3 + 8 * 2 + 64 * 5) == RankPlace(replica=2, stage=5, tensor=3)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from ppserve.cli.types import COUNT, SIZE
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import StepSize
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import check_tensor_ranks
+from ppserve.core.partition import ExpectedWorkload, check_tensor_ranks
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.workload import ExpectedWorkload
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.cost_sheet import CostSheet, read_costs
@@ -60,12 +59,12 @@ def plan(**flags: Any) -> None:
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
     intent = _intent(flags)
-    workload = _workload(arch, intent, flags["expect"][2])
+    workload = _workload(arch, intent)
     sheet = read_costs(flags["costs"]) if flags["costs"] is not None else None
     if flags["world"] is not None:
         _refuse_shape_flags()
-        under = _conditions(arch, workload, sheet) if sheet is not None else None
-        found = compare(arch, intent, flags["world"], under)
+        under = _conditions(arch, sheet) if sheet is not None else None
+        found = compare(arch, replace(intent, expect=workload), flags["world"], under)
         say(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
         return
     layout = forecast(arch, intent)
@@ -84,26 +83,23 @@ def plan(**flags: Any) -> None:
 def _intent(flags: dict[str, Any]) -> Intent:
     as_given = (
         *("layers", "quantization", "kv_dtype", "max_model_len", "block_size"),
-        *("stage_memory", "kv_cache_memory"),
+        *("stage_memory", "kv_cache_memory", "expect"),
     )
-    prompt, new, _ = flags["expect"]
     return Intent(
         num_stages=flags["stages"],
         num_tensor=flags["tensor_parallel"],
         dtype="float32" if flags["dtype"] == "auto" else flags["dtype"],
-        expect_prompt=prompt,
-        expect_new=new,
         **{name: flags[name] for name in as_given},
     )
 
 
-def _workload(arch: Architecture, intent: Intent, callers: int) -> ExpectedWorkload:
+def _workload(arch: Architecture, intent: Intent) -> ExpectedWorkload:
     """The expected load, cut to the context. Raises ConfigError."""
     context = arch.context(intent.max_model_len)
     if context < 2:
         raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
-    prompt = min(intent.expect_prompt, context - 1)
-    return ExpectedWorkload(prompt, min(intent.expect_new, context - prompt), callers)
+    prompt = min(intent.expect.prompt, context - 1)
+    return replace(intent.expect, prompt=prompt, new=min(intent.expect.new, context - prompt))
 
 
 def _refuse_shape_flags() -> None:
@@ -123,11 +119,10 @@ def _shape(flags: dict[str, Any]) -> str:
     return f"\n{sizes} = {grid.size} ranks; the table is of the first tensor rank of each stage, in every replica"
 
 
-def _conditions(arch: Architecture, workload: ExpectedWorkload, sheet: CostSheet) -> Conditions:
+def _conditions(arch: Architecture, sheet: CostSheet) -> Conditions:
     over = sheet.overheads
     around_s = over.prepare_s + over.sending_s
     return Conditions(
-        workload=workload,
         stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.from_plan(step.plan)),
         latency_s=over.transfer_s or LATENCY_S,
         return_s=over.return_s + over.head_s + over.control_s,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ppserve.core.architecture import Split
+from ppserve.core.partition import ExpectedWorkload
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -90,12 +91,6 @@ def _on_or_off(text: str) -> bool:
     return text in ("on", "true")
 
 
-def _expected(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*){2}\s*", text):
-        raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
-    return tuple(map(int, text.split(",")))
-
-
 def _draft_tokens(text: str) -> int:
     if text != "off" and not re.fullmatch(r"\d{1,3}", text):
         raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens")
@@ -116,7 +111,7 @@ TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
 ON_OFF = Parsed("on|off", _on_or_off)
 COUNT = Parsed("n", _count)
-EXPECTED = Parsed("n,n,n", _expected)
+EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 """Tokens of a typical prompt and answer, and requests at once."""
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)
 """Draft tokens per step: off (0) or a number."""

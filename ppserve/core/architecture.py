@@ -1,4 +1,4 @@
-"""The shape of a GPT-2: what a checkpoint's config says, and the sizes that follow from it.
+"""The shape of a GPT-2 and of its stages: what a checkpoint's config says, and the sizes that follow from it.
 
 A layer is one block of the transformer: two sublayers, its attention and its MLP. T positions, D width, H heads,
 L layers, V vocabulary.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppserve.core.cut import Cut
 from ppserve.errors import ConfigError
 
 # No model is taken for real beyond this, whatever a file says.
@@ -17,26 +16,25 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A GPT-2 family model, resolved: nothing here is None that arithmetic needs.
-
-    vocab_size: real tokens; ids at or above it are never drawn. padded_vocab_size: rows of the
-    embedding as stored. activation: a key of `model.stock.ACTIVATIONS` (Hugging Face's names).
-    biases: whether linears and layer norms have biases (nanoGPT's `bias`).
-    """
+    """A GPT-2 family model, resolved: nothing here is None that arithmetic needs."""
 
     num_layers: int
     width: int
     num_heads: int
     max_positions: int
     vocab_size: int
+    """Real tokens; ids at or above it are never drawn."""
     padded_vocab_size: int
+    """Rows of the embedding as stored."""
     inner_width: int
     activation: str = "gelu_new"
+    """A key of `model.stock.ACTIVATIONS` (Hugging Face's names)."""
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     tied_embeddings: bool = True
     biases: bool = True
+    """Of linears and layer norms (nanoGPT's `bias`)."""
     eos_id: int | None = None
 
     @property
@@ -104,13 +102,46 @@ def count_sublayers(num_layers: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Consecutive things, heads or outputs of a matrix, shared out among the tensor ranks of a stage."""
+
+    widths: tuple[int, ...]
+    """How many each rank has."""
+    rank: int
+
+    @classmethod
+    def from_size(cls, size: int, rank: int, count: int) -> Cut:
+        """`size` things among `count` ranks: as evenly as they go, the first ranks have one more."""
+        return cls(tuple(size // count + (i < size % count) for i in range(count)), rank)
+
+    def times(self, factor: int) -> Cut:
+        """This cut in smaller units: each of its things consists of `factor` of them."""
+        return Cut(tuple(width * factor for width in self.widths), self.rank)
+
+    @property
+    def size(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def width(self) -> int:
+        """This rank's own."""
+        return self.widths[self.rank]
+
+    @property
+    def first(self) -> int:
+        return sum(self.widths[: self.rank])
+
+    @property
+    def own(self) -> slice:
+        return slice(self.first, self.first + self.width)
+
+
+@dataclass(frozen=True, slots=True)
 class StageLayout:
     """Which part of the model a rank owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
 
     A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
     states either way. The first stage also embeds; the last also holds the final norm and the head.
-    tensor, num_tensor: which of the ranks that share the stage this is, of how many. Each has some heads of every
-    attention, and some outputs of every other matrix.
     """
 
     stage: int
@@ -118,6 +149,8 @@ class StageLayout:
     first_sublayer: int
     num_sublayers: int
     tensor: int = 0
+    """Which of the ranks that share the stage. Each has some heads of every attention, and some outputs of every
+    other matrix."""
     num_tensor: int = 1
 
     @property
@@ -131,7 +164,7 @@ class StageLayout:
 
     def cut(self, size: int) -> Cut:
         """`size` outputs, among the tensor ranks."""
-        return Cut.of(size, self.tensor, self.num_tensor)
+        return Cut.from_size(size, self.tensor, self.num_tensor)
 
     def heads(self, arch: Architecture) -> Cut:
         """The heads of every attention."""

@@ -8,7 +8,7 @@ apart. Rank r of a world of tensor x data x pipeline ranks sits at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RankGrid:
         """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
         grid = cls(tensor, 1 if data is None else data, pipeline)
         if data is None:
-            grid = cls(tensor, max(1, world_size // grid.size), pipeline)
+            grid = replace(grid, data=max(1, world_size // grid.size))
         if grid.size != world_size:
             sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data is not None else "")
             raise ValueError(f"{sizes} does not fill a world of {world_size} ranks")
@@ -49,9 +49,6 @@ class RankGrid:
     def size(self) -> int:
         return self.tensor * self.data * self.pipeline
 
-    def rank(self, tensor: int, data: int, pipeline: int) -> int:
-        return tensor + self.tensor * (data + self.data * pipeline)
-
     def place(self, rank: int) -> RankPlace:
         """Where a rank sits."""
         assert 0 <= rank < self.size, rank
@@ -60,32 +57,17 @@ class RankGrid:
 
     def ranks_of(self, replica: int) -> tuple[int, ...]:
         """The ranks of one replica, in order of stages, then of tensor ranks."""
-        return tuple(self.rank(t, replica, p) for p in range(self.pipeline) for t in range(self.tensor))
+        return tuple(rank for rank in range(self.size) if self.place(rank).replica == replica)
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
+        found: dict[RankPlace, list[int]] = {}
+        for rank in range(self.size):
+            found.setdefault(replace(self.place(rank), **{axis: 0}), []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     def name(self, rank: int) -> str:
         """A rank in words, without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""
         place = self.place(rank)
         words = [f"replica {place.replica}"] * (self.data > 1) + [f"stage {place.stage}"]
         return " ".join(words + [f"tensor {place.tensor}"] * (self.tensor > 1))
-
-    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold pieces of the same layers, a tuple for each group. The two below likewise."""
-        return tuple(
-            tuple(self.rank(t, d, p) for t in range(self.tensor))
-            for p in range(self.pipeline)
-            for d in range(self.data)
-        )
-
-    def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(self.rank(t, d, p) for d in range(self.data))
-            for p in range(self.pipeline)
-            for t in range(self.tensor)
-        )
-
-    def pipeline_groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(self.rank(t, d, p) for p in range(self.pipeline))
-            for d in range(self.data)
-            for t in range(self.tensor)
-        )

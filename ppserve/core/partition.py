@@ -1,17 +1,21 @@
-"""Which part of the model goes to which stage: the split whose heaviest stage is lightest.
+"""Which part of the model goes to which stage, for the load that is expected.
 
 All layers of a GPT-2 cost the same, and the last stage also runs the LM head. Stages are cut between layers or,
 where that balances them better, between a layer's attention and its MLP, a third and two thirds of its weights:
-either way the same hidden states cross.
+either way the same hidden states cross. The best split is the one whose heaviest stage is lightest.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+import re
+from dataclasses import astuple, dataclass
+from functools import cache
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.figures import counted
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
 from ppserve.errors import ConfigError
 
 _FLAG = "--layers"
@@ -20,19 +24,93 @@ _WORTH_A_CUT = 0.01
 # With more layers than these, half a layer is too little to be worth a cut, and the search takes too long.
 _MOST_CUT = 128
 
+BUSY_DECODES = 16
+"""Sequences that decode in a step, where only the balance of stages matters."""
+BLOCK_SIZE = 16
+"""Of the KV blocks in an expected step."""
+_MAX_PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedStep:
+    """A step that a busy server computes all the time."""
+
+    plan: StepPlan
+    new_tokens: float
+    """Tokens of answers that such a step brings on average; less than it decodes where prompts are long."""
+
+    @property
+    def drawn_share(self) -> float:
+        """How many of its draws there are on average, 0 to 1."""
+        return self.new_tokens / sum(piece.num_draws for piece in self.plan.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWorkload:
+    """The load that an operator expects: callers with one request at a time each."""
+
+    prompt: int = 128
+    """Tokens of a typical prompt."""
+    new: int = 128
+    """Tokens of a typical answer."""
+    callers: int = 16
+
+    @classmethod
+    def parse(cls, text: str) -> ExpectedWorkload:
+        """From `128,128,16`. Raises ValueError."""
+        if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*){2}\s*", text):
+            raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
+        return cls(*map(int, text.split(",")))
+
+    def decodes(self, world_size: int, num_tensor: int) -> int:
+        """Sequences in a step where so many ranks form stages and replicas of `num_tensor` ranks each.
+
+        All shapes with the same number of tensor ranks have steps of the same size: callers are divided among
+        replicas, and those of a replica among as many microbatches as it has stages.
+        """
+        return max(1, round(self.callers * num_tensor / world_size))
+
+    def step(self, max_positions: int, num_decodes: int = BUSY_DECODES) -> ExpectedStep:
+        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile.
+
+        Fewer sequences decode where those are too many prompt tokens for one step. Long prompts with short answers
+        have less than one decode in such a step: then the step has one, and `new_tokens` is below 1.
+        """
+        prompt = max(1, min(self.prompt, max_positions - 1))
+        context = min(prompt + self.new // 2, max_positions - 1)
+        num_prompt_tokens = min(num_decodes * prompt / self.new, _MAX_PROMPT_TOKENS)
+        new_tokens = num_prompt_tokens * self.new / prompt
+        pieces = [(context, 1)] * min(num_decodes, max(1, round(new_tokens)))
+        left = round(num_prompt_tokens)
+        while left:
+            num_tokens = min(left, prompt)
+            pieces.append(((prompt - num_tokens) // 2, num_tokens))
+            left -= num_tokens
+        return ExpectedStep(_plan(pieces), new_tokens)
+
+
+def _plan(pieces: list[tuple[int, int]]) -> StepPlan:
+    """A step of one slice per (start, tokens), each with blocks of its own; single tokens are drawn from."""
+    slices, num_blocks = [], 0
+    for number, (start, num_tokens) in enumerate(pieces):
+        table = tuple(range(num_blocks, num_blocks - (-(start + num_tokens) // BLOCK_SIZE)))
+        num_blocks += len(table)
+        draw = Draw(SamplingParams(seed=number, temperature=0.8)) if num_tokens == 1 else None
+        slices.append(Slice(number, start, (1,) * num_tokens, table, draw))
+    return StepPlan(0, 0, 0, tuple(slices))
+
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a model cost in a step, in one unit of your choice (seconds, bytes, parameters).
-
-    attention, mlp: of one layer, each with its norm. overhead: on every stage, embedding a few rows included.
-    head: final norm, LM head and sampling, only on the last stage.
-    """
+    """What the parts of a model cost in a step, in one unit of your choice (seconds, bytes, parameters)."""
 
     attention: float
+    """Of one layer, with its norm; so is the next."""
     mlp: float
     overhead: float
+    """On every stage, embedding a few rows included."""
     head: float
+    """Final norm, LM head and sampling, only on the last stage."""
 
     @property
     def layer(self) -> float:
@@ -60,15 +138,9 @@ def decode_parts(arch: Architecture) -> PartCosts:
     return PartCosts(attention, mlp, 0.0, arch.head_params)
 
 
-def prefill_parts(arch: Architecture, prompt_tokens: int) -> PartCosts:
-    """Multiplications per prompt token; the head runs for one token of the prompt only."""
-    return replace(decode_parts(arch), head=arch.head_params / prompt_tokens)
-
-
-def mixed_parts(prefill: PartCosts, decode: PartCosts, expect_prompt: int, expect_new: int) -> PartCosts:
-    """Cost of one expected request: `prefill` per prompt token and `decode` per generated token."""
-    per_token = zip(astuple(prefill), astuple(decode), strict=True)
-    return PartCosts(*(expect_prompt * prompt + expect_new * new for prompt, new in per_token))
+def balance(costs: tuple[float, ...]) -> float:
+    """Efficiency of a full pipeline with these stage costs: mean over maximum, 1.0 = no stage ever waits."""
+    return sum(costs) / (len(costs) * max(costs))
 
 
 def split_by_weight(arch: Architecture, num_stages: int) -> Split:
@@ -81,7 +153,9 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
 
     Among equals the one that cuts fewest layers; of whole layers the earlier stage gets one more.
     """
-    _check_room(num_layers, num_stages)
+    if not 1 <= num_stages <= num_layers:
+        layers = counted(num_layers, "layer")
+        raise ConfigError(_FLAG, f"{num_stages} stages cannot share {layers}; each needs at least one")
     whole = _whole_layers(parts, num_layers, num_stages)
     if num_layers > _MOST_CUT:
         return whole
@@ -102,32 +176,30 @@ def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
 
 
 def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split:
-    """The split, over all cuts between sublayers, whose heaviest stage is lightest; at most `limit` is possible.
+    """The best split, over all cuts between sublayers; one with no stage heavier than `limit` is there."""
+    num_sublayers = 2 * num_layers
+    # What so many sublayers cost; overhead and head come on top. Costs are shares of the limit.
+    upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(num_sublayers + 1)]
+    bare = [parts.stage_cost(StageLayout(stage, num_stages, 0, 0)) / limit for stage in range(num_stages)]
 
-    Dynamic programming from the last stage to the first: for every sublayer where a stage may begin, the best
-    split of what follows, as (heaviest stage, cut layers, sum of squares, sublayers of each stage). Costs are
-    shares of the limit.
-    """
-    ends = 2 * num_layers
-    # What so many sublayers cost; overhead and head come on top.
-    upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(ends + 1)]
-    best: dict[int, tuple[float, int, float, tuple[int, ...]]] = {ends: (0.0, 0, 0.0, ())}
-    for stage in reversed(range(num_stages)):
-        beside_layers = parts.stage_cost(StageLayout(stage, num_stages, 0, 0)) / limit
-        behind, best = best, {}
-        for begin in [0] if stage == 0 else range(2 * stage, ends - 1):
-            choices = []
-            for end in range(begin + 2, ends + 1):
-                cost = round(upto[end] - upto[begin] + beside_layers, 9)
-                if cost > 1:
-                    break
-                if end in behind:
-                    heaviest, cuts, squares, sizes = behind[end]
-                    heaviest, cuts, squares = max(cost, heaviest), cuts + end % 2, squares + cost * cost
-                    choices.append((heaviest, cuts, squares, (end - begin, *sizes)))
-            if choices:
-                best[begin] = min(choices)
-    return Split(best[0][3])
+    @cache
+    def best(stage: int, begin: int) -> tuple[float, int, float, tuple[int, ...]] | None:
+        """From `begin` on: heaviest stage, cut layers, sum of squares, sublayers of each stage; None if none."""
+        if stage == num_stages:
+            return (0.0, 0, 0.0, ()) if begin == num_sublayers else None
+        choices = []
+        for end in range(begin + 2, num_sublayers + 1):
+            cost = round(upto[end] - upto[begin] + bare[stage], 9)
+            if cost > 1:
+                break
+            if behind := best(stage + 1, end):
+                heaviest, cuts, squares, sizes = behind
+                choices.append((max(cost, heaviest), cuts + end % 2, squares + cost * cost, (end - begin, *sizes)))
+        return min(choices, default=None)
+
+    found = best(0, 0)
+    assert found is not None, "whole layers are within the limit"
+    return Split(found[3])
 
 
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
@@ -139,7 +211,6 @@ def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     """Raises ConfigError, naming --layers, unless `split` deals out every layer to `num_stages` stages."""
-    _check_room(arch.num_layers, num_stages)
     counts = split.sublayers
     if len(counts) != num_stages:
         raise ConfigError(_FLAG, f"{split} names {counted(len(counts), 'stage')}, not {num_stages}")
@@ -150,16 +221,3 @@ def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     total = sum(counts)
     if total != 2 * arch.num_layers:
         raise ConfigError(_FLAG, f"{split} adds up to {total / 2:g} layers, but the model has {arch.num_layers}")
-
-
-def balance(costs: tuple[float, ...]) -> float:
-    """Efficiency of a full pipeline with these stage costs: mean over maximum, 1.0 = no stage ever waits."""
-    return sum(costs) / (len(costs) * max(costs))
-
-
-def _check_room(num_layers: int, num_stages: int) -> None:
-    if num_stages < 1:
-        raise ConfigError(_FLAG, f"{num_stages} stages: at least one is needed")
-    if num_stages > num_layers:
-        layers = counted(num_layers, "layer")
-        raise ConfigError(_FLAG, f"{num_stages} stages cannot share {layers}; each needs at least one")

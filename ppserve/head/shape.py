@@ -12,7 +12,6 @@ from dataclasses import replace
 from ppserve import wire
 from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
 from ppserve.core.partition import mean
-from ppserve.core.workload import ExpectedWorkload
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
@@ -42,7 +41,7 @@ def choose_shape(
     except UsageError as error:
         return FatalError(str(error), usage=True)
     grid = found[0].grid
-    callers = config.scheduling.expect_callers
+    callers = config.scheduling.expect.callers
     print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
     log.info("--parallel auto: %s", shape_name(grid))
     return replace(config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
@@ -53,7 +52,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 
     Raises ConfigError where none fits.
     """
-    first, expected = hellos[0], config.scheduling
+    first = hellos[0]
     measured = [hello.shape_costs for hello in hellos if hello.shape_costs]
     if len(measured) < len(hellos):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
@@ -70,11 +69,9 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
         kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
         kv_share=CPU_KV_SHARE if on_cpus and config.cache.kv_cache_memory is None else 1.0,
-        expect_prompt=expected.expect_prompt,
-        expect_new=expected.expect_new,
+        expect=config.scheduling.expect,
     )
     under = Conditions(
-        workload=ExpectedWorkload(expected.expect_prompt, expected.expect_new, expected.expect_callers),
         stage_s=lambda layout, step: means[layout.num_tensor].stage_cost(layout),
         num_cores=_num_cores(config, hellos) if on_cpus else math.inf,
         **({} if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS),

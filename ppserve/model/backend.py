@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.gather import ALONE, Gather

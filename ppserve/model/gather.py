@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 
 
 class Gather(Protocol):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Results

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import KVCache, Linear

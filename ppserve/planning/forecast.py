@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
 from ppserve.core.partition import (
+    ExpectedWorkload,
     PartCosts,
     balance,
     check_split,
     decode_parts,
-    mixed_parts,
-    prefill_parts,
     split_by_cost,
 )
 
@@ -41,10 +40,7 @@ class Intent:
     kv_cache_memory: int | None = None
     """The most that the KV cache may take; None: `kv_share` of what the weights leave."""
     kv_share: float = 1.0
-    expect_prompt: int = 128
-    """Tokens of a typical prompt."""
-    expect_new: int = 128
-    """Tokens of a typical answer."""
+    expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
     num_tensor: int = 1
     """Ranks that compute each stage together."""
 
@@ -95,14 +91,15 @@ class Forecast:
 
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
-    parts = {"decode": decode_parts(arch), "prefill": prefill_parts(arch, intent.expect_prompt)}
-    parts["mixed"] = mixed_parts(parts["prefill"], parts["decode"], intent.expect_prompt, intent.expect_new)
-    split = intent.layers or split_by_cost(intent.parts or parts["decode"], arch.num_layers, intent.num_stages)
+    parts, prompt, new = decode_parts(arch), intent.expect.prompt, intent.expect.new
+    split = intent.layers or split_by_cost(intent.parts or parts, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
     # For each stage its first tensor rank: no other one has more.
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
     stages = tuple(_stage(arch, layout, intent) for layout in layouts)
+    # How many of the tokens go through the LM head: of a prompt, the last one.
+    head_shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
     return Forecast(
         arch=arch,
@@ -110,7 +107,10 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
         max_model_len=max_model_len,
         stages=stages,
         max_sequences=num_blocks // -(-max_model_len // intent.block_size),
-        balance={kind: balance(each.costs(split)) for kind, each in parts.items()},
+        balance={
+            kind: balance(replace(parts, head=share * parts.head).costs(split))
+            for kind, share in head_shares.items()
+        },
     )
 
 

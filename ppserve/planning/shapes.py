@@ -17,7 +17,7 @@ from typing import Any
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
-from ppserve.core.workload import ExpectedStep, ExpectedWorkload
+from ppserve.core.partition import ExpectedStep
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast
 
@@ -31,7 +31,6 @@ StageSeconds = Callable[[StageLayout, ExpectedStep], float]
 class Conditions:
     """What is equal for all shapes that are compared."""
 
-    workload: ExpectedWorkload
     stage_s: StageSeconds
     latency_s: float = LATENCY_S
     """Between ranks. Only latencies count: what ranks exchange in a step is small."""
@@ -97,7 +96,7 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
     plan = forecast(arch, replace(intent, layers=None, num_stages=grid.pipeline, num_tensor=grid.tensor))
     if plan.max_sequences < 1 or under is None:
         return Prospect(grid, plan)
-    workload = under.workload
+    workload = intent.expect
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
     layouts = [stage.layout for stage in plan.stages]
     seconds = [under.stage_s(layout, step) + num_gathers(layout) * under.latency_s for layout in layouts]

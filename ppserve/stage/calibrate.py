@@ -24,9 +24,8 @@ import torch
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import StageLayout
-from ppserve.core.partition import PartCosts
+from ppserve.core.partition import BLOCK_SIZE, ExpectedStep, PartCosts
 from ppserve.core.plan import StepPlan
-from ppserve.core.workload import BLOCK_SIZE, ExpectedStep, ExpectedWorkload
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
@@ -50,7 +49,7 @@ def costs_for_split(
     divisible = 1 < num_stages <= checkpoint.architecture.num_layers
     if not divisible or config.pipeline.layers is not None:
         return None
-    step = _workload(config).step(checkpoint.architecture.max_positions)
+    step = config.scheduling.expect.step(checkpoint.architecture.max_positions)
     return part_costs(checkpoint, compute, step, tensor, config.pipeline.tensor_parallel)
 
 
@@ -60,15 +59,10 @@ def costs_for_shape(
     """The costs for `--parallel auto`, by the number of tensor ranks; None without that flag."""
     if config.pipeline.parallel != "auto":
         return None
-    workload, arch = _workload(config), checkpoint.architecture
+    workload, arch = config.scheduling.expect, checkpoint.architecture
     counts = [n for n in range(1, min(world_size, arch.num_heads) + 1) if world_size % n == 0]
     steps = {n: workload.step(arch.max_positions, workload.decodes(world_size, n)) for n in counts}
     return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
-
-
-def _workload(config: ServeConfig) -> ExpectedWorkload:
-    expected = config.scheduling
-    return ExpectedWorkload(expected.expect_prompt, expected.expect_new, expected.expect_callers)
 
 
 def part_costs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.workload import ExpectedWorkload
+from ppserve.core.partition import ExpectedWorkload
 
 
 @pytest.mark.parametrize(

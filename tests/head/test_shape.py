@@ -11,7 +11,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, ServeConfig
 from ppserve.core.architecture import Architecture
-from ppserve.core.partition import PartCosts
+from ppserve.core.partition import ExpectedWorkload, PartCosts
 from ppserve.errors import ConfigError
 from ppserve.head.shape import compare_shapes
 from ppserve.planning.shapes import shape_name
@@ -34,7 +34,7 @@ def hellos(count: int, **about: Any) -> list[wire.Hello]:
 
 
 def config(callers: int = 16, threads: int | None = None) -> ServeConfig:
-    scheduling = SchedulingSettings(expect_prompt=32, expect_new=32, expect_callers=callers)
+    scheduling = SchedulingSettings(expect=ExpectedWorkload(32, 32, callers))
     return ServeConfig(pipeline=PipelineSettings(parallel="auto", threads=threads), scheduling=scheduling)
 
 

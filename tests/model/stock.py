@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.model import sampling
 from ppserve.model.backend import KVCache, Reading, StageModel, StepInputs, StepRows
 from ppserve.model.stock import AttendInputs, TorchBackend

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Architecture, Cut, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
@@ -69,9 +68,7 @@ class TensorPipeline(Pipeline):
                 ranks.append((stage, cache, gather))
             self._ranks.append(ranks)
 
-    def step(
-        self, slices: Iterable[Slice]
-    ) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
+    def step(self, slices: Iterable[Slice]) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
         plan = StepPlan(0, 0, 0, tuple(slices))
         hidden: list[torch.Tensor | None] = [None] * len(self._ranks[0])
         results: list[Any] = []
@@ -260,9 +257,9 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
 
 
 def test_things_are_shared_out_evenly() -> None:
-    assert Cut.of(25, 0, 2).widths == (13, 12)
-    assert Cut.of(25, 1, 2).times(64).own == slice(832, 1600)
-    assert Cut.of(7, 2, 3) == Cut((3, 2, 2), 2)
+    assert Cut.from_size(25, 0, 2).widths == (13, 12)
+    assert Cut.from_size(25, 1, 2).times(64).own == slice(832, 1600)
+    assert Cut.from_size(7, 2, 3) == Cut((3, 2, 2), 2)
 
 
 PARAMS = [
@@ -279,7 +276,7 @@ PARAMS = [
 
 def read_in_slices(plan: StepPlan, logits_RV: torch.Tensor, count: int) -> list[Any]:
     """What each of `count` ranks gets."""
-    cuts = [Cut.of(logits_RV.shape[1], rank, count) for rank in range(count)]
+    cuts = [Cut.from_size(logits_RV.shape[1], rank, count) for rank in range(count)]
     with ThreadPoolExecutor(count) as threads:
         pieces = [iter(logits_RV[:, cut.own].contiguous().split(4)) for cut in cuts]
         return list(threads.map(read_logits, [plan] * count, pieces, connect_ranks(count), cuts))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
-from ppserve.core.workload import ExpectedStep, ExpectedWorkload
+from ppserve.core.partition import ExpectedStep, ExpectedWorkload
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import (
@@ -35,13 +35,13 @@ def computes(layout: StageLayout, step: ExpectedStep) -> float:
     return reads(layout, step) * step.plan.num_tokens / 16
 
 
-BUSY_READING = Conditions(ExpectedWorkload(1, 64), reads, latency_s=0.0, return_s=0.0)
+BUSY_READING = Conditions(reads, latency_s=0.0, return_s=0.0)
 ANY = Intent(1)
 BUSY_COMPUTING = replace(BUSY_READING, stage_s=computes)
 
 
 def compared(world: int, callers: int, under: Conditions = BUSY_READING, intent: Intent = ANY) -> list[Prospect]:
-    return compare(GPT2, intent, world, replace(under, workload=replace(under.workload, callers=callers)))
+    return compare(GPT2, replace(intent, expect=ExpectedWorkload(1, 64, callers)), world, under)
 
 
 def rates(world: int, callers: int, under: Conditions = BUSY_READING) -> dict[str, float]:

@@ -10,8 +10,7 @@ import torch
 
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Split
-from ppserve.core.partition import PartCosts
-from ppserve.core.workload import ExpectedWorkload
+from ppserve.core.partition import ExpectedWorkload, PartCosts
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage.calibrate import costs_for_shape, costs_for_split, part_costs

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve import wire
-from ppserve.core.architecture import Split, StageLayout, stage_layouts
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut, Split, StageLayout, stage_layouts
 from ppserve.errors import TransportError
 from ppserve.library.local import LocalLink
 from ppserve.stage.device import Compute

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
-from ppserve.core.architecture import StageLayout
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut, StageLayout
 from ppserve.errors import TransportError
 from ppserve.model.cpu.kernels.atomics import SLEEPERS
 from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
@@ -44,7 +43,7 @@ def gathers_whole(gather: Gather, rank: int, count: int) -> list[bool]:
     right = []
     for turn in range(12):
         num_rows, width, dtype = SHAPES[turn % len(SHAPES)]
-        whole_TN, cut = rows(num_rows, width, dtype, turn), Cut.of(width, rank, count)
+        whole_TN, cut = rows(num_rows, width, dtype, turn), Cut.from_size(width, rank, count)
         gathered_TN = gather.all(whole_TN[:, cut.own], cut)
         right.append(torch.equal(gathered_TN, whole_TN) and gathered_TN.is_contiguous())
     return right
@@ -61,7 +60,7 @@ def test_threads_gather_whole_rows() -> None:
 def test_more_rows_than_fit_follow_in_pieces() -> None:
     width = 1 << 14
     whole_TN = rows(2 * BUFFER_BYTES // (4 * width) + 3, 2 * width, torch.float32)
-    cuts = [Cut.of(2 * width, rank, 2) for rank in range(2)]
+    cuts = [Cut.from_size(2 * width, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         both = threads.map(lambda link, cut: link.all(whole_TN[:, cut.own], cut), connect_ranks(2), cuts)
         assert all(torch.equal(gathered_TN, whole_TN) for gathered_TN in both)
@@ -89,7 +88,7 @@ def test_a_wait_ends(by: str) -> None:
     """Also one that spins: the other thread needs the interpreter to end it."""
     waiting, other = connect_ranks(2)
     with ThreadPoolExecutor(1) as threads:
-        wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), Cut.of(2, 0, 2))
+        wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), Cut.from_size(2, 0, 2))
         (waiting.interrupt if by == "its own interrupt" else other.close)()
         assert isinstance(wait.exception(WITHIN_S), TransportError)
 
@@ -105,7 +104,7 @@ def test_who_waits_sleeps() -> None:
     waiting, other = connect_ranks(2)
     with ThreadPoolExecutor(1) as threads, closing(other):
         thread = Path(f"/proc/self/task/{threads.submit(threading.get_native_id).result()}/stat")
-        wait = threads.submit(waiting.all, torch.ones(1, 1), Cut.of(2, 0, 2))
+        wait = threads.submit(waiting.all, torch.ones(1, 1), Cut.from_size(2, 0, 2))
 
         def is_asleep() -> bool:
             # It has counted up, so it needs nothing of the interpreter for which it could sleep.
@@ -116,7 +115,7 @@ def test_who_waits_sleeps() -> None:
         while not is_asleep():
             assert time.monotonic() < until
             time.sleep(1e-3)
-        assert other.all(torch.zeros(1, 1), Cut.of(2, 1, 2)).tolist() == [[1, 0]]
+        assert other.all(torch.zeros(1, 1), Cut.from_size(2, 1, 2)).tolist() == [[1, 0]]
         assert wait.result(WITHIN_S).tolist() == [[1, 0]]
     assert line_of(other, 1).tolist() == [1, 0]
 
@@ -127,14 +126,14 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
     other.close()
     for _ in range(2):
         with pytest.raises(TransportError, match="gone"):
-            left.all(torch.ones(1, 1), Cut.of(2, 0, 2))
+            left.all(torch.ones(1, 1), Cut.from_size(2, 0, 2))
         assert line_of(left, 0).tolist() == [1, 0]
 
 
 def test_a_rank_alone_waits_for_no_other() -> None:
     assert NoTensorLink().all(own := torch.ones(2, 3), Cut((3,), 0)) is own
     assert pretend_ranks(1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
-    assert pretend_ranks(2).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
+    assert pretend_ranks(2).all(torch.ones(1, 2), Cut.from_size(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
 
 
 # ---- processes ----------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def lose_one(rank: int, kind: str, path: str, count: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     said = ""
     try:
-        gather.all(torch.ones(1, 1), Cut.of(count, rank, count))
+        gather.all(torch.ones(1, 1), Cut.from_size(count, rank, count))
     except TransportError as error:
         said = str(error)
     part(gather)

@@ -107,8 +107,8 @@ def choose_split(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
         split,
         100 * balance(parts.costs(split)),
-        config.scheduling.expect_prompt,
-        config.scheduling.expect_new,
+        config.scheduling.expect.prompt,
+        config.scheduling.expect.new,
     )
     return split
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.model.backend import (
     AttentionWeights,

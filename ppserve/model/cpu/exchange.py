@@ -9,7 +9,7 @@ from select import POLLIN
 import numpy as np
 import torch
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.errors import TransportError
 from ppserve.model.cpu.kernels import exchange as kernels
 from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights, StepInputs
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import KVCache, Linear, Reading, StageModel, StepInputs

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.model.cpu.exchange import MemoryExchange, memory_bytes
 from ppserve.model.gather import ALONE, ECHO, Gather
 

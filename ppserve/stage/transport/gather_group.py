@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 import parallel_state
 from parallel_state import ParallelGroup
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut
 from ppserve.stage.transport.gather import TensorLink
 from ppserve.stage.transport.gather_shm import shm_gather
 from ppserve.stage.transport.nccl import AbortedPassage

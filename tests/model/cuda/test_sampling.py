@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.cut import Cut
+from ppserve.core.architecture import Cut, Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling

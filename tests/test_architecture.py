@@ -65,7 +65,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.listener": {"starlette", "uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
-    "ppserve.head.observe.request_metrics": {"prometheus_client"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -15,6 +14,7 @@ from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.descriptions import (
+    Limits,
     LoadDescription,
     ModelDescription,
     RankDescription,
@@ -25,10 +25,8 @@ from ppserve.head.descriptions import (
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.open_request import read_held
-from ppserve.head.engine.output import Sink
+from ppserve.head.engine.open_request import OpenRequest, Sink
 from ppserve.head.engine.replica import ReplicaReading, StageReading
-from ppserve.head.limits import Limits
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 # Reading so many tokens of a resumed answer takes a millisecond, in which the event loop would stand still.
@@ -46,9 +44,10 @@ class EngineHandle:
 
     async def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
-        read = functools.partial(read_held, request, self._tokenizer, self.description.eos_id)
-        held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
-        await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
+        what = request, sink, self._tokenizer, self.description.eos_id
+        is_long = len(request.resume_ids) > _MANY_HELD
+        opened = await asyncio.to_thread(OpenRequest, *what) if is_long else OpenRequest(*what)
+        await asyncio.wrap_future(self._engine.submit(opened))
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended, or is unknown."""

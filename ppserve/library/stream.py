@@ -14,7 +14,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, Pending, Score
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 from ppserve.tokenizer import Tokenizer
 
 _REASON_WITHIN_S = 5.0
@@ -54,7 +54,7 @@ class Stream:
         """One more request. echo: its prompt, where it is to be sent back. Raises RequestError."""
         entry = _Entry(name, request, Pending(request, echo), self._news)
         self._entries.append(entry)  # before it is queued, so that `close` ends it whatever happens meanwhile
-        self._engine.submit(request, entry, self._tokenizer).result()
+        self._engine.submit(OpenRequest(request, entry, self._tokenizer)).result()
 
     def completions(self) -> list[Completion]:
         """Reads to the end: one for each request, in their order."""

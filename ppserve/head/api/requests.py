@@ -15,8 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.descriptions import ModelDescription
-from ppserve.head.limits import (
+from ppserve.head.descriptions import (
     LEAST_URGENT,
     MAX_BIAS,
     MAX_TEMPERATURE,
@@ -24,6 +23,7 @@ from ppserve.head.limits import (
     MOST_URGENT,
     RANGES,
     Limits,
+    ModelDescription,
 )
 
 # A request may have thousands of mistakes; so many are enough to tell.

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
-from ppserve.head.engine.output import TokenOutput
-from ppserve.head.limits import MAX_COUNT
+from ppserve.head.descriptions import MAX_COUNT
+from ppserve.head.engine.open_request import TokenOutput
 
 Score = TokenLogprobs | None
 

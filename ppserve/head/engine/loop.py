@@ -19,20 +19,18 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ppserve import wire
-from ppserve.core.request import FinishReason, Request
+from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed, StagesLost, Violation
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
-from ppserve.head.engine.output import Sink
+from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.placement import difference
 from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
 from ppserve.head.engine.rolling import RollingRestart
 from ppserve.head.engine.streams import HandOver, OpenStreams
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
-from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger("ppserve.engine")
 
@@ -75,14 +73,9 @@ class Engine(threading.Thread):
 
     # ---- for other threads ----------------------------------------------------------------------------
 
-    def submit(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: HeldAnswer | None = None
-    ) -> Future[None]:
-        """Queue a request. Its outputs go to `sink`. The future is done when it is queued, or has a RequestError.
-
-        tokenizer: None where only token ids are served. held: of a request that resumes an answer (`read_held`).
-        """
-        return self._call(lambda: self._queue_request(request, sink, tokenizer, held))
+    def submit(self, opened: OpenRequest) -> Future[None]:
+        """Queue a request. The future is done when it is queued, or has a RequestError."""
+        return self._call(lambda: self._queue_request(opened))
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
@@ -228,19 +221,16 @@ class Engine(threading.Thread):
 
     # ---- requests -------------------------------------------------------------------------------------
 
-    def _queue_request(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: HeldAnswer | None
-    ) -> None:
+    def _queue_request(self, opened: OpenRequest) -> None:
         """Raises RequestError."""
         now_s = self._now_s()
-        opened = OpenRequest(request, sink, tokenizer, now_s, self._read_busy_s)
-        if held is not None and (end := opened.resume(held, now_s)) is not None:
+        if (end := opened.begin(now_s, self._read_busy_s)) is not None:
             self._streams.add_output(opened, end, now_s)
             return
         try:
             if not self._has_formed:
                 raise Draining("the server is not serving")
-            self.request_queue.submit(request, now_s)
+            self.request_queue.submit(opened.request, now_s)
         except RequestError as error:
             for observer in self._observers:
                 observer.on_refused(error)

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.steps import Step
 from ppserve.errors import RequestError
-from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 
 
 class Observer:

@@ -1,30 +1,71 @@
-"""The engine's record of one open request: turns its events into text, finds stop strings, measures its times.
+"""An open request of the engine, and what its stream gets: events become outputs, and their tokens text.
 
-Used in the engine's thread alone, but for `read_held`.
+Every protocol under `head/api` makes its messages from `TokenOutput`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import InvalidRequest, RequestError, Violation
-from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.tokenizer import Detokenizer, Tokenizer
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class TimingsOutput:
+    """The times of one answer; see `Timings` in the proto."""
+
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    stage_busy_s: tuple[float, ...] = ()  # one per stage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A token of one sequence, its end, or both."""
+
+    index: int  # of the sequence
+    offset: int  # the token's index among the generated tokens; without a token, their number
+    token_id: int | None = None  # None if the sequence ends without a token
+    text: str = ""  # what the detokenizer released
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens 1, 2, ..., in the request's first output
+    finish: FinishReason | None = None
+    matched: int | str | None = None  # the token or string that ended the sequence
+    error: RequestError | None = None  # ends the whole request
+    cached_tokens: int = 0  # valid with `finish`, as is `timings`
+    timings: TimingsOutput | None = None
+
+
+class Sink(Protocol):
+    """A receiver of one request's outputs."""
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        """The outputs of one turn of the engine. Called where `Engine.hand_over` runs; must return at once."""
+
+
 class SequenceProgress:
     """One sequence's text so far, and the times of its tokens on the head's clock."""
 
-    detokenizer: Detokenizer | None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    gap_s: float | None = None  # between its last two tokens
-    num_tokens: int = 0
-    has_ended: bool = False
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        stop = request.stop
+        self._includes_stop = stop.include_stop
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.gap_s: float | None = None
+        """Between its last two tokens."""
+        self.num_tokens = 0
+        self.has_ended = False
 
     def note_token(self, now_s: float) -> None:
         self.num_tokens += 1
@@ -33,88 +74,83 @@ class SequenceProgress:
         self.last_token_s = now_s
 
     def read(
-        self, request: Request, finish: FinishReason | None, token_id: int
+        self, finish: FinishReason | None, token_id: int
     ) -> tuple[FinishReason | None, int | str | None, str]:
         """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
-        ends_by_token = finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        if self.detokenizer is None:
-            return finish, token_id if ends_by_token else None, ""
-        if ends_by_token and not (finish is FinishReason.STOP_TOKEN and request.stop.include_stop):
-            return finish, token_id, ""
-        piece = self.detokenizer.push(token_id)
+        matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
+        is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
+        if self._detokenizer is None or not is_text:
+            return finish, matched, ""
+        piece = self._detokenizer.push(token_id)
         if piece.matched is not None:
             return FinishReason.STOP_STRING, piece.matched, piece.text
-        return finish, token_id if ends_by_token else None, piece.text
+        return finish, matched, piece.text
+
+    def end(self, finish: FinishReason) -> str:
+        """The sequence has ended. Returns the text that the detokenizer held back."""
+        self.has_ended = True
+        is_cut = self._detokenizer is None or finish is FinishReason.STOP_STRING
+        return "" if self._detokenizer is None or is_cut else self._detokenizer.finish()
 
 
-def _new_progress(request: Request, tokenizer: Tokenizer | None) -> SequenceProgress:
-    if tokenizer is None:
-        return SequenceProgress(None)
-    stop = request.stop
-    return SequenceProgress(Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens))
-
-
-@dataclass(slots=True)
-class HeldAnswer:
-    """What the caller of a resumed answer has. The engine owns it once the request is submitted."""
-
-    text: SequenceProgress
-    finish: FinishReason | None = None  # why these tokens end the answer; None if they do not
-    matched: int | str | None = None  # as in `TokenOutput`
-
-
-def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None) -> HeldAnswer | None:
-    """Detokenizes the tokens that the caller already has; None if the request resumes nothing. It may take
-    milliseconds, so it is not for the engine's thread. Raises InvalidRequest if tokens follow the end."""
-    if not request.resume_ids:
-        return None
-    held, num_held = HeldAnswer(_new_progress(request, tokenizer)), len(request.resume_ids)
-    for count, token_id in enumerate(request.resume_ids, 1):
-        finish = request.end_after(count, token_id, eos_id)
-        held.finish, held.matched, _ = held.text.read(request, finish, token_id)
-        if held.finish is not None and count < num_held:
-            problem = f"token {count - 1} of these ends the answer: nothing can follow it"
-            raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
-    return held
-
-
-@dataclass(slots=True)
 class OpenRequest:
-    """An open request: turns its events into outputs until all of its sequences have ended."""
+    """A request on its way through the engine, whose thread owns it once it is submitted."""
 
-    request: Request
-    sink: Sink
-    tokenizer: Tokenizer | None
-    arrived_s: float
-    busy_s: Callable[[], tuple[float, ...]]  # returns seconds that each stage has computed, for timings
-    admitted_s: float | None = None
-    replica: int | None = None
-    error: RequestError | None = None  # the first of a sequence, which ends the request for its caller
-    num_outputs: int = 0
-    num_tokens: int = 0  # of all sequences
-    _sequences: dict[int, SequenceProgress] = field(default_factory=dict)
-    _num_ended: int = 0
-    _busy_at_arrival_s: tuple[float, ...] = ()
+    def __init__(
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_id: int | None = None
+    ) -> None:
+        """tokenizer: None where only token ids are served.
 
-    def __post_init__(self) -> None:
-        if self.request.output.timings:
-            self._busy_at_arrival_s = self.busy_s()
+        Of a resumed answer it detokenizes the tokens that the caller has, which may take milliseconds. Raises
+        InvalidRequest if tokens follow the end.
+        """
+        self.request = request
+        self.sink = sink
+        self.arrived_s = 0.0
+        self.admitted_s: float | None = None
+        self.replica: int | None = None
+        """Which computed it last."""
+        self.error: RequestError | None = None
+        """The first of a sequence, which ends the request for its caller."""
+        self.num_outputs = 0
+        self.num_tokens = 0
+        """Of all sequences."""
+        self._tokenizer = tokenizer
+        self._sequences: dict[int, SequenceProgress] = {}
+        self._num_ended = 0
+        self._busy_s: Callable[[], tuple[float, ...]] = tuple
+        self._busy_at_arrival_s: tuple[float, ...] = ()
+        self._held_end: tuple[FinishReason | None, int | str | None] = None, None  # of the tokens of the caller
+        self._read_held(request.resume_ids, eos_id)
+
+    def _read_held(self, token_ids: Sequence[int], eos_id: int | None) -> None:
+        progress = self.progress(self.request.resume_index or 0)
+        for count, token_id in enumerate(token_ids, 1):
+            finish, matched, _ = progress.read(self.request.end_after(count, token_id, eos_id), token_id)
+            self._held_end = finish, matched
+            if finish is not None and count < len(token_ids):
+                problem = f"token {count - 1} of these ends the answer: nothing can follow it"
+                raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
 
     @property
     def is_complete(self) -> bool:
         return self._num_ended >= self.request.num_sequences
 
-    def resume(self, held: HeldAnswer, now_s: float) -> TokenOutput | None:
-        """The next text continues what the caller holds. Returns the answer's end if that contains it; then there
-        is nothing to compute."""
-        index = self.request.resume_index or 0
-        self._sequences[index] = held.text
-        if held.finish is None:
+    def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
+        """The request has arrived. Returns its answer's end if the caller holds all of it: nothing is computed.
+
+        busy_s: returns the seconds that each stage has computed, for timings.
+        """
+        self.arrived_s = now_s
+        if self.request.output.timings:
+            self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
+        finish, matched = self._held_end
+        if finish is None:
             return None
         self._num_ended += 1
-        timings = self._timings(held.text, now_s)
-        count = len(self.request.resume_ids)
-        return TokenOutput(index, count, finish=held.finish, matched=held.matched, timings=timings)
+        index, count = self.request.resume_index or 0, len(self.request.resume_ids)
+        timings = self._timings(self.progress(index), now_s)
+        return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
         """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
@@ -131,12 +167,10 @@ class OpenRequest:
         if event.token_id is not None:
             self.num_tokens += 1
             progress.note_token(now_s)
-            finish, matched, text = progress.read(self.request, event.finish, event.token_id)
+            finish, matched, text = progress.read(event.finish, event.token_id)
         if finish is not None:
             self._num_ended += 1
-            progress.has_ended = True
-            if progress.detokenizer is not None and finish is not FinishReason.STOP_STRING:
-                text += progress.detokenizer.finish()
+            text += progress.end(finish)
         return TokenOutput(
             index=event.index,
             offset=event.offset,
@@ -150,11 +184,6 @@ class OpenRequest:
             timings=self._timings(progress, now_s) if finish is not None else None,
         )
 
-    def has_ended(self, index: int) -> bool:
-        """Whether this sequence has had its last output."""
-        progress = self._sequences.get(index)
-        return progress is not None and progress.has_ended
-
     def fail(self, error: RequestError) -> TokenOutput:
         """The whole request ends with `error`."""
         self._num_ended = self.request.num_sequences
@@ -162,22 +191,20 @@ class OpenRequest:
         return TokenOutput(0, 0, error=error)
 
     def progress(self, index: int) -> SequenceProgress:
+        """Of the sequence with this index."""
         progress = self._sequences.get(index)
         if progress is None:
-            progress = self._sequences[index] = _new_progress(self.request, self.tokenizer)
+            progress = self._sequences[index] = SequenceProgress(self.request, self._tokenizer)
         return progress
 
     def _timings(self, progress: SequenceProgress, now_s: float) -> TimingsOutput:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s
         first_s = progress.first_token_s or now_s
         last_s = progress.last_token_s or now_s
-        busy_s: tuple[float, ...] = ()
-        if self.request.output.timings:
-            busy_s = tuple(a - b for a, b in zip(self.busy_s(), self._busy_at_arrival_s, strict=True))
         return TimingsOutput(
             queue_s=admitted_s - self.arrived_s,
             prefill_s=max(0.0, first_s - admitted_s),
             ttft_s=first_s - self.arrived_s,
             decode_s=last_s - first_s,
-            stage_busy_s=busy_s,
+            stage_busy_s=tuple(a - b for a, b in zip(self._busy_s(), self._busy_at_arrival_s, strict=True)),
         )

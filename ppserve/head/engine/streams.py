@@ -10,8 +10,7 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import RequestError
 from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.engine.output import Sink, TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, Sink, TokenOutput
 
 log = logging.getLogger("ppserve.engine")
 
@@ -59,7 +58,7 @@ class OpenStreams:
 
     def _publish_event(self, event: SequenceEvent, now_s: float) -> None:
         opened = self._open.get(event.request_id)
-        if opened is None or opened.has_ended(event.index):
+        if opened is None or opened.progress(event.index).has_ended:
             return  # one step may bring several tokens, and a stop string may end the answer at the first
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:

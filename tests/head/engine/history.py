@@ -16,7 +16,7 @@ from ppserve.errors import Draining, Overloaded
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.open_request import read_held
+from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.replica import Replica
 from ppserve.process.patience import MAX_DEATHS
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
@@ -217,7 +217,7 @@ class History:
         if not self.control.is_up:
             again()
             return
-        accepted = self.engine.submit(request, caller, None, read_held(request, None, EOS_ID))
+        accepted = self.engine.submit(OpenRequest(request, caller, None, EOS_ID))
 
         def answered(_future: object) -> None:
             problem = accepted.exception()

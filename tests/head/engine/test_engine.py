@@ -11,8 +11,7 @@ from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import expected_answer
@@ -176,7 +175,7 @@ def test_a_plan_of_a_lost_epoch_never_reaches_the_next_one() -> None:
 
 def test_a_caller_that_leaves_before_it_is_queued_harms_nobody() -> None:
     with running(2) as run:
-        leaving = run.engine.submit(a_request("a"), Reader(), None)
+        leaving = run.engine.submit(OpenRequest(a_request("a"), Reader()))
         leaving.cancel()
         run.engine.cancel("a", FinishReason.CANCELLED)
         assert tokens(run.submit(a_request("b")).rest()) == expected_answer(a_request("b")).token_ids

@@ -13,6 +13,7 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.replica_rig import SECOND, ScriptedControl
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, Reader, ToyRules
@@ -56,7 +57,8 @@ class Rig:
 def test_nothing_is_served_until_every_replica_has_formed() -> None:
     rig = Rig()
     rig.form("")
-    refused = rig.engine.submit(Request("a", (1,), StopConditions(1), SamplingParams()), Reader(), None)
+    opened = OpenRequest(Request("a", (1,), StopConditions(1), SamplingParams()), Reader())
+    refused = rig.engine.submit(opened)
     rig.engine.turn()
     with pytest.raises(Draining):
         refused.result(0)

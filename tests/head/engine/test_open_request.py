@@ -9,8 +9,7 @@ import pytest
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.errors import InvalidRequest
-from ppserve.head.engine.open_request import OpenRequest, read_held
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 from tests.fake_engine import EOS
 
 # What the model draws, one byte a token: characters of one to four bytes, beginnings of stop strings that come to
@@ -26,7 +25,7 @@ class Bytes:
 
 
 def open_request(request: Request) -> OpenRequest:
-    return OpenRequest(request, None, Bytes(), 10.0, lambda: ())
+    return OpenRequest(request, None, Bytes(), EOS)
 
 
 def undisturbed(request: Request) -> list[TokenOutput]:
@@ -68,15 +67,13 @@ def test_a_resumed_answer_that_had_ended_ends_the_same_at_once(stop: StopConditi
     assert last.finish is reason
     ids = tuple(output.token_id for output in heard)
     resumed = replace(request, resume_ids=ids)
-    held = read_held(resumed, Bytes(), EOS)
-    assert held is not None
-    end = open_request(resumed).resume(held, 11.0)
+    end = open_request(resumed).begin(11.0, tuple)
     assert end is not None
     assert (end.finish, end.matched) == (last.finish, last.matched)
     assert (end.offset, end.token_id, end.text) == (len(ids), None, "")
     assert end.timings is not None
     with pytest.raises(InvalidRequest, match=f"token {len(ids) - 1} of these ends the answer"):
-        read_held(replace(request, resume_ids=(*ids, 65)), Bytes(), EOS)
+        open_request(replace(request, resume_ids=(*ids, 65)))
 
 
 @pytest.mark.parametrize("stop", [stop for stop, _ in ENDS])
@@ -86,9 +83,7 @@ def test_a_resumed_answer_goes_on_as_if_undisturbed(stop: StopConditions) -> Non
     for cut in range(1, len(heard)):
         resumed = replace(request, resume_ids=tuple(DRAWN[:cut]))
         opened = open_request(resumed)
-        held = read_held(resumed, Bytes(), EOS)
-        assert held is not None
-        assert opened.resume(held, 11.0) is None
+        assert opened.begin(11.0, tuple) is None
         sequence = Sequence(0, resumed, 0, EOS)
         for was in heard[cut:]:
             sequence.token_ids.append(was.token_id)

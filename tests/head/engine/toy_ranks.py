@@ -21,7 +21,7 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.library.local import LocalControlPlane, LocalLink
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline
@@ -140,7 +140,7 @@ class Running:
     def submit(self, request: Request) -> Reader:
         """Queue a request. Raises the error if it is refused."""
         reader = Reader()
-        self.engine.submit(request, reader, None).result(WITHIN_S)
+        self.engine.submit(OpenRequest(request, reader)).result(WITHIN_S)
         return reader
 
 

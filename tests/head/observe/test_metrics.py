@@ -14,8 +14,7 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
 from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.observe.metrics import Metrics
-from ppserve.head.observe.request_metrics import STATUSES
+from ppserve.head.observe.metrics import STATUSES, Metrics
 from tests.core.artificial import account_of, plan
 
 CONTRACT = {
@@ -103,7 +102,9 @@ def topology() -> Topology:
 
 def opened(num_sequences: int = 1) -> OpenRequest:
     request = Request("r1", (1, 2, 3), StopConditions(8), num_sequences=num_sequences)
-    return OpenRequest(request, None, None, 10.0, lambda: ())
+    opened = OpenRequest(request, None)
+    opened.begin(10.0, tuple)
+    return opened
 
 
 def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: float) -> None:

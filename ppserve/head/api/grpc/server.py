@@ -21,7 +21,7 @@ from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.binding import address_text, bound
-from ppserve.head.limits import Limits
+from ppserve.head.descriptions import Limits
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import msgspec
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
 from ppserve.head.api.requests import MAX_VIOLATIONS
-from ppserve.head.limits import MAX_PRIORITY, MAX_SEED
+from ppserve.head.descriptions import MAX_PRIORITY, MAX_SEED
 
 MAX_PROMPTS = 256
 # OpenAI's default for completions; those of a chat may take what is left of the context.

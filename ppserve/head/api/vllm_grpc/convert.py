@@ -8,7 +8,7 @@ from typing import Any
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.requests import refuse, renamed
 from ppserve.head.api.stream import AT_THE_END
-from ppserve.head.limits import MAX_SEED
+from ppserve.head.descriptions import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
 _OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")

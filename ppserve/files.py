@@ -21,6 +21,9 @@ from ppserve.errors import CheckpointError
 
 T = TypeVar("T")
 
+TINY = Path(__file__).parent / "assets" / "tiny"
+"""The directory of the built-in model."""
+
 MAX_JSON_BYTES = 256 << 20
 """Larger than any tokenizer.json in use; a bound, so that a wrong file cannot fill the memory."""
 

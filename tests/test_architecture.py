@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.files": {"ppserve.errors", "msgspec"},
     "ppserve.tokenizer": {
         *("ppserve.tokenizer", "ppserve.errors", "ppserve.files"),
-        *("tiktoken", "tiktoken_ext", "tokenizers", "msgspec"),
+        *("tiktoken", "tokenizers", "msgspec"),
     },
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.vllm": {"ppserve.vllm", "google.protobuf", "grpc"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import logging
 import os
 from collections.abc import Callable
@@ -11,9 +10,14 @@ from pathlib import Path
 import tiktoken
 
 from ppserve.errors import CheckpointError
-from ppserve.files import within
-from ppserve.tokenizer.hugging_face import read_tokenizer_json, read_vocab_json
-from ppserve.tokenizer.ranks import gpt2_tokenizer, read_llmc_bin, read_tiktoken
+from ppserve.files import TINY, within
+from ppserve.tokenizer.formats import (
+    gpt2_tokenizer,
+    read_llmc_bin,
+    read_tiktoken,
+    read_tokenizer_json,
+    read_vocab_json,
+)
 from ppserve.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -22,12 +26,12 @@ GPT2_VOCAB_SIZE = 50257
 DOWNLOAD_TIMEOUT_S = 20.0
 """tiktoken's own download has no limit."""
 
-READERS: tuple[tuple[str, Callable[[Path], Tokenizer]], ...] = (
-    ("tokenizer.json", read_tokenizer_json),
-    ("vocab.json", read_vocab_json),
-    ("gpt2_tokenizer.bin", read_llmc_bin),
-    ("tokenizer.tiktoken", read_tiktoken),
-)
+READERS: dict[str, Callable[[Path], Tokenizer]] = {
+    "tokenizer.json": read_tokenizer_json,
+    "vocab.json": read_vocab_json,
+    "gpt2_tokenizer.bin": read_llmc_bin,
+    "tokenizer.tiktoken": read_tiktoken,
+}
 """The first of these files that is there is read."""
 
 
@@ -43,8 +47,9 @@ def load_tokenizer(
     given, is GPT-2's. If there is no tokenizer, the log says why. Raises CheckpointError for a file that exists
     and cannot be used.
     """
-    directory = model_directory(path)
-    tokenizer = read_directory(directory)
+    given = TINY if path == "tiny" else Path(path).expanduser()
+    directory = given.parent if given.is_file() else given
+    tokenizer = _read_directory(directory)
     if tokenizer is not None:
         # Special tokens are never found in text: the model may lack them.
         highest = tokenizer.highest_encoded_id()
@@ -63,17 +68,9 @@ def load_tokenizer(
         return None
 
 
-def model_directory(path: str) -> Path:
-    """The directory of the weights and of the files beside them."""
-    if path == "tiny":
-        return Path(str(importlib.resources.files("ppserve"))) / "assets" / "tiny"
-    given = Path(path).expanduser()
-    return given.parent if given.is_file() else given
-
-
-def read_directory(directory: Path) -> Tokenizer | None:
+def _read_directory(directory: Path) -> Tokenizer | None:
     """The tokenizer in a directory; None when there is none. Raises CheckpointError."""
-    for name, read in READERS:
+    for name, read in READERS.items():
         if os.path.lexists(directory / name):
             return read(directory / name)
     others = sorted(directory.glob("*.tiktoken"))

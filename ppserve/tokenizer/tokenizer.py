@@ -1,8 +1,11 @@
-"""Encoding and decoding. Any text encodes or raises ValueError; any ids decode."""
+"""Encoding and decoding with Hugging Face's tokenizers. Any text encodes or raises ValueError; any ids decode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+
+import tokenizers
+from tokenizers import models
 
 from ppserve.errors import CheckpointError
 
@@ -10,37 +13,29 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """Text to ids and back. Immutable: any number of threads may use it at once."""
+    """A byte-level BPE: text to ids and back. Immutable: any number of threads may use it at once."""
 
-    def __init__(
-        self,
-        source: str,
-        encode: Callable[[str], list[int]],
-        to_json: Callable[[], bytes],
-        token_bytes: Mapping[int, bytes],
-        special: Iterable[int],
-    ) -> None:
-        """encode: a library's, in which special tokens are ordinary text. token_bytes: by id. special: ids that
-        are left out of decoded text."""
+    def __init__(self, source: object, library: tokenizers.Tokenizer) -> None:
+        """source: the file that it was read from, for messages. Raises CheckpointError for another kind."""
+        _check_kind(source, library)
+        _encode_plainly(library)
+        added = library.get_added_tokens_decoder()
         self.source = source
-        """The file it was read from, for messages."""
-        self.vocab_size = max(token_bytes) + 1
+        self._library = library
+        self._token_bytes = _token_bytes(source, library.get_vocab(with_added_tokens=True))
+        self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max(self._token_bytes) + 1
         """One more than the highest id."""
-        self.to_json = to_json
-        """Writes the same tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""
-        self._encode = encode
-        self._token_bytes = token_bytes
-        self._special = frozenset(special)
-        ends = (token_id for token_id in self._special if token_bytes[token_id] == END_OF_TEXT.encode())
-        self.eos_id = next(ends, None)
+        self.eos_id = library.token_to_id(END_OF_TEXT)
         """The id of `<|endoftext|>`; None when the vocabulary has none."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError."""
         try:
-            return self._encode(text)
+            return list(self._library.encode(text, add_special_tokens=False).ids)
         except BaseException as error:
-            # A panic in the libraries' Rust code is a BaseException, but no Exception.
+            # A panic in the library's Rust code is a BaseException, but no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ValueError(f"this text cannot be tokenized: {error}") from None
             raise
@@ -61,14 +56,50 @@ class Tokenizer:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
+    def to_json(self) -> bytes:
+        """The same tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""
+        return self._library.to_str().encode()
 
-def by_id(source: str, ids: Mapping[bytes, int]) -> dict[int, bytes]:
-    """Tokens by their ids. Raises CheckpointError unless every byte is a token and no id is given twice."""
-    missing = sum(bytes([byte]) not in ids for byte in range(256))
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte where GPT-2 spells a token.
+
+    Bytes that Latin-1 prints stand for themselves; the others take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _check_kind(source: object, library: tokenizers.Tokenizer) -> None:
+    if not isinstance(library.model, models.BPE):
+        raise CheckpointError(source, f"is {type(library.model).__name__}, not BPE", "model.type")
+    for field in ("pre_tokenizer", "decoder"):
+        if "ByteLevel" not in repr(getattr(library, field)):
+            raise CheckpointError(source, "is not ByteLevel: only byte-level vocabularies are served", field)
+
+
+def _encode_plainly(library: tokenizers.Tokenizer) -> None:
+    """A text has one encoding, all of it, and what a user types are no special tokens."""
+    library.model.dropout = None
+    library.encode_special_tokens = True
+    library.no_truncation()
+    library.no_padding()
+    if library.token_to_id(END_OF_TEXT) is not None:
+        library.add_special_tokens([END_OF_TEXT])
+
+
+def _token_bytes(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
+    """The bytes of each token. Raises CheckpointError unless every byte is a token and no id is given twice."""
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    missing = len(byte_of.keys() - vocab.keys())
     if missing:
         raise CheckpointError(source, f"not a byte-level vocabulary: {missing} of the 256 bytes are missing")
-    tokens = {token_id: token for token, token_id in ids.items()}
-    if len(tokens) < len(ids):
-        twice = next(token_id for token, token_id in ids.items() if tokens[token_id] != token)
-        raise CheckpointError(source, f"token id {twice} is given to two tokens")
+    tokens: dict[int, bytes] = {}
+    for token, token_id in vocab.items():
+        if token_id in tokens:
+            raise CheckpointError(source, f"token id {token_id} is given to two tokens")
+        # One with a character outside the alphabet stands for its own text.
+        is_spelled = byte_of.keys() >= set(token)
+        tokens[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return tokens

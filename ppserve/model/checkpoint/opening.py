@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, is_file, read_start, shown
+from ppserve.files import TINY, file_size, is_file, read_start, shown
 from ppserve.model.checkpoint import hub
 
 if TYPE_CHECKING:
     from ppserve.model.checkpoint.tensors import FileCheckpoint
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny"
 LLMC_MAGIC = (20240326).to_bytes(4, "little")
 
 

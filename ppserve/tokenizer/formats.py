@@ -1,0 +1,174 @@
+"""The files that hold a tokenizer, one reader each. Each becomes one of Hugging Face's tokenizers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from ppserve.errors import CheckpointError
+from ppserve.files import MAX_JSON_BYTES, read_bytes, read_json, reason, shown
+from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
+
+MAX_FILE_BYTES = 64 << 20
+LLMC_MAGIC = 20240328
+LLMC_HEADER_BYTES = 256 * 4
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    """A token beside those that merges make."""
+
+    content: str
+    special: bool = False
+    """Left out of decoded text, never found in plain text."""
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    add_prefix_space: bool | None = None
+    added_tokens_decoder: dict[TokenId, _AddedToken] | None = None
+    """By id."""
+
+
+def read_tokenizer_json(path: Path) -> Tokenizer:
+    """A `tokenizer.json` with any splitting into words. Raises CheckpointError."""
+    content = read_bytes(path, MAX_JSON_BYTES)
+    try:
+        library = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(path, f"is not a tokenizer ({reason(error)})") from error
+    return Tokenizer(path, library)
+
+
+def read_vocab_json(path: Path) -> Tokenizer:
+    """`vocab.json` and `merges.txt`; `added_tokens.json` and `tokenizer_config.json` if they lie beside them.
+
+    Raises CheckpointError.
+    """
+    vocab = read_json(path, dict[str, TokenId])
+    merges_file, added_file = path.with_name("merges.txt"), path.with_name("added_tokens.json")
+    config_file = path.with_name("tokenizer_config.json")
+    read_bytes(merges_file, MAX_JSON_BYTES)
+    try:
+        _, merges = models.BPE.read_file(str(path), str(merges_file))
+    except Exception as error:
+        raise CheckpointError(merges_file, f"is no list of merges ({reason(error)})") from error
+    listed = read_json(added_file, dict[str, TokenId]) if added_file.exists() else {}
+    config = read_json(config_file, _TokenizerConfig) if config_file.exists() else _TokenizerConfig()
+    added = {token_id: _AddedToken(text, special=True) for text, token_id in listed.items()}
+    added |= config.added_tokens_decoder or {}
+    return _byte_level(path, vocab, merges, added, config.add_prefix_space is True)
+
+
+def read_tiktoken(path: Path) -> Tokenizer:
+    """tiktoken's own format: lines of base64 token and rank. `<|endoftext|>` gets the lowest unused id.
+
+    Raises CheckpointError.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path, MAX_FILE_BYTES).splitlines(), 1):
+        if not line:
+            continue
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            token_id = msgspec.convert(rank.decode(), TokenId, strict=False)
+        except (ValueError, binascii.Error):
+            raise CheckpointError(path, "not a base64 token and its rank", f"line {number}") from None
+        if token in ranks or not token:
+            raise CheckpointError(path, "this token is empty or occurs twice", f"line {number}")
+        ranks[token] = token_id
+    taken = set(ranks.values())
+    return _ranked(path, ranks, next(token_id for token_id in range(len(ranks) + 1) if token_id not in taken))
+
+
+def read_llmc_bin(path: Path) -> Tokenizer:
+    """llm.c's `gpt2_tokenizer.bin`: 256 header words, then each token as one length byte and its bytes.
+
+    Raises CheckpointError.
+    """
+    content = read_bytes(path, MAX_FILE_BYTES)
+    if len(content) < LLMC_HEADER_BYTES:
+        raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
+    magic, version, count, end_of_text = struct.unpack_from("<4I", content)
+    if magic != LLMC_MAGIC:
+        raise CheckpointError(path, f"{magic} is not {LLMC_MAGIC}", "magic")
+    if version not in (1, 2):
+        raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
+    tokens = _length_prefixed(path, content, count)
+    if version == 1:  # only written for GPT-2's own vocabulary; the header does not name the end of text
+        end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
+    ranks = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
+    if len(ranks) != count - (end_of_text < count):
+        raise CheckpointError(path, "a token occurs twice")
+    return _ranked(path, ranks, end_of_text if end_of_text < count else None)
+
+
+def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenizer:
+    """GPT-2's own, from tiktoken's cache or downloaded. Raises what `get_encoding` raises."""
+    encoding = get_encoding("gpt2")
+    ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+    ranks.pop(END_OF_TEXT.encode(), None)
+    return _ranked("tiktoken's gpt2", ranks, encoding.eot_token)
+
+
+def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
+    tokens, at = [], LLMC_HEADER_BYTES
+    for token_id in range(count):
+        length = content[at] if at < len(content) else 0
+        if length == 0 or at + 1 + length > len(content):
+            raise CheckpointError(path, "the file ends within it, or it is empty", f"token {token_id}")
+        tokens.append(content[at + 1 : at + 1 + length])
+        at += 1 + length
+    if at != len(content):
+        raise CheckpointError(path, f"{len(content) - at} bytes follow the last token")
+    return tokens
+
+
+def _ranked(source: object, ranks: dict[bytes, int], end_of_text: int | None) -> Tokenizer:
+    """Merges the neighbours whose joint token has the lowest rank, as tiktoken does.
+
+    Raises CheckpointError unless every token can be merged from two tokens with lower ranks.
+    """
+    alphabet = byte_alphabet()
+    spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token, rank in sorted(ranks.items(), key=itemgetter(1)):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        if len(token) > 1 and not any(max(ranks[left], ranks[right]) < rank for left, right in pairs):
+            problem = f"ids are not in merge order (token {rank}, {shown(token)}, is not made of earlier ones)"
+            raise CheckpointError(source, problem)
+        merges += ((spelled[left], spelled[right]) for left, right in pairs)
+    added = {} if end_of_text is None else {end_of_text: _AddedToken(END_OF_TEXT, special=True)}
+    return _byte_level(source, {spelled[token]: rank for token, rank in ranks.items()}, merges, added)
+
+
+def _byte_level(
+    source: object,
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    added: dict[int, _AddedToken],
+    prefix_space: bool = False,
+) -> Tokenizer:
+    """With GPT-2's splitting into words. added: by id. Raises CheckpointError."""
+    # Added tokens keep their ids only if the model's own vocabulary has them.
+    ids = vocab | {token.content: token_id for token_id, token in added.items()}
+    try:
+        library = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
+    except Exception as error:
+        raise CheckpointError(source, f"is not a vocabulary ({reason(error)})") from error
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    library.decoder = decoders.ByteLevel()
+    library.add_tokens([tokenizers.AddedToken(token.content, special=token.special) for token in added.values()])
+    return Tokenizer(source, library)

@@ -52,12 +52,12 @@ class Architecture:
 
     @property
     def head_params(self) -> int:
-        """Final layer norm and the LM head (its own copy of the embedding when tied), which has no padding."""
+        """Of the final layer norm and the LM head, which has no padding; a copy of the embedding when tied."""
         return self.vocab_size * self.width + self.norm_params
 
     @property
     def shared_params(self) -> int:
-        """Parameters that embedding and LM head have in common: the token embedding where they are tied."""
+        """What embedding and LM head have in common: the token embedding where they are tied."""
         return self.vocab_size * self.width if self.tied_embeddings else 0
 
     @property
@@ -86,19 +86,15 @@ class Split:
     def parse(cls, text: str) -> Split:
         """From layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
         try:
-            return cls(tuple(count_sublayers(float(part)) for part in text.split(",")))
+            counts = [2 * float(part) for part in text.split(",")]
         except ValueError:
-            raise ValueError(f"{text!r} is not a list of layers per stage such as 9,3 or 7.5,4.5") from None
+            counts = []
+        if not counts or not all(map(float.is_integer, counts)):
+            raise ValueError(f"{text!r} is not a list of layers per stage such as 9,3 or 7.5,4.5")
+        return cls(tuple(map(int, counts)))
 
     def __str__(self) -> str:
         return ",".join(f"{count / 2:g}" for count in self.sublayers)
-
-
-def count_sublayers(num_layers: float) -> int:
-    """Sublayers of so many layers. Raises ValueError unless they are whole layers and halves."""
-    if not (2 * num_layers).is_integer():
-        raise ValueError(f"{num_layers:g} layers: only halves of a layer can stand alone")
-    return int(2 * num_layers)
 
 
 @dataclass(frozen=True, slots=True)

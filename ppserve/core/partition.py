@@ -18,7 +18,6 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import ConfigError
 
-_FLAG = "--layers"
 # A layer is cut only where that makes the heaviest stage lighter by more than this share.
 _WORTH_A_CUT = 0.01
 # With more layers than these, half a layer is too little to be worth a cut, and the search takes too long.
@@ -155,7 +154,7 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     """
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
-        raise ConfigError(_FLAG, f"{num_stages} stages cannot share {layers}; each needs at least one")
+        raise ConfigError("--layers", f"{num_stages} stages cannot share {layers}; each needs at least one")
     whole = _whole_layers(parts, num_layers, num_stages)
     if num_layers > _MOST_CUT:
         return whole
@@ -205,19 +204,20 @@ def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int, limit: float
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
     """Raises ConfigError where some of the ranks that share a stage would have no head."""
     if num_tensor > arch.num_heads:
-        heads = counted(arch.num_heads, "head")
-        raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
+        problem = f"{num_tensor} is more than the model's {counted(arch.num_heads, 'head')}"
+        raise ConfigError("--tensor-parallel", problem)
 
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
-    """Raises ConfigError, naming --layers, unless `split` deals out every layer to `num_stages` stages."""
-    counts = split.sublayers
+    """Raises ConfigError unless `split` deals out every layer to `num_stages` stages."""
+    counts, total = split.sublayers, sum(split.sublayers) / 2
     if len(counts) != num_stages:
-        raise ConfigError(_FLAG, f"{split} names {counted(len(counts), 'stage')}, not {num_stages}")
-    for stage, count in enumerate(counts):
-        if count < 2:
-            given = f"{count / 2:g} layers to stage {stage}"
-            raise ConfigError(_FLAG, f"{split} gives {given}; each needs at least one")
-    total = sum(counts)
-    if total != 2 * arch.num_layers:
-        raise ConfigError(_FLAG, f"{split} adds up to {total / 2:g} layers, but the model has {arch.num_layers}")
+        problem = f"names {counted(len(counts), 'stage')}, not {num_stages}"
+    elif min(counts) < 2:
+        stage = counts.index(min(counts))
+        problem = f"gives {counts[stage] / 2:g} layers to stage {stage}; each needs at least one"
+    elif total != arch.num_layers:
+        problem = f"adds up to {total:g} layers, but the model has {arch.num_layers}"
+    else:
+        return
+    raise ConfigError("--layers", f"{split} {problem}")

@@ -20,19 +20,18 @@ EVERYWHERE = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw the token that follows a row of a slice.
-
-    index: which of the request's sequences (part of the random key). num_logprobs: None = none, 0 = of the drawn
-    token, k = also of the k most likely. banned: ids that must not be drawn at positions before `banned_before`.
-    prompt_ids and output_ids: the sequence up to that row, only if `params.needs_history`.
-    """
+    """How to draw the token that follows a row of a slice."""
 
     params: SamplingParams
     index: int = 0
+    """Which of the request's sequences; part of the random key."""
     num_logprobs: int | None = None
+    """None = none, 0 = of the drawn token, k = also of the k most likely."""
     banned: tuple[int, ...] = ()
+    """Ids that must not be drawn at positions before the next."""
     banned_before: int = EVERYWHERE
     prompt_ids: tuple[int, ...] = ()
+    """With the next, the sequence up to that row; only if `params.needs_history`."""
     output_ids: tuple[int, ...] = ()
 
     @property
@@ -43,24 +42,22 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One sequence's consecutive tokens in a step.
-
-    start: position of the first token. block_table: the KV blocks of
-    positions 0 to start + len(token_ids) - 1, in order; entry i holds the positions from i * block_size on. draw:
-    None for a chunk that is not the prompt's last. targets: when the prompt is scored, the token after each
-    position of the slice (at the prompt's end one fewer than token_ids). num_prompt_logprobs: how many others are
-    scored per target. num_draft_tokens: how many of the last token_ids are draft tokens, which follow
-    a known one; then there is a draw, see `draws`.
-    """
+    """One sequence's consecutive tokens in a step."""
 
     sequence_id: int
     start: int
+    """Position of the first token."""
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
+    """The KV blocks of positions 0 to end - 1, in order; entry i holds the positions from i * block_size on."""
     draw: Draw | None = None
+    """None for a chunk that is not the prompt's last."""
     targets: tuple[int, ...] = ()
+    """When the prompt is scored: the token after each position (at the prompt's end one fewer than token_ids)."""
     num_prompt_logprobs: int = 0
+    """How many others are scored per target."""
     num_draft_tokens: int = 0
+    """How many of the last token_ids are draft tokens, which follow a known one; then there is a draw."""
 
     @property
     def end(self) -> int:
@@ -86,14 +83,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. is_ahead: it is sent before the step before it has drawn its tokens: each slice has one, and for
-    that DRAWN."""
+    """One step."""
 
     epoch: int
     step_id: int
     slot: int
     slices: tuple[Slice, ...]
     is_ahead: bool = False
+    """Sent before the step before it has drawn its tokens: each slice has one, and for that DRAWN."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,18 +113,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """logprob: log-probability (natural) of the token; top: (id, logprob), most likely first."""
+    """Natural log-probabilities at one position."""
 
     logprob: float
+    """Of the token that is there."""
     top: tuple[tuple[int, float], ...] = ()
+    """(id, logprob), most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token drawn for a sequence; those of one slice in order. token_id None: the logits were not finite."""
+    """A token drawn for a sequence; those of one slice in order."""
 
     sequence_id: int
     token_id: int | None
+    """None: the logits were not finite."""
     logprobs: TokenLogprobs | None = None
 
 
@@ -141,38 +141,36 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepStamps:
-    """The times of a step on one stage: nanoseconds on the stage's monotonic clock.
-
-    planned: the plan was read. awaited: the stage began to wait for hidden states. received: they were there (on
-    stage 0 at once). begun, ended: computation. sent: the transport has taken the hidden states (the last stage
-    has none to send).
-    """
+    """The times of a step on one stage: nanoseconds on the stage's monotonic clock."""
 
     planned: int
+    """The plan was read."""
     awaited: int
+    """The stage began to wait for hidden states."""
     received: int
+    """They were there; on stage 0 at once."""
     begun: int
+    """Computation, until the next."""
     ended: int
     sent: int
+    """The transport has taken the hidden states; the last stage has none to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores.
-
-    stage: as a rank sends it, the rank's place in the replica, stage * T + tensor; the stage's number once
-    `TensorRanks` has made one result of those of its ranks. gathered_ns: of the time from begun to ended, what the
-    rank waited for the other tensor ranks of its stage.
-    """
+    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores."""
 
     epoch: int
     step_id: int
     stage: int
+    """As a rank sends it, its place in the replica, stage * T + tensor; the stage's number once `TensorRanks` has
+    made one result of those of its ranks."""
     stamps: StepStamps
     bytes_sent: int = 0
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     gathered_ns: int = 0
+    """Of the time from begun to ended, what the rank waited for the other tensor ranks of its stage."""
 
     @property
     def computed_ns(self) -> int:

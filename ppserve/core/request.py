@@ -45,9 +45,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a sequence ends. `max_tokens` is clipped so that prompt and generated tokens fit the context."""
+    """When a sequence ends."""
 
     max_tokens: int
+    """Clipped so that prompt and generated tokens fit the context."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -57,10 +58,11 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is sent back. logprobs: None = none, 0 = of the drawn token, k = also of the k most likely."""
+    """What is sent back."""
 
     echo: bool = False
     logprobs: int | None = None
+    """None = none, 0 = of the drawn token, k = also of the k most likely."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     timings: bool = False
@@ -69,27 +71,27 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation request.
-
-    prompt_ids: at least one token. num_sequences: the interface's `n`. resume_index and resume_ids: which sequence
-    is resumed, and the tokens of it that the caller already has (`ResumeFrom`); None and () when none is.
-    limited_by_context: max_tokens was clipped to the context, so reaching it finishes with CONTEXT_LENGTH. caller:
-    the API key's digest or the peer's address; fairness counts tokens per caller. deadline_s: on the head's
-    monotonic clock.
-    """
+    """One generation request."""
 
     id: str
     prompt_ids: tuple[int, ...]
+    """At least one token."""
     stop: StopConditions
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputOptions = field(default_factory=OutputOptions)
     num_sequences: int = 1
+    """The interface's `n`."""
     resume_index: int | None = None
+    """Which sequence is resumed; None when none is."""
     resume_ids: tuple[int, ...] = ()
+    """The tokens of it that the caller already has."""
     limited_by_context: bool = False
+    """max_tokens was clipped to the context, so reaching it finishes with CONTEXT_LENGTH."""
     priority: int = 0
     caller: str = ""
+    """The API key's digest or the peer's address; fairness counts tokens per caller."""
     deadline_s: float | None = None
+    """On the head's monotonic clock."""
 
     @property
     def length_end(self) -> FinishReason:

@@ -11,7 +11,6 @@ from ppserve.core.architecture import (
     Architecture,
     Split,
     StageLayout,
-    count_sublayers,
     stage_layouts,
     sublayer_params,
 )
@@ -58,7 +57,7 @@ def read_costs(path: Path) -> CostSheet:
     ...], "tensor": 1, "max_chunk": 128, "overheads": {"head_s": ..., ...}}. Raises ConfigError."""
     try:
         sheet = json.loads(path.read_text())
-        split = Split(tuple(count_sublayers(float(entry["layers"])) for entry in sheet["stages"]))
+        split = Split.parse(",".join(str(float(entry["layers"])) for entry in sheet["stages"]))
         stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in sheet["stages"]]
         num_steps = min(int(entry["steps"]) for entry in sheet["stages"])
         overheads = OverheadTimes(**{name: float(seconds) for name, seconds in sheet["overheads"].items()})

@@ -54,27 +54,26 @@ class InvalidTransition(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
-    """A token of a sequence, its end, or both.
-
-    offset: the index of the token in the whole answer (resumed tokens included); for an end without a token, the
-    number of tokens in the answer. token_id None: no token. prompt_logprobs: of the prompt's tokens from the
-    second on; only in the first event that is not an error. finish or error set: the sequence's last event.
-    admitted_s: when the request left the queue, on the head's clock; None if it never did. replica: the latest to
-    compute it.
-    """
+    """A token of a sequence, its end, or both."""
 
     request_id: str
     index: int
     sequence_id: int
     offset: int
+    """The token's index in the whole answer, resumed tokens included; without a token, the answer's length."""
     token_id: int | None = None
+    """None: no token."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on; only in the first event that is not an error."""
     finish: FinishReason | None = None
+    """With this or the next, the sequence's last event."""
     error: RequestError | None = None
     cached_tokens: int = 0
     admitted_s: float | None = None
+    """When the request left the queue, on the head's clock; None if it never did."""
     replica: int | None = None
+    """The latest to compute it."""
 
     @property
     def is_terminal(self) -> bool:

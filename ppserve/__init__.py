@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from ppserve.answers import Chunk, Completion, Options
     from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
-    from ppserve.library.ledger import Ledger
-    from ppserve.library.parts import *
-    from ppserve.library.pipeline import Pipeline
-    from ppserve.library.stream import Stream
+    from ppserve.library import *
 
     __version__: str
 
@@ -33,13 +30,10 @@ _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
     "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
     "ppserve.errors": "ConfigError InvalidRequest PpserveError RequestError UsageError",
-    "ppserve.library.ledger": "Ledger",
-    "ppserve.library.pipeline": "Pipeline",
-    "ppserve.library.stream": "Stream",
-    "ppserve.library.parts": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage
-        SamplingParams Slice Split Stage StageLayout StageTimes StepPlan TensorPart Transport balance between
-        connect create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
-        split_by_weight stage_layouts stage_params""",
+    "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage Ledger
+        Pipeline SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Stream TensorPart Transport
+        balance between connect create_transport decode_parts load_tokenizer open_checkpoint read_architecture
+        read_ledger shares split_by_weight stage_layouts stage_params""",
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 

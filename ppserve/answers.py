@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, TypedDict, get_type_hints
 
@@ -28,8 +28,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     max_tokens: int
     min_tokens: int
-    stop: str | Sequence[str]
-    """One string or several."""
+    stop: str | Sequence[str]  # one string or several
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
@@ -41,8 +40,104 @@ class Options(TypedDict, total=False):
     stream_interval: int
     request_id: str
     priority: int
-    timeout_s: float
-    """Seconds for the whole call, retries included."""
+    timeout_s: float  # for the whole call, retries included
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    bytes: bytes
+    logprob: float | None = None  # natural logarithm; None when not asked for
+    top: tuple[Token, ...] = ()  # the most likely tokens in its place
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: str  # a name of the proto's `Finish.Reason`, such as EOS
+    matched: int | str | None = None  # the token or string that ended the sequence, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # those of the prompt that were found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """See `Timings` in the proto."""
+
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    stage_busy_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence: what is new of a stream, or all of a completed sequence. The last chunk
+    of a sequence, and no other, has `finish` and `usage`."""
+
+    request_id: str
+    index: int  # of the sequence
+    first_token: int  # its offset among the generated tokens
+    num_tokens: int  # whether they are listed or not
+    text: str
+    tokens: tuple[Token, ...] = ()  # when asked for; so are `prompt_tokens`
+    prompt_tokens: tuple[Token, ...] = ()
+    seed: int | None = None  # the one in use, on the first and the last chunk
+    finish: Finish | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: a chunk for each of its `n` sequences, in order of their index."""
+
+    request_id: str
+    seed: int
+    sequences: tuple[Chunk, ...]
+
+    @property
+    def text(self) -> str:
+        """The first sequence's text."""
+        return self.sequences[0].text
+
+    @property
+    def finish(self) -> Finish:
+        """How the first sequence ended."""
+        assert self.sequences[0].finish is not None
+        return self.sequences[0].finish
+
+
+def completion_of(chunks: Sequence[Chunk]) -> Completion:
+    """What all chunks of a request make together."""
+    by_index: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+    assert chunks[0].seed is not None
+    sequences = tuple(_join(by_index[index]) for index in sorted(by_index))
+    return Completion(chunks[0].request_id, chunks[0].seed, sequences)
+
+
+def _join(chunks: Sequence[Chunk]) -> Chunk:
+    """All chunks of one sequence as one."""
+    return replace(
+        chunks[-1],
+        first_token=chunks[0].first_token,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        text="".join(chunk.text for chunk in chunks),
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        prompt_tokens=chunks[0].prompt_tokens,
+    )
+
+
+# ---- reading what was asked -------------------------------------------------------------------------------
+
+_KINDS = get_type_hints(Options)
 
 
 def read_prompt(given: Any) -> Prompt:
@@ -50,13 +145,13 @@ def read_prompt(given: Any) -> Prompt:
     return given if isinstance(given, str) else _read("prompt", given, _ids, "a text or a list of token ids")
 
 
-def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not None, in Python's own types. Raises TypeError, naming an option that does not exist
-    or has another type."""
-    if unknown := sorted(given.keys() - _KINDS.keys()):
+def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> dict[str, Any]:
+    """The options that are not None, in Python's own types. kinds: the type of each, by name. Raises TypeError,
+    naming an option that does not exist or has another type."""
+    if unknown := sorted(given.keys() - kinds.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}")
     told = {name: value for name, value in given.items() if value is not None}
-    return {name: _read(name, value, *_READERS[_KINDS[name]]) for name, value in told.items()}
+    return {name: _read(name, value, *_READERS[kinds[name]]) for name, value in told.items()}
 
 
 def _read(name: str, value: Any, reader: Callable[[Any], Any], what: str) -> Any:
@@ -106,7 +201,6 @@ def _biases(value: Any) -> dict[int, float]:
     return {_whole(token_id): _number(bias) for token_id, bias in value.items()}
 
 
-_KINDS = get_type_hints(Options)
 _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     int: (_whole, "a whole number"),
     float: (_number, "a number"),
@@ -116,122 +210,3 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     Sequence[int]: (_ids, "a list of token ids"),
     Mapping[int, float]: (_biases, "numbers by token id"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token."""
-
-    id: int
-    bytes: bytes
-    logprob: float | None = None
-    """Natural logarithm; None when not asked for."""
-    top: tuple[Token, ...] = ()
-    """The most likely tokens in its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Why a sequence ended."""
-
-    reason: str
-    """A name of the proto's `Finish.Reason`, such as EOS."""
-    matched: int | str | None = None
-    """The token or string that ended it, if one did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How many tokens a sequence has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Those of the prompt that were found in the prefix cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds; see `Timings` in the proto."""
-
-    queue_s: float
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    stage_busy_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What is new of one sequence. Its last chunk, and no other, has `finish` and `usage`."""
-
-    request_id: str
-    index: int
-    first_token: int
-    """Offset of the chunk's first token."""
-    num_tokens: int
-    """How many tokens it stands for, listed or not."""
-    text: str
-    tokens: tuple[Token, ...] = ()
-    """When asked for; so are `prompt_tokens`."""
-    prompt_tokens: tuple[Token, ...] = ()
-    seed: int | None = None
-    """The seed in use, on the first and the last chunk."""
-    finish: Finish | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedSequence:
-    """One finished sequence."""
-
-    index: int
-    text: str
-    tokens: tuple[Token, ...]
-    prompt_tokens: tuple[Token, ...]
-    finish: Finish
-    usage: Usage
-    timings: Timings | None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request: `n` sequences, in order of their index."""
-
-    request_id: str
-    seed: int
-    sequences: tuple[CompletedSequence, ...]
-
-    @property
-    def text(self) -> str:
-        """The first sequence's text."""
-        return self.sequences[0].text
-
-    @property
-    def finish(self) -> Finish:
-        """How the first sequence ended."""
-        return self.sequences[0].finish
-
-
-def completion_of(chunks: Sequence[Chunk]) -> Completion:
-    """What all chunks of a request make together."""
-    indices = sorted({chunk.index for chunk in chunks})
-    seed = next(chunk.seed for chunk in chunks if chunk.seed is not None)
-    sequences = tuple(_sequence([chunk for chunk in chunks if chunk.index == index]) for index in indices)
-    return Completion(chunks[0].request_id, seed, sequences)
-
-
-def _sequence(chunks: Sequence[Chunk]) -> CompletedSequence:
-    last = chunks[-1]
-    assert last.finish is not None
-    assert last.usage is not None
-    return CompletedSequence(
-        index=last.index,
-        text="".join(chunk.text for chunk in chunks),
-        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
-        prompt_tokens=chunks[0].prompt_tokens,
-        finish=last.finish,
-        usage=last.usage,
-        timings=last.timings,
-    )

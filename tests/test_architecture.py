@@ -66,12 +66,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {
-        *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),
+        *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core", "ppserve.model", "ppserve.bench"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
-        "ppserve.tokenizer",
-        "torch",
+        *("ppserve.tokenizer", "torch"),
     },
-    "ppserve.library.parts": {"ppserve.bench", "ppserve.model"},
     "ppserve.client": {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
         *("grpc", "google", "grpc_health"),

@@ -16,7 +16,7 @@ from grpc import aio
 from ppserve.bench.workload import Question
 from ppserve.client import AsyncClient, CallFailed, RetryPolicy
 from ppserve.client.connection import TimeLimit
-from ppserve.client.failures import read_failure
+from ppserve.client.messages import read_failure
 from ppserve.v1 import generation_pb2 as pb
 
 OK = "OK"

@@ -12,27 +12,11 @@ cannot be reached or its queue is full. When a stream breaks, they resume it: th
 text of an undisturbed stream. `RetryPolicy` bounds the retries; after the last one `CallFailed` is raised.
 """
 
+# mypy: implicit_reexport=True
+# ruff: noqa: F401
+
 from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage, completion_of
-from ppserve.answers import CompletedSequence as Sequence
-from ppserve.client.calls import AsyncClient
+from ppserve.client.calls import AsyncClient, Client
 from ppserve.client.connection import Tls
 from ppserve.client.conversation import RetryPolicy
-from ppserve.client.failures import CallFailed
-from ppserve.client.synchronous import Client
-
-__all__ = [
-    "AsyncClient",
-    "CallFailed",
-    "Chunk",
-    "Client",
-    "Completion",
-    "Finish",
-    "Options",
-    "RetryPolicy",
-    "Sequence",
-    "Timings",
-    "Tls",
-    "Token",
-    "Usage",
-    "completion_of",
-]
+from ppserve.client.messages import CallFailed

@@ -1,15 +1,16 @@
-"""What a client does, written once as coroutines: requests, retries, streams that resume.
+"""The two clients: requests, retries, streams that resume.
 
-`AsyncClient` is awaited. `Client` gives it calls that block (`CallStyle`), so that each coroutine runs to its end,
-or to its next chunk, without an event loop.
+What they do is written once, as coroutines. `AsyncClient` is awaited. `Client` makes calls that block
+(`CallStyle`), so that each coroutine runs to its end, or to its next chunk, without an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Self, Unpack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import grpc
 from grpc import aio
@@ -18,10 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, read_options
 from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel, refuse_other_kinds
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
-from ppserve.client.failures import read_failure
-from ppserve.client.messages import read_tokens, to_message
+from ppserve.client.messages import read_failure, read_tokens, to_message
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CallStyle:
@@ -134,3 +137,83 @@ class AsyncClient:
                 return await self._style.result(method(request, metadata=self._metadata))
             except grpc.RpcError as error:
                 await self._style.sleep(retries.pause_after(read_failure(error), time.monotonic()))
+
+
+# ---- the client that blocks -------------------------------------------------------------------------------
+
+
+class _Blocking(CallStyle):
+    """gRPC's blocking interface: these coroutines never suspend."""
+
+    library: Any = grpc
+
+    async def result(self, call: Any) -> Any:
+        return call  # it was made when it returned
+
+    async def next_message(self, call: Any) -> Any:
+        return next(call, None)
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _BlockingCalls(AsyncClient):
+    _style = _Blocking()
+
+
+def _run(awaitable: Awaitable[R]) -> R:
+    """The result of a coroutine that never suspends, so no event loop is needed."""
+    try:
+        next(awaitable.__await__())
+    except StopIteration as end:
+        result: R = end.value
+        return result
+    raise AssertionError("a blocking call has waited for an event loop")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Client, P], R]:
+    @wraps(method)
+    def blocking(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return _run(method(client._calls, *args, **kwargs))
+
+    return blocking
+
+
+class Client:
+    """One connection to a server, for ordinary code and any number of threads. target, api_key: as above."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._calls = _BlockingCalls(target, api_key=api_key, tls=tls, retry=retry)
+
+    generate = _blocking(AsyncClient.generate)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    model_info = _blocking(AsyncClient.model_info)
+    topology = _blocking(AsyncClient.topology)
+    restart = _blocking(AsyncClient.restart)
+    is_serving = _blocking(AsyncClient.is_serving)
+    close = _blocking(AsyncClient.close)
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
+        """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
+        chunks = self._calls.stream(prompt, **options)
+        try:
+            while (chunk := _run(anext(chunks, None))) is not None:
+                yield chunk
+        finally:
+            _run(chunks.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ppserve.answers import Chunk
-from ppserve.client.failures import CallFailed
-from ppserve.client.messages import read_chunk
+from ppserve.client.messages import CallFailed, read_chunk
 from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
@@ -61,23 +60,14 @@ class Retries:
         Raises `failure` after the last attempt, and where a retry cannot help: it can where no server answers
         (UNAVAILABLE) and where a full queue says when it will have room.
         """
+        first, policy = self._first, self._policy
         self._failures += 1
-        first = self._first
         if first is None:
             self._since_s = now_s
         if first is None or (failure.reason and not first.reason):
             self._first = failure  # what a server explains tells more than that none answered
-        is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
-        policy = self._policy
-        was_last = not has_begun and policy.max_attempts is not None and self._failures >= policy.max_attempts
-        is_over = now_s - self._since_s >= policy.resume_timeout_s
-        if was_last or is_over or not (is_full or failure.code == "UNAVAILABLE"):
-            if first is None or str(first) == str(failure):
-                raise failure
-            problem = f"{failure.problem} (at first: {first})"
-            raise CallFailed(
-                failure.code, problem, failure.reason, failure.violations, failure.retry_after_s
-            ) from first
+        if self._is_final(failure, now_s, has_begun):
+            raise failure from (first if str(first) != str(failure) else None)
         if policy.on_retry is not None:
             policy.on_retry(failure)
         elif first is None:
@@ -86,6 +76,13 @@ class Retries:
         # Bounded, because a float's exponent is.
         own_s = min(longest_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
         return max(own_s, failure.retry_after_s or 0.0)
+
+    def _is_final(self, failure: CallFailed, now_s: float, has_begun: bool) -> bool:
+        policy = self._policy
+        is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
+        was_last = not has_begun and policy.max_attempts is not None and self._failures >= policy.max_attempts
+        is_over = now_s - self._since_s >= policy.resume_timeout_s
+        return was_last or is_over or not (is_full or failure.code == "UNAVAILABLE")
 
 
 @dataclass(slots=True)

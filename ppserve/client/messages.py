@@ -1,14 +1,44 @@
-"""Converts between the values of `ppserve.answers` and the messages of the proto."""
+"""Converts between the values that callers see and the messages of the proto; failed calls become `CallFailed`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, read_prompt
+from ppserve.errors import PpserveError, Violation
 from ppserve.v1 import generation_pb2 as pb
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class CallFailed(PpserveError):
+    """A call that did not succeed. Its cause (`__cause__`): when the call was retried and its failures differed,
+    the first one, or the first that a server explained."""
+
+    def __init__(
+        self,
+        code: str,
+        problem: str,
+        reason: str = "",
+        violations: tuple[Violation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(code, problem)
+        self.code = code  # name of the gRPC status, such as INVALID_ARGUMENT
+        self.problem = problem
+        self.reason = reason  # the server's stable name for the failure; empty when no server answered
+        self.violations = violations  # the wrong fields of the request
+        self.retry_after_s = retry_after_s  # how long the server asks the client to wait
+
+    def __str__(self) -> str:
+        at_first = f" (at first: {self.__cause__})" if self.__cause__ is not None else ""
+        return f"{self.code}: {self.problem}{at_first}"
 
 
 def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
@@ -80,3 +110,18 @@ def _timings(timings: pb.Timings) -> Timings:
         timings.decode_seconds,
         tuple(timings.stage_busy_seconds),
     )
+
+
+def read_failure(error: grpc.RpcError) -> CallFailed:
+    """The exception for a call that gRPC ended with an error, blocking or not."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
+    for name, value in error.trailing_metadata() or ():
+        if name == _DETAILS_KEY and isinstance(value, bytes):
+            for detail in Status.FromString(value).details:
+                any(detail.Unpack(kind) for kind in (named, wrong, pause))
+    violations = tuple(Violation(v.field, v.description) for v in wrong.field_violations)
+    retry_after_s = pause.retry_delay.ToNanoseconds() / 1e9 if pause.HasField("retry_delay") else None
+    code = error.code()
+    name = code.name if code is not None else "UNKNOWN"
+    return CallFailed(name, error.details() or "", named.reason, violations, retry_after_s)

@@ -1,4 +1,24 @@
 """A pipeline in one process, for programs and notebooks: stages are threads.
 
-Never opens a socket, never speaks a protocol.
+Never opens a socket, never speaks a protocol. These are the public names: the pipeline, and its parts.
 """
+
+# mypy: implicit_reexport=True
+# ruff: noqa: F401
+
+from ppserve.bench.ledger import BUSY, between, read_ledger, shares
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES, IDLE
+from ppserve.core.partition import balance, decode_parts, split_by_weight
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.library.pipeline import Ledger, Pipeline
+from ppserve.library.stream import Stream
+from ppserve.model.checkpoint import Checkpoint, TensorPart
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.stage.device import Compute
+from ppserve.stage.step import Computed, Stage
+from ppserve.stage.transport import Frames, Transport, connect, create_transport
+from ppserve.tokenizer import load_tokenizer

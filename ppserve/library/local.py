@@ -1,15 +1,24 @@
-"""The control plane of one process: queues in place of sockets, threads in place of ranks."""
+"""Ranks that are threads: their control plane is made of queues, and each runs the loop of a stage."""
 
 from __future__ import annotations
 
+import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ppserve import wire
+from ppserve.config import ServeConfig
 from ppserve.head.engine.control import Disconnected, Received
+from ppserve.process.environment import RankEnvironment
 from ppserve.stage.link import Link
+from ppserve.stage.loop import StageLoop
+from ppserve.stage.probe import ProbeResult, probe
+from ppserve.stage.wiring import ThreadWiring
+
+log = logging.getLogger("ppserve.library")
 
 
 class LocalLink(Link):
@@ -29,8 +38,8 @@ class LocalLink(Link):
         self._head.put(Received(self._rank, time.monotonic_ns(), message))
 
     def hang_up(self, cause: str) -> None:
-        """The rank is gone: as when a connection ends. What is told of abandoned epochs would hold the stage, with
-        its weights, keys and values, for as long as there is a pipeline, or until cycles are collected."""
+        """The rank is gone: as when a connection ends. The pipeline keeps this link, which must not keep the stage
+        with its weights, keys and values."""
         self._on_abandon = lambda _epoch: None
         self._head.put(Disconnected(self._rank, cause))
 
@@ -64,7 +73,7 @@ class LocalControlPlane:
 
     def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         for rank in ranks:
-            self.links[rank].deliver(message)
+            self.send(rank, message)
 
     def drop(self, rank: int, cause: str) -> None:
         """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""
@@ -74,3 +83,35 @@ class LocalControlPlane:
         until_s = time.monotonic() + goodbye_s
         while self._connected and (left_s := until_s - time.monotonic()) > 0:
             self.poll(left_s)
+
+
+def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
+    """A thread for each rank. Raises UsageError."""
+    grid = config.pipeline.grid(world_size)
+    wirings = [ThreadWiring() for _ in range(grid.data)]
+    found = [probe(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
+    return [
+        threading.Thread(
+            target=_run_stage,
+            args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
+            name=grid.name(rank),
+            daemon=True,
+        )
+        for rank, link in control.links.items()
+    ]
+
+
+def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
+    """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
+    try:
+        found.compute.occupy()
+        stage = StageLoop(start, found, link.opened, wiring)
+        try:
+            stage.run()
+        finally:
+            stage.leave_epoch()  # which ends the waits of neighbours for this stage
+    except Exception as error:
+        log.exception("a stage failed")
+        link.send(wire.Failed(f"{type(error).__name__}: {error}"))
+    finally:
+        link.hang_up("exit")

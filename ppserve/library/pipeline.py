@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from operator import index
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict, Unpack, cast, get_type_hints
 
 import torch
 
 from ppserve import config as cfg
-from ppserve import wire
 from ppserve.answers import Completion, Options, Prompt, read_options, read_prompt
 from ppserve.core.architecture import Split
+from ppserve.core.figures import table
+from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import check_text, to_request
-from ppserve.head.descriptions import ModelDescription, Topology
+from ppserve.head.api.stream import Pending
+from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.loop import Engine
 from ppserve.head.handle import describe_model, describe_topology
-from ppserve.library.ledger import Ledger
-from ppserve.library.local import LocalControlPlane, LocalLink
+from ppserve.library.local import LocalControlPlane, make_stages
 from ppserve.library.stream import Stream
-from ppserve.process.environment import RankEnvironment
-from ppserve.stage.loop import StageLoop
-from ppserve.stage.probe import ProbeResult, probe
-from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer
 
-log = logging.getLogger("ppserve.library")
-
 _END_WITHIN_S = 10.0
-_CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": cfg.KV_DTYPES}
 
 
 class Settings(TypedDict, total=False):
@@ -44,8 +37,7 @@ class Settings(TypedDict, total=False):
 
     tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
     ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
-    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence, None or unset = where
-    they pay.
+    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence (unset: where they pay).
     """
 
     dtype: str
@@ -62,20 +54,77 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_queue: int
     prefill_chunk: int
-    speculate: int | None
+    speculate: int
     replicas: int
     batch_invariant: bool
     cuda_graphs: bool
-    devices: Sequence[str]
+    devices: str | Sequence[str]
+
+
+_HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage.
+
+    Shares in the table are of the time in which there was work, except `idle`, which is of all time. advice: what
+    would help most; empty when nothing would.
+    """
+
+    stages: tuple[StageDescription, ...]
+    advice: str
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the pipeline was made, or between two ledgers: the same for every stage of a replica, and
+        within microseconds for those of others."""
+        first = self.stages[0]
+        return first.busy_s + sum(first.bubble_s.values()) + first.idle_s
+
+    def since(self, earlier: Ledger) -> Ledger:
+        """What was added after an earlier ledger of the same pipeline."""
+        return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
+
+    def __repr__(self) -> str:
+        lines = table(_HEADINGS, *map(self._row, self.stages))
+        ranks = [
+            f"tensor ranks of stage {self._name(stage)} waited for each other for"
+            f" {', '.join(f'{rank.gather_s:.3f}' for rank in stage.ranks)} s"
+            for stage in self.stages
+            if any(rank.gather_s for rank in stage.ranks)
+        ]
+        advice = [self.advice] if self.advice else []
+        return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *advice])
+
+    def _name(self, stage: StageDescription) -> str:
+        return f"{stage.replica}.{stage.stage}" if self.stages[-1].replica else str(stage.stage)
+
+    def _row(self, stage: StageDescription) -> tuple[str, ...]:
+        lost_s = [stage.bubble_s[cause] for cause in CAUSES]
+        with_work_s = stage.busy_s + sum(lost_s)
+        shares = [f"{spent_s / with_work_s:.1%}" if with_work_s else "-" for spent_s in (stage.busy_s, *lost_s)]
+        idle = f"{stage.idle_s / (self.wall_s or 1):.1%}"
+        step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
+        return (self._name(stage), stage.layers, *shares, idle, str(stage.steps), step)
+
+
+def _since(now: StageDescription, before: StageDescription) -> StageDescription:
+    busy_s, steps = now.busy_s - before.busy_s, now.steps - before.steps
+    pairs = zip(now.ranks, before.ranks, strict=True)
+    return replace(
+        now,
+        busy_s=busy_s,
+        bubble_s={cause: seconds - before.bubble_s[cause] for cause, seconds in now.bubble_s.items()},
+        idle_s=now.idle_s - before.idle_s,
+        steps=steps,
+        measured_step_s=busy_s / steps if steps else None,
+        ranks=tuple(replace(rank, gather_s=rank.gather_s - then.gather_s) for rank, then in pairs),
+    )
 
 
 class Pipeline:
     """A model over `stages` stages, threads of this process; hidden states are handed on as they are.
-
-        with Pipeline("tiny", stages=2) as pipeline:
-            for piece in pipeline.generate("Once upon a time", max_tokens=40, seed=1):
-                print(piece.text, end="")
-            print(pipeline.ledger())
 
     model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
     gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
@@ -92,7 +141,7 @@ class Pipeline:
         self._control = LocalControlPlane(range(world_size))
         self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
         self._pid = os.getpid()
-        threads = (self._engine, *_make_stages(config, world_size, self._control))
+        threads = (self._engine, *make_stages(config, world_size, self._control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
         self._end = weakref.finalize(self, _end_threads, self._engine, threads, torch.get_num_threads())
         for thread in threads:
@@ -102,6 +151,15 @@ class Pipeline:
         except BaseException:
             self.close()
             raise
+
+    def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer | None]:
+        """Waits until every stage has loaded its layers."""
+        engine = self._engine
+        wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
+        if engine.failed.done():
+            fatal = engine.failed.result()
+            raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
+        return describe_model(config, [replica.members for replica in engine.replicas])
 
     # ---- generating -----------------------------------------------------------------------------------
 
@@ -115,24 +173,6 @@ class Pipeline:
         """
         return self._submit(_as_prompts(prompt), options)
 
-    def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
-        given, engine = read_options(options), self._running()
-        name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
-        requests = []
-        for prompt in prompts:
-            call = Call.begin("", timeout_s, None)
-            requests.append(to_request(given, self._ids_of(prompt), self._description, call))
-        several = len(prompts) > 1
-        stream = Stream(self, engine, self._tokenizer)
-        try:
-            for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                own = f"{name}-{place}" if name and several else name or str(place)
-                stream.submit(request, own, self._text_of(prompt) if request.output.echo else "")
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """`generate`, read to its end."""
         with self._submit([read_prompt(prompt)], options) as stream:
@@ -142,6 +182,17 @@ class Pipeline:
         """All of these together, in their order."""
         with self._submit(_as_prompts(prompts) if len(prompts) else [], options) as stream:
             return stream.completions()
+
+    def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
+        given, engine = read_options(options), self._running()
+        name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
+        requests = {}
+        for place, prompt in enumerate(prompts):
+            call = Call.begin("", timeout_s, None)
+            request = to_request(given, self._ids_of(prompt), self._description, call)
+            own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
+            requests[own_name] = Pending(request, self._text_of(prompt) if request.output.echo else "")
+        return Stream(self, engine, self._tokenizer, requests)
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -164,14 +215,17 @@ class Pipeline:
         """What is computed, in which arithmetic, and whether the promises hold on this machine."""
         return self._description
 
+    def topology(self) -> Topology:
+        """What each stage holds, and how long its steps take."""
+        return describe_topology(self._running().snapshot())
+
     def ledger(self) -> Ledger:
         """Where every stage's time went, from the making of the pipeline to now."""
         topology = self.topology()
         return Ledger(topology.stages, topology.advice)
 
-    def topology(self) -> Topology:
-        """What each stage holds, and how long its steps take."""
-        return describe_topology(self._running().snapshot())
+    def __repr__(self) -> str:
+        return f"<Pipeline {self._description.name!r}, {self._description.numbers}>"
 
     def _running(self) -> Engine:
         """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""
@@ -195,99 +249,6 @@ class Pipeline:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        decision = self._engine.replicas[0].members.decision
-        assert decision is not None
-        spans = " | ".join(layout.span for layout in decision.layouts)
-        return f"<Pipeline {self._description.name!r}, {self._description.dtype}, layers {spans}>"
-
-    def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer | None]:
-        """Waits until every stage has loaded its layers."""
-        engine = self._engine
-        wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
-        if engine.failed.done():
-            fatal = engine.failed.result()
-            raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
-        return describe_model(config, [replica.members for replica in engine.replicas])
-
-
-def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
-    """The configuration, and how many ranks there are. Raises ConfigError."""
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError("model", f"{model!r} is neither a name nor a path")
-    given: dict[str, Any] = {"path": os.fspath(model)}
-    given |= {name: value for name, value in settings.items() if value is not None or name == "speculate"}
-    kinds = {"stages": int, **get_type_hints(Settings)}
-    if unknown := set(given) - {"path", *kinds}:
-        raise ConfigError(min(unknown), "there is no such setting")
-    for name, known in _CHOICES.items():
-        if name in given and given[name] not in known:
-            raise ConfigError(name, f"{given[name]!r} is none of {', '.join(known)}")
-    for name, kind in kinds.items():
-        value = given.get(name)
-        if value is None:
-            continue
-        if kind is bool and not isinstance(value, bool):
-            raise ConfigError(name, f"{value!r} is neither True nor False")
-        if kind in (int, int | None):
-            given[name] = _read_number(name, value, least=int(kind is int))
-        elif kind is not bool and isinstance(value, str) != (kind is str):
-            raise ConfigError(name, f"{value!r} is not {'a text' if kind is str else 'a list of texts'}")
-    if "devices" in given:
-        given["devices"] = tuple(given["devices"])
-    if "layers" in given:
-        try:
-            given["layers"] = Split.parse(given["layers"])
-        except ValueError as error:
-            raise ConfigError("layers", str(error)) from None
-    stages = given.pop("stages", None)
-    config = cfg.ServeConfig.from_flags(given)
-    ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
-    return config, ranks_per_stage * (stages or max(1, len(given.get("devices", ())) // ranks_per_stage))
-
-
-def _make_stages(config: cfg.ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
-    """A thread for each rank."""
-    grid = config.pipeline.grid(world_size)
-    wirings = [ThreadWiring() for _ in range(grid.data)]
-    found = [probe(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
-    return [
-        threading.Thread(
-            target=_run_stage,
-            args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
-            name=grid.name(rank),
-            daemon=True,
-        )
-        for rank, link in control.links.items()
-    ]
-
-
-def _read_number(name: str, value: Any, least: int) -> int:
-    """A whole number, of Python's or numpy's. Raises ConfigError."""
-    try:
-        number = index(value)
-    except TypeError:
-        raise ConfigError(name, f"{value!r} is not a whole number") from None
-    if number < least:
-        raise ConfigError(name, f"{number} is less than {least}")
-    return number
-
-
-def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
-    """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
-    try:
-        found.compute.occupy()
-        stage = StageLoop(start, found, link.opened, wiring)
-        try:
-            stage.run()
-        finally:
-            stage.leave_epoch()  # which ends the waits of neighbours for this stage
-    except Exception as error:
-        log.exception("a stage failed")
-        link.send(wire.Failed(f"{type(error).__name__}: {error}"))
-    finally:
-        link.hang_up("exit")
-
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
     """Ends all threads, and gives torch back the number of threads that it had.
@@ -300,14 +261,39 @@ def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_thre
     torch.set_num_threads(torch_threads)
 
 
-def _as_prompts(prompt: Any) -> list[Prompt]:
+def _as_prompts(given: Any) -> list[Prompt]:
     """One prompt, or a list of them, as a list. (Token ids are a list too, but of numbers: one prompt.) Raises
     TypeError."""
-    is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
-    parts = prompt if is_one else list(prompt)
     try:
-        return [read_prompt(parts)]
+        return [read_prompt(given)]
     except TypeError:
-        if is_one:
+        if isinstance(given, bytes | Mapping) or not isinstance(given, Collection):
             raise
-        return [read_prompt(part) for part in parts]
+        return [read_prompt(prompt) for prompt in given]
+
+
+_KINDS = {"stages": int, **get_type_hints(Settings)}
+_CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": cfg.KV_DTYPES}
+
+
+def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
+    """The configuration, and how many ranks there are. Raises UsageError, naming the setting."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError("model", f"{model!r} is neither a name nor a path")
+    try:
+        given = read_options(settings, _KINDS)
+        if "layers" in given:
+            given["layers"] = Split.parse(given["layers"])
+    except TypeError as error:
+        raise UsageError(str(error)) from None
+    except ValueError as error:
+        raise ConfigError("layers", str(error)) from None
+    for name, value in given.items():
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigError(name, f"{value!r} is none of {', '.join(_CHOICES[name])}")
+        if _KINDS[name] is int and value < (least := 0 if name == "speculate" else 1):
+            raise ConfigError(name, f"{value} is less than {least}")
+    stages = given.pop("stages", None)
+    config = cfg.ServeConfig.from_flags({"path": os.fspath(model), **given})
+    ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
+    return config, ranks_per_stage * (stages or max(1, len(given.get("devices", ())) // ranks_per_stage))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
-from ppserve.client.failures import CallFailed
+from ppserve.client.messages import CallFailed
 from ppserve.tokenizer import Detokenizer
 from ppserve.v1 import generation_pb2 as pb
 

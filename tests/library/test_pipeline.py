@@ -81,19 +81,11 @@ def test_a_stream_that_is_closed_early_or_dropped_frees_what_it_held(two_stages:
 
 
 def test_many_threads_may_ask_at_once(two_stages: Pipeline) -> None:
-    texts: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        texts[number] = two_stages.complete("The dog", seed=number % 4, max_tokens=25).text
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(texts) == 12
-    assert all(texts[number] == texts[number % 4] for number in texts)
-    assert len(set(texts.values())) > 1
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(two_stages.complete, "The dog", seed=n % 4, max_tokens=25) for n in range(12)]
+        texts = [each.result(60).text for each in asked]
+    assert texts == texts[:4] * 3
+    assert len(set(texts)) > 1
 
 
 def _next_moment(pipeline: Pipeline) -> Ledger:
@@ -207,8 +199,9 @@ def test_a_text_is_one_stop_string_and_none_says_nothing(two_stages: Pipeline) -
         (2, {"threads": 0}, "threads"),
         ("2", {}, "stages: '2' is not a whole number"),
         (2, {"speculate": "auto"}, "speculate: 'auto' is not a whole number"),
-        (1, {"devices": "cpu"}, "devices: 'cpu' is not a list"),
-        (1, {"force_cpu": "no"}, "force_cpu: 'no' is neither True nor False"),
+        (1, {"devices": 5}, "devices: 5 is not a text or a list of texts"),
+        (1, {"force_cpu": "no"}, "force_cpu: 'no' is not true or false"),
+        (2, {"speculate": -1}, "speculate: -1 is less than 0"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),
         (2, {"kv_cache_memory": 1}, "kv-cache-memory"),
@@ -224,12 +217,10 @@ def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
-    for model in ("no/such/model", Path("no/such/model")):
-        with pytest.raises(UsageError, match="no/such/model"):
+    models: dict[str, Any] = {"no/such/model": Path("no/such/model"), "model: None is neither a name nor": None}
+    for problem, model in models.items():
+        with pytest.raises(UsageError, match=problem):
             Pipeline(model, stages=2)
-    nothing: Any = None
-    with pytest.raises(UsageError, match="model: None is neither a name nor a path"):
-        Pipeline(nothing)
 
 
 def test_a_closed_pipeline_refuses_and_open_streams_end() -> None:
@@ -289,21 +280,16 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         ledger = pipeline.ledger().since(before)
         descriptions = pipeline.topology().stages
     assert all(description.device.startswith("2 x cpu") for description in descriptions)
-    assert [[(rank.rank, rank.tensor, rank.live) for rank in description.ranks] for description in descriptions
-    ] == [
-        [(0, 0, True), (1, 1, True)], [(2, 0, True), (3, 1, True)]
-    ]  # fmt: skip
-    assert all(rank.gather_s > 0 for description in descriptions for rank in description.ranks)
-    assert all(
-        sum(rank.num_parameters for rank in description.ranks) == description.num_parameters
-        for description in descriptions
-    )
+    ranks = [rank for description in descriptions for rank in description.ranks]
+    assert [(rank.rank, rank.tensor, rank.live) for rank in ranks] == [(n, n % 2, True) for n in range(4)]
+    assert all(rank.gather_s > 0 for rank in ranks)
     # Of all ranks together; both have all norms, two of each layer and the last.
     arch = ppserve.read_architecture("tiny")
     held_twice = arch.shared_params + (2 * arch.num_layers + 1) * arch.norm_params
+    assert sum(rank.num_parameters for rank in ranks) == arch.num_params + held_twice
     assert sum(description.num_parameters for description in descriptions) == arch.num_params + held_twice
     for stage in ledger.stages:
-        # Every rank computes and waits as long as its stage; the stage waits as its ranks do on average.
+        # The stage waits as its ranks do on average.
         gathered_s = [rank.gather_s for rank in stage.ranks]
         assert len(gathered_s) == 2
         assert sum(gathered_s) / 2 == pytest.approx(stage.bubble_s["gather"], abs=1e-6 * stage.steps)
@@ -312,19 +298,14 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
     assert repr(ledger).count("waited for each other") == 2
 
 
-def test_the_ledger_can_be_read_in_a_terminal_and_in_a_notebook(two_stages: Pipeline) -> None:
+def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:
     two_stages.complete("Once", max_tokens=3)
-    ledger = two_stages.ledger()
-    heading, *rows = repr(ledger).splitlines()
+    heading, *rows = repr(two_stages.ledger()).splitlines()
     assert heading.split() == [
         *("stage", "layers", "busy", "fill_drain", "imbalance", "transfer", "token_return", "host", "gather"),
         *("idle", "steps", "ms/step"),
     ]
     assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
-    html = ledger._repr_html_()
-    assert html.count("<tr>") == 3
-    assert html.startswith("<table>")
-    assert "<Pipeline 'tiny', float32, layers " in repr(two_stages)
 
 
 # ---- names ------------------------------------------------------------------------------------------------

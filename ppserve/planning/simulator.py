@@ -109,9 +109,10 @@ class Simulator:
     def _fill_pipeline(self, now_s: float) -> float:
         """Sends steps until the pipeline is full; returns when the head is done with that."""
         woken_ns = round(now_s * _NS)
+        self._scheduler.request_queue.admit(now_s)
         while (plan := self._scheduler.schedule(now_s)) is not None:
             now_s += self._overheads.head_s
-            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), self._scheduler.microbatches)
+            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), self._scheduler.slots.num_slots)
             self._account.dispatched(step)
             self._send(plan, now_s)
         return now_s
@@ -138,7 +139,7 @@ class Simulator:
         self._account.reported(step, result.stage)
         self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / _NS)
         if self._slots is not None:
-            self._scheduler.set_microbatches(self._slots.observe(result, step.fills_slots))
+            self._scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         if result.stage == len(self._stages) - 1:
             for event in self._scheduler.commit(result, now_s):
                 self._note(event, now_s)

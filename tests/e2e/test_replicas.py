@@ -64,7 +64,7 @@ def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(
     os.kill(server.stage_pid(0), signal.SIGKILL)
     thread.join()
     assert answers == undisturbed
-    assert "sequences move to other replicas" in server.log
+    assert "sequences go back to the queue" in server.log
     assert "replica 0 stage 0 died" in server.log
 
     restart = [sys.executable, "-m", "ppserve", "restart", "--target", server.grpc, "--replica"]

@@ -1,9 +1,4 @@
-"""Admission: in which order waiting requests are admitted, and which requests are refused.
-
-A submitted request is admitted, waits or is refused (`refusal`). It is refused with InvalidRequest if it could not
-run on an empty server. It is refused with Overloaded, which says when to try again, if the queue is full, or if
-its deadline would pass before its answer is complete, by the measured throughput. The first request of a caller
-that has no other finds a queue of twice the size. So a caller that fills the queue keeps out nobody but itself.
+"""The order of waiting requests, what each may need, and how fast requests are computed.
 
 Waiting requests that a lost or drained replica gave back go first, in the order of their first admission. Others
 are ordered by
@@ -19,21 +14,15 @@ are ordered by
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.sequence import Sequence, SequenceGroup
-from ppserve.errors import InvalidRequest, Overloaded, Violation
-
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
-_MANY_RUNNING = 8
-# Predicted times are multiplied by this: under overload, requests that are admitted later take half of the steps,
-# and admitted requests are as late as the prediction allows.
-_MARGIN = 2.5
+from ppserve.core.scheduling.sequence import SequenceGroup
+from ppserve.errors import InvalidRequest, Violation
 
 MAX_IDLE_CALLERS = 1024
 AGING_S = 10.0
@@ -41,61 +30,6 @@ AGING_S = 10.0
 HALF_LIFE_S = 10.0
 MIN_EVIDENCE_S = 0.05
 MEMORY_OF_ENDS = 0.98
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """What a submitted request finds."""
-
-    running: Collection[Sequence]
-    num_waiting: int
-    tokens_waiting: int
-    tokens_ahead: int
-    """Of the waiting requests that go before it."""
-    throughput: Throughput
-
-
-def refusal(
-    group: SequenceGroup, load: QueueLoad, config: SchedulerConfig, now: float, *, fits: bool, is_only_one: bool
-) -> Overloaded | None:
-    """Why a request is refused; None if it is admitted or waits. fits: it is next, and a replica has room.
-    is_only_one: its caller has no other."""
-    if group.request.deadline_s is not None:
-        answer_s = _answer_s(group, load, fits)
-        if answer_s is not None and now + answer_s > group.request.deadline_s:
-            problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
-            return _overloaded(problem, answer_s / 2)
-    if fits:
-        return None
-    queues = 2 if is_only_one else 1
-    half_of_queue_s = load.throughput.seconds_for(load.tokens_waiting // 2)
-    if load.num_waiting >= config.max_queue * queues:
-        return _overloaded(f"{load.num_waiting} requests are waiting", half_of_queue_s)
-    if load.num_waiting and load.tokens_waiting + group.num_tokens > config.max_queue_tokens * queues:
-        return _overloaded(f"{load.tokens_waiting} tokens are waiting", half_of_queue_s)
-    return None
-
-
-def _overloaded(problem: str, retry_after_s: float | None) -> Overloaded:
-    retry_after_s = 1.0 if retry_after_s is None else retry_after_s
-    return Overloaded(problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
-
-
-def _answer_s(group: SequenceGroup, load: QueueLoad, fits: bool) -> float | None:
-    """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown.
-
-    Every running sequence gets a token per step. So until the request has its own tokens, each of the others gets
-    at most as many, after what is left of its prompt.
-    """
-    new = group.request.stop.max_tokens
-    if len(load.running) < _MANY_RUNNING:
-        return None if fits else load.throughput.seconds_for(load.tokens_ahead)
-    tokens = load.tokens_ahead + group.num_tokens
-    for sequence in load.running:
-        known = len(sequence.token_ids)
-        tokens += max(0, known - sequence.computed) + min(new, max(0, sequence.max_positions - known))
-    answer_s = load.throughput.seconds_for(tokens)
-    return None if answer_s is None else _MARGIN * answer_s
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
@@ -244,18 +178,19 @@ class FairQueue:
         """The most tokens of all waiting requests."""
         return sum(entry.num_tokens for entry in chain(self._given_back.values(), self._arrived.values()))
 
-    def tokens_ahead(self, priority: int, is_only_one: bool) -> int:
-        """The most tokens of the waiting requests before a new one of `priority`. is_only_one: its caller has no
-        other, so of its class only the first of each caller goes before it."""
-        own = self._first_of_callers() if is_only_one else self._arrived.values()
-        ahead = [entry for entry in own if entry.request.priority == priority]
-        ahead += [entry for entry in self._arrived.values() if entry.request.priority > priority]
-        return sum(entry.num_tokens for entry in chain(self._given_back.values(), ahead))
-
-    def is_idle(self, caller: str) -> bool:
-        """Whether a caller has no live request."""
-        account = self._accounts.get(caller)
-        return account is None or account.num_live == 0
+    def tokens_ahead(self, request: Request) -> int:
+        """The most tokens of the waiting requests before a new one. Callers take turns: before a caller's n-th
+        request of a class go at most n of every other caller."""
+        ahead = list(self._given_back.values())
+        turns: Counter[str] = Counter()
+        own = [entry for entry in self._arrived.values() if entry.request.priority == request.priority]
+        turn = 1 + sum(entry.request.caller == request.caller for entry in own)
+        for entry in own:
+            turns[entry.request.caller] += 1
+            if turns[entry.request.caller] <= turn:
+                ahead.append(entry)
+        ahead += [entry for entry in self._arrived.values() if entry.request.priority > request.priority]
+        return sum(entry.num_tokens for entry in ahead)
 
     def charge(self, caller: str, num_tokens: int) -> None:
         """Add tokens to the counter of a caller with live requests."""

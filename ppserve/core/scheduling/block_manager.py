@@ -178,6 +178,5 @@ class PrefixCache:
 
     def _digests(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """The names of the blocks that its first tokens fill."""
-        size = self._blocks.block_size
         salt = sequence.request.caller.encode() if self._per_caller else b""
-        return sequence.digests(num_tokens // size, size, salt)
+        return sequence.digests(num_tokens // self._blocks.block_size, salt)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, KeysView, ValuesView
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -58,67 +58,6 @@ def slowest_s(costs: CostModel, size: StepSize) -> float:
     return max(costs.predict_each(size))
 
 
-class RunningSet:
-    """The running sequences, and those of them that have known tokens to schedule, in order of their turn: one
-    that decodes has its turn when its latest token returns, one that computes a prompt when it is admitted."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, Sequence] = {}
-        self._ready: dict[int, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def get(self, sequence_id: int) -> Sequence | None:
-        return self._running.get(sequence_id)
-
-    @property
-    def ids(self) -> KeysView[int]:
-        return self._running.keys()
-
-    @property
-    def running(self) -> ValuesView[Sequence]:
-        """All of them, in order of admission."""
-        return self._running.values()
-
-    @property
-    def ready(self) -> ValuesView[Sequence]:
-        return self._ready.values()
-
-    @property
-    def filling(self) -> list[Sequence]:
-        """Those with more than their latest token to schedule: of a prompt, or computed again after a loss."""
-        return [sequence for sequence in self._ready.values() if sequence.remaining > 1 and sequence.is_ready]
-
-    @property
-    def returned(self) -> list[Sequence]:
-        """Those with only their latest token to schedule, the oldest first."""
-        return [sequence for sequence in self._ready.values() if sequence.remaining == 1 and sequence.is_ready]
-
-    @property
-    def num_decoding(self) -> int:
-        """Sequences of which at most the latest token is left to schedule."""
-        num_others = sum(s.remaining > 1 or not s.is_ready for s in self._ready.values())
-        return len(self._running) - num_others
-
-    def admit(self, sequence: Sequence) -> None:
-        self._running[sequence.id] = self._ready[sequence.id] = sequence
-
-    def add_returned(self, sequence: Sequence) -> None:
-        """Its latest token has returned."""
-        self._ready[sequence.id] = sequence
-
-    def remove_scheduled(self, sequence: Sequence) -> None:
-        """A step takes a slice of it."""
-        if sequence.remaining == 0:
-            del self._ready[sequence.id]
-
-    def remove(self, sequence: Sequence) -> None:
-        """The sequence ended, or leaves the replica."""
-        del self._running[sequence.id]
-        self._ready.pop(sequence.id, None)
-
-
 class Composer:
     """Chooses the sequences of a step. Changes nothing; the scheduler makes the slices."""
 
@@ -129,25 +68,26 @@ class Composer:
         # A configured chunk is exact, whatever it costs.
         self._costs = costs if prefill_chunk is None else None
 
-    def compose(
-        self, returned: Iterable[Sequence], num_decoding: int, filling: Iterable[Sequence], microbatches: int
-    ) -> list[Pick]:
+    def compose(self, ready: Iterable[Sequence], num_running: int, num_slots: int) -> list[Pick]:
         """The sequences of the next step; empty when there is nothing to do.
 
-        returned: decodes that are ready, oldest return first. num_decoding: all decodes, those in flight included.
-        filling: sequences with prompt or replay tokens to compute, in order of admission.
+        ready: the running sequences with known tokens to schedule, in order of their turn. Those with one token
+        decode; those with more compute a prompt, or are computed again after a loss.
         """
-        share = -(-num_decoding // microbatches)
-        picks = [Pick(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
+        ready = list(ready)
+        decoding = [sequence for sequence in ready if sequence.remaining == 1 and sequence.is_ready]
+        filling = [sequence for sequence in ready if sequence.remaining > 1 and sequence.is_ready]
+        num_decoding = num_running - (len(ready) - len(decoding))  # those in flight too
+        picks = [Pick(sequence, 1) for sequence in decoding[: -(-num_decoding // num_slots)]]
         if prompts := in_turns(filling, short=MIN_CHUNK):
-            self._fill(picks, prompts, num_decoding > 0, microbatches)
+            self._fill(picks, prompts, num_decoding > 0, num_slots)
         return picks
 
-    def _fill(self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, microbatches: int) -> None:
+    def _fill(self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, num_slots: int) -> None:
         size = StepSize()
         for pick in picks:
             size = _joined(size, pick.sequence, pick.num_tokens)
-        budget = self._token_budget(prompts, beside_decodes, microbatches)
+        budget = self._token_budget(prompts, beside_decodes, num_slots)
         limit_s, at_least = self._time_limit_s(size, beside_decodes), MIN_CHUNK_BESIDE_DECODES
         for sequence in prompts:
             most = min(sequence.remaining, budget)
@@ -158,17 +98,17 @@ class Composer:
             size = _joined(size, sequence, num_tokens)
             budget, at_least = budget - num_tokens, 0
 
-    def _token_budget(self, prompts: list[Sequence], beside_decodes: bool, microbatches: int) -> int:
+    def _token_budget(self, prompts: list[Sequence], beside_decodes: bool, num_slots: int) -> int:
         """How many prompt tokens the step may take, apart from the bound on its time."""
         if self._prefill_chunk is not None:
             return self._prefill_chunk
         least, most = MIN_CHUNK, self._max_auto_chunk
         if beside_decodes:
             least, most = MIN_CHUNK_BESIDE_DECODES, min(most, MAX_CHUNK_BESIDE_DECODES)
-        if microbatches == 1:
+        if num_slots == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)
-        return min(most, max(least, -(-pending // (SPREAD_ROUNDS * microbatches))))
+        return min(most, max(least, -(-pending // (SPREAD_ROUNDS * num_slots))))
 
     def _time_limit_s(self, decodes: StepSize, beside_decodes: bool) -> float:
         if self._costs is None:

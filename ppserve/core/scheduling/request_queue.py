@@ -3,28 +3,104 @@
 Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
 steps are each replica's own (`scheduler`). Laws
 
-- A submitted request is admitted, waits or is refused (`admission.refusal`).
+- A submitted request is admitted, waits or is refused: with InvalidRequest if it could not run on an empty server;
+  with Overloaded, which says when to try again, if the queue is full, or if its deadline would pass before its
+  answer is complete, by the measured throughput.
 - Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
 - Requests that a lost or drained replica gives back keep their tokens and are computed again, before all others.
-- A suspect runs alone in the replica that died with it. Other replicas run all but suspects (`poison_isolation`).
+- A suspect runs alone in the replica that died with it. Other replicas run all but suspects (`PoisonIsolation`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Collection, Hashable, Iterable, Set
 from typing import NamedTuple, Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import FairQueue, QueueLoad, Throughput, check_possible, refusal
+from ppserve.core.scheduling.admission import FairQueue, Throughput, check_possible
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
+# With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
+_MANY_RUNNING = 8
+# Predicted times are multiplied by this: under overload, requests that are admitted later take half of the steps,
+# and admitted requests are as late as the prediction allows.
+_MARGIN = 2.5
+
+SUSPICIOUS_LOSSES = 2
+_CONVICTING_LOSSES_OF_ONE_RANK = 2
+_CONVICTING_LOSSES = 4
+
+
+class PoisonIsolation:
+    """The requests that may kill stages: the number of losses of each, and the suspects. Requests are named by id.
+
+    The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that
+    was in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone,
+    one after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect fails if,
+    while it was alone in the pipeline, the same rank failed twice in the same way, or ranks failed four times. So a
+    request fails at its fourth loss at the earliest. If no rank failed, as when a network is cut, no request is to
+    blame.
+
+    If an epoch is lost before any of its steps returned, the next one begins with a probe, a step without a
+    request (`MicrobatchSlots.is_unproven`). If the probe returns, the stages work, however many requests kill them,
+    and restarts are counted anew. If a stage dies of it, no request is to blame.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[str, int] = {}
+        self._suspects: list[str] = []
+        self._failures: list[Set[Hashable]] = []  # at each loss of the lone request: which ranks failed, and how
+
+    @property
+    def lone(self) -> str | None:
+        """The only request that may run now; None = all may."""
+        return self._suspects[0] if self._suspects else None
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """The requests that may run only alone."""
+        return self._suspects
+
+    def watches(self, request_id: str) -> bool:
+        """Whether a request was in flight at a loss and is not cleared."""
+        return request_id in self._losses
+
+    def record_loss(self, in_flight: Set[str], failed: Set[Hashable]) -> str | None:
+        """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
+
+        failed: each by its place in the pipeline and how it failed.
+        """
+        lone = self.lone
+        if not failed:
+            return None
+        if lone is not None and lone in in_flight:
+            self._failures.append(failed)
+            times = max(sum(rank in each for each in self._failures) for rank in failed)
+            if times < _CONVICTING_LOSSES_OF_ONE_RANK and len(self._failures) < _CONVICTING_LOSSES:
+                return None
+            self.clear(lone)
+            return lone
+        for request in sorted(in_flight):
+            self._losses[request] = self._losses.get(request, 0) + 1
+            if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self._suspects:
+                self._suspects.append(request)
+        return None
+
+    def clear(self, request_id: str) -> None:
+        """The request gained a token since its last loss, or ended."""
+        self._losses.pop(request_id, None)
+        if request_id == self.lone:
+            self._failures = []
+        if request_id in self._suspects:
+            self._suspects.remove(request_id)
 
 
 class RequestScheduler(Protocol):
@@ -44,8 +120,6 @@ class RequestScheduler(Protocol):
 
     @property
     def tokens_left(self) -> int: ...
-
-    def running(self, sequence_id: int) -> Sequence | None: ...
 
     def room_for(self, group: SequenceGroup) -> BlockTable | None: ...
 
@@ -93,10 +167,6 @@ class RequestQueue:
         self._schedulers.remove(scheduler)
 
     @property
-    def has_several_schedulers(self) -> bool:
-        return len(self._schedulers) > 1
-
-    @property
     def num_waiting(self) -> int:
         """Requests that no replica computes."""
         return len(self.queue)
@@ -114,14 +184,13 @@ class RequestQueue:
         config = self._schedulers[0].config
         check_possible(request, config, min(scheduler.num_blocks for scheduler in self._schedulers))
         self.admit(now)
-        is_only_one = self.queue.is_idle(request.caller)
-        load = self._load(request.priority, is_only_one)
-        group = SequenceGroup.of_request(request, self._next_sequence_id, config.eos_id, now)
+        group = SequenceGroup(request, self._next_sequence_id, config, now)
+        tokens_ahead = self.queue.tokens_ahead(request)
         self.queue.push(group)
         self._may_fit = True
         assignment = self._next_assignment(now)
         fits = assignment is not None and assignment.group is group
-        if problem := refusal(group, load, config, now, fits=fits, is_only_one=is_only_one):
+        if problem := self._late(group, tokens_ahead, now, fits) or (None if fits else self._full(config)):
             self.queue.remove(group)
             self.queue.end_request(request.caller)
             raise problem
@@ -132,28 +201,14 @@ class RequestQueue:
         if assignment is not None and fits:
             self._start(assignment, now)
 
-    def _load(self, priority: int, is_only_one: bool) -> QueueLoad:
-        """What a request would find that comes now. is_only_one: its caller has no other."""
-        running = [sequence for key in self._homes for sequence in self.groups[key].live]
-        queue = self.queue
-        tokens_ahead = queue.tokens_ahead(priority, is_only_one)
-        return QueueLoad(running, len(queue), queue.num_tokens, tokens_ahead, self._throughput)
-
-    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
-        """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
+    def abort(self, request_id: str, reason: FinishReason, index: int | None = None) -> list[SequenceEvent]:
+        """End a request now, or one of its answers, whatever its state. Nothing happens if it is unknown or has
+        ended."""
         group = self.groups.get(request_id)
         if group is None:
             return []
-        return [self.end_sequence(s, group, finish=reason) for s in group.live]
-
-    def finish_sequence(self, sequence_id: int, reason: FinishReason) -> None:
-        """End a sequence whose end the engine has found (a stop string): no event, no further step. Tokens drawn
-        behind the end are charged to the caller. If it ended by itself in the same step, nothing happens."""
-        for scheduler in self._schedulers:
-            sequence = scheduler.running(sequence_id)
-            if sequence is not None:
-                self.end_sequence(sequence, self.groups[sequence.request.id], finish=reason)
-                return
+        ending = [sequence for sequence in group.live if index is None or sequence.index == index]
+        return [self.end_sequence(sequence, group, finish=reason) for sequence in ending]
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End every request whose deadline has passed."""
@@ -204,6 +259,41 @@ class RequestQueue:
         del self.groups[group.key]
 
     # Admission
+
+    def _late(self, group: SequenceGroup, tokens_ahead: int, now: float, fits: bool) -> Overloaded | None:
+        """The refusal of a request whose deadline would pass before its answer is complete."""
+        if group.request.deadline_s is None:
+            return None
+        answer_s = self._answer_s(group, tokens_ahead, fits)
+        if answer_s is None or now + answer_s <= group.request.deadline_s:
+            return None
+        problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
+        return _overloaded(problem, answer_s / 2)
+
+    def _answer_s(self, group: SequenceGroup, tokens_ahead: int, fits: bool) -> float | None:
+        """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown.
+
+        Every running sequence gets a token per step. So until the request has its own tokens, each of the others
+        gets at most as many, after what is left of its prompt.
+        """
+        running = [sequence for key in self._homes for sequence in self.groups[key].live]
+        if len(running) < _MANY_RUNNING:
+            return None if fits else self._throughput.seconds_for(tokens_ahead)
+        tokens = tokens_ahead + group.num_tokens
+        for sequence in running:
+            known = len(sequence.token_ids)
+            most = min(group.request.stop.max_tokens, max(0, sequence.max_positions - known))
+            tokens += max(0, known - sequence.computed) + most
+        answer_s = self._throughput.seconds_for(tokens)
+        return None if answer_s is None else _MARGIN * answer_s
+
+    def _full(self, config: SchedulerConfig) -> Overloaded | None:
+        """The refusal of the latest request, which would wait, if the queue was full before it."""
+        num_others, num_tokens = len(self.queue) - 1, self.queue.num_tokens
+        if num_others < config.max_queue and (num_others == 0 or num_tokens <= config.max_queue_tokens):
+            return None
+        problem = f"{num_others} requests are waiting, with this one of {num_tokens} tokens"
+        return _overloaded(problem, self._throughput.seconds_for(num_tokens // 2))
 
     def lone_at(self, scheduler: RequestScheduler) -> str | None:
         """The only request that this replica may compute now; None = all of its own."""
@@ -290,3 +380,8 @@ class RequestQueue:
         if culprit is None:
             return []
         return self.fail_request(self.groups[culprit], "a stage died each time this request was computed")
+
+
+def _overloaded(problem: str, retry_after_s: float | None) -> Overloaded:
+    retry_after_s = 1.0 if retry_after_s is None else retry_after_s
+    return Overloaded(problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))

@@ -11,22 +11,23 @@ Laws
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
 - When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
-- Every sequence has one terminal event, except one that the engine ends (`RequestQueue.finish_sequence`).
+- Every sequence has one terminal event.
 
-The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
-for the next. It calls `commit` for every result of the last stage that is in the book.
+The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each plan
+in the book of steps before it asks for the next. It calls `commit` for every result of the last stage that is in
+the book, and `give_back` when a stage is lost.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, KeysView, Set
+from collections.abc import Callable, Iterator, KeysView
 
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
-from ppserve.core.scheduling.composer import Composer, CostModel, Pick, RunningSet
+from ppserve.core.scheduling.composer import Composer, CostModel, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
@@ -48,17 +49,18 @@ class Scheduler:
         request_queue: RequestQueue | None = None,
         new_drafter: Callable[[Sequence], Drafter] = PromptLookup,
     ) -> None:
-        if blocks.block_size != config.block_size:
-            raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
         self.config = config
-        self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
-        self._blocks = blocks
-        self._composer = Composer(config.prefill_chunk, config.max_auto_chunk, costs)
-        self._running_set = RunningSet()
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
-        self._speculation = Speculation(config, costs, new_drafter)
         self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
+        # The running sequences, in order of admission, and those of them that have known tokens to schedule, in
+        # order of their turn: at admission, or when the latest token returned.
+        self._running: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
+        self._blocks = blocks
+        self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
+        self._composer = Composer(config.prefill_chunk, config.max_auto_chunk, costs)
+        self._speculation = Speculation(config, costs, new_drafter)
         self.request_queue = RequestQueue() if request_queue is None else request_queue
         self.request_queue.add_scheduler(self)
 
@@ -67,31 +69,20 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Admitted sequences that have not ended."""
-        return len(self._running_set)
+        return len(self._running)
 
     @property
-    def num_blocks(self) -> int:
-        return self._blocks.num_blocks
-
-    @property
-    def may_admit(self) -> bool:
-        """Whether there may be room for a request: it needs a place, and a block."""
-        return self.is_open and len(self._running_set) < self.config.max_num_seqs and self._blocks.num_free > 0
+    def running_ids(self) -> KeysView[int]:
+        return self._running.keys()
 
     @property
     def tokens_left(self) -> int:
         """To compute until all running sequences have their longest answers."""
-        return sum(sequence.max_positions - sequence.computed for sequence in self._running_set.running)
+        return sum(sequence.max_positions - sequence.computed for sequence in self._running.values())
 
     @property
-    def running_ids(self) -> KeysView[int]:
-        """Ids of the admitted sequences that have not ended."""
-        return self._running_set.ids
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether steps are in flight."""
-        return len(self.slots) > 0
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
 
     @property
     def kv_usage(self) -> float:
@@ -99,29 +90,26 @@ class Scheduler:
         return self._blocks.num_held / self._blocks.num_blocks
 
     @property
+    def is_busy(self) -> bool:
+        """Whether steps are in flight."""
+        return len(self.slots) > 0
+
+    @property
     def epoch(self) -> int:
         """The current epoch. Plans carry it, and results of older epochs are ignored."""
         return self.slots.epoch
 
-    @property
-    def microbatches(self) -> int:
-        return self.slots.num_slots
-
-    def set_microbatches(self, microbatches: int) -> None:
-        """Change how many steps may be in flight. Steps above the new number finish."""
-        if not 1 <= microbatches <= self.config.max_microbatches:
-            raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
-        self.slots.resize(microbatches)
-
     # Requests
 
-    def running(self, sequence_id: int) -> Sequence | None:
-        return self._running_set.get(sequence_id)
+    @property
+    def may_admit(self) -> bool:
+        """Whether there may be room for a request: it needs a place, and a block."""
+        return self.is_open and len(self._running) < self.config.max_num_seqs and self._blocks.num_free > 0
 
     def room_for(self, group: SequenceGroup) -> BlockTable | None:
         """The cached blocks that a request would begin with; None if there is no room for it."""
         live = group.live
-        if len(self._running_set) + len(live) > self.config.max_num_seqs:
+        if len(self._running) + len(live) > self.config.max_num_seqs:
             return None
         num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
         known = self._prefix_cache.find(live[0])
@@ -144,35 +132,62 @@ class Scheduler:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
         assert table is not None, "the fit was checked"
         sequence.start(cached_tokens)
-        sequence.use_blocks(table, len(shared), self.config.block_size, leader)
-        self._running_set.admit(sequence)
+        sequence.use_blocks(table, len(shared), leader)
+        self._running[sequence.id] = self._ready[sequence.id] = sequence
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has ended. Steps in flight may still write its blocks, before any later step does."""
         sequence.move_to(SequenceStatus.ENDED)
-        self._running_set.remove(sequence)
-        self._blocks.release(sequence.id)
+        self._remove(sequence)
         self.slots.cancel_ahead(self._is_unused)
         self.request_queue.retry_admission()
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._running[sequence.id]
+        self._ready.pop(sequence.id, None)
+        self._blocks.release(sequence.id)
 
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full or nothing is ready."""
-        queue = self.request_queue
-        queue.admit(now)
         if self.slots.are_full:
             return self._schedule_ahead()
-        is_probe = self.slots.is_unproven and len(self._running_set) > 0
-        if is_probe and self.is_busy:
-            return None
-        lone = queue.lone_at(self)
-        picks = [] if is_probe else self._compose() if lone is None else self._compose_alone(lone)
-        if not picks and not is_probe:
-            return None
+        if self.slots.is_unproven and self._running:
+            return None if self.is_busy else self._build([], now)  # a probe
+        picks = self._compose()
+        return self._build(picks, now) if picks else None
+
+    def _compose(self) -> list[Pick]:
+        lone = self.request_queue.lone_at(self)
+        if lone is None:
+            self._share_beginnings()
+            picks = self._composer.compose(self._ready.values(), self.num_running, self.slots.num_slots)
+            return self._speculation.add_drafts(picks, self._running)
+        if self.slots.hold_others_than(lone):
+            return []
+        ready = [sequence for sequence in self._ready.values() if sequence.request.id == lone]
+        return self._composer.compose(ready, len(ready), 1)
+
+    def _share_beginnings(self) -> None:
+        """Requests that were admitted together, as after a loss, compute a common prefix only once."""
+        for sequence in self._ready.values():
+            if sequence.scheduled or not sequence.is_ready or not (shared := self._prefix_cache.find(sequence)):
+                continue
+            table = self._blocks.share_beginning(sequence.id, shared)
+            if table[: len(shared)] == shared:
+                sequence.use_blocks(table, len(shared))
+                self.request_queue.retry_admission()
+
+    def _build(self, picks: list[Pick], now: float) -> StepPlan:
         if not self.is_busy:
-            queue.step_scheduled(now)
-        return self._build(picks)
+            self.request_queue.step_scheduled(now)
+        owned = tuple((s, s.schedule(num_tokens, draft_ids)) for s, num_tokens, draft_ids in picks)
+        for sequence, _ in owned:
+            self._prefix_cache.offer(sequence)
+            if sequence.remaining == 0:
+                del self._ready[sequence.id]
+        return self.slots.add_step(owned)
 
     def _schedule_ahead(self) -> StepPlan | None:
         """A step with one token of each sequence for which the step in flight draws; see `slots`. None where a
@@ -182,11 +197,11 @@ class Scheduler:
         parts = self.slots.only_step
         drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
         makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
-        if self._running_set.ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
+        if self._ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
             return None
-        if not drawing or any(self._speculation.draft(s, self.num_running) for s in drawing):
+        if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
             return None
-        owned = tuple((sequence, sequence.schedule_ahead(self.config.block_size)) for sequence in drawing)
+        owned = tuple((sequence, sequence.schedule_ahead()) for sequence in drawing)
         for sequence in drawing:
             self._prefix_cache.offer(sequence)
         return self.slots.add_step(owned, is_ahead=True)
@@ -201,38 +216,6 @@ class Scheduler:
         if sequence.is_live:
             return piece.start >= len(sequence.token_ids)
         return self._is_unused(sequence, piece)
-
-    def _compose(self) -> list[Pick]:
-        self._share_beginnings()
-        running_set = self._running_set
-        picks = self._composer.compose(
-            running_set.returned, running_set.num_decoding, running_set.filling, self.microbatches
-        )
-        return self._speculation.add_drafts(picks, len(running_set))
-
-    def _share_beginnings(self) -> None:
-        """Requests that were admitted together, as after a loss, compute a common prefix only once."""
-        for sequence in self._running_set.filling:
-            if sequence.scheduled == 0 and (shared := self._prefix_cache.find(sequence)):
-                table = self._blocks.share_beginning(sequence.id, shared)
-                if table[: len(shared)] == shared:
-                    sequence.use_blocks(table, len(shared), self.config.block_size)
-                    self.request_queue.retry_admission()
-
-    def _compose_alone(self, lone: str) -> list[Pick]:
-        if self.slots.hold_others_than(lone):
-            return []
-        returned = [s for s in self._running_set.returned if s.request.id == lone]
-        filling = [s for s in self._running_set.filling if s.request.id == lone]
-        return self._composer.compose(returned, len(returned), filling, 1)
-
-    def _build(self, picks: list[Pick]) -> StepPlan:
-        size = self.config.block_size
-        owned = tuple((s, s.schedule(num_tokens, size, draft_ids)) for s, num_tokens, draft_ids in picks)
-        for sequence, _ in owned:
-            self._prefix_cache.offer(sequence)
-            self._running_set.remove_scheduled(sequence)
-        return self.slots.add_step(owned)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
@@ -288,7 +271,7 @@ class Scheduler:
             if event.is_terminal:
                 return
         if piece.draw is not None and sequence.remaining:
-            self._running_set.add_returned(sequence)
+            self._ready[sequence.id] = sequence
 
     def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
         """The request's end, with all its sequences: its caller is told of the first error."""
@@ -300,33 +283,23 @@ class Scheduler:
         self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
     ) -> SequenceEvent:
         """The sequence's next token."""
-        sequence.commit_token(token_id)
+        end = sequence.commit_token(token_id)
         self.request_queue.token_drawn(group)
-        end = sequence.end_after(token_id, self.config.eos_id)
         event = group.event(sequence, token_id, logprobs, end)
         if end is not None:
             self.request_queue.retire(sequence, group)
         return event
 
-    def lose_stage(self, epoch: int, failed: Set[Hashable]) -> list[SequenceEvent]:
-        """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
-
-        failed: the ranks whose failure ended the last epoch, and how they failed; none where no request can be
-        blamed. No token is lost, so there are no events, but a request that is certain to have killed ranks fails.
-        """
-        in_flight = self.give_back()
-        self.open(epoch)
-        return self.request_queue.record_loss(in_flight, failed)
+    # Losses
 
     def give_back(self) -> frozenset[str]:
         """Close, and return all requests to the queue. The result: ids of those that had steps in flight."""
         self.is_open = False
         in_flight = self.slots.lose()
         self._blocks.forget_contents()
-        groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running_set.running}
-        for sequence in list(self._running_set.running):
-            self._running_set.remove(sequence)
-            self._blocks.release(sequence.id)
+        groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running.values()}
+        for sequence in list(self._running.values()):
+            self._remove(sequence)
             sequence.give_back()
         self.request_queue.give_back(groups.values())
         return in_flight

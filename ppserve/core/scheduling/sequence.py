@@ -24,6 +24,7 @@ from enum import StrEnum
 
 from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import RequestError
 
 
@@ -57,33 +58,29 @@ class SequenceEvent:
     """A token of a sequence, its end, or both."""
 
     request_id: str
-    index: int
+    index: int  # of the request's answers
     sequence_id: int
-    offset: int
-    """The token's index in the whole answer, resumed tokens included; without a token, the answer's length."""
+    offset: int  # of the token in the whole answer, resumed tokens included; without a token, the answer's length
     token_id: int | None = None
-    """None: no token."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on; only in the first event that is not an error."""
     finish: FinishReason | None = None
-    """With this or the next, the sequence's last event."""
     error: RequestError | None = None
     cached_tokens: int = 0
-    admitted_s: float | None = None
-    """When the request left the queue, on the head's clock; None if it never did."""
-    replica: int | None = None
-    """The latest to compute it."""
+    admitted_s: float | None = None  # when the request left the queue, on the head's clock; None if it never did
+    replica: int | None = None  # the latest to compute it
 
     @property
     def is_terminal(self) -> bool:
+        """Whether it is the sequence's last event."""
         return self.finish is not None or self.error is not None
 
 
 class Sequence:
     """The progress of one answer. Its attributes are set in this module only."""
 
-    def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
+    def __init__(self, sequence_id: int, request: Request, index: int, config: SchedulerConfig) -> None:
         self.id = sequence_id
         self.request = request
         self.index = index  # of the request's answers
@@ -99,12 +96,13 @@ class Sequence:
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
         is_first = index == (request.resume_index or 0)
         self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
+        self._block_size, self._eos_id = config.block_size, config.eos_id
         # Why it ends without a draw: it is only scored, or resumed complete.
-        self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
+        self.known_end = self._end_after(self.token_ids[-1]) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
         self._digests: list[bytes] = []
-        banned, banned_before = request.banned(eos_id), len(request.prompt_ids) + request.stop.min_tokens
+        banned, banned_before = request.banned(self._eos_id), len(request.prompt_ids) + request.stop.min_tokens
         self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before if banned else 0)
 
     @property
@@ -149,12 +147,10 @@ class Sequence:
         if not self.loss_mark:
             self.cached_tokens = cached_tokens
 
-    def use_blocks(
-        self, block_table: tuple[int, ...], num_shared: int, block_size: int, leader: Sequence | None = None
-    ) -> None:
+    def use_blocks(self, block_table: tuple[int, ...], num_shared: int, leader: Sequence | None = None) -> None:
         """Begin behind the first `num_shared` of these blocks, which the leader or steps in flight fill."""
         self.block_table, self.num_published, self.leader = block_table, num_shared, leader
-        self.scheduled = self.computed = num_shared * block_size
+        self.scheduled = self.computed = num_shared * self._block_size
 
     def publish(self, num_blocks: int) -> range:
         """Others may find its first blocks from now on. Returns the indices of those that were not published."""
@@ -162,15 +158,15 @@ class Sequence:
         self.num_published = num_blocks
         return newly_published
 
-    def digests(self, num_blocks: int, block_size: int, salt: bytes) -> list[bytes]:
+    def digests(self, num_blocks: int, salt: bytes) -> list[bytes]:
         """The names of its first full blocks. salt: sequences with different ones share no names."""
         while len(self._digests) < num_blocks:
-            start = len(self._digests) * block_size
+            start = len(self._digests) * self._block_size
             parent = self._digests[-1] if self._digests else salt
-            self._digests.append(block_digest(parent, self.token_ids[start : start + block_size]))
+            self._digests.append(block_digest(parent, self.token_ids[start : start + self._block_size]))
         return self._digests[:num_blocks]
 
-    def schedule(self, num_tokens: int, block_size: int, draft_ids: tuple[int, ...] = ()) -> Slice:
+    def schedule(self, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> Slice:
         """Put the next `num_tokens` known tokens into a step, and draft tokens after them. The scheduler must
         commit it later."""
         start, end = self.scheduled, self.scheduled + num_tokens
@@ -181,25 +177,24 @@ class Sequence:
             targets = self.request.prompt_ids[start + 1 : end + 1]
         token_ids = (*self.token_ids[start:end], *draft_ids)
         self.scheduled, self.leader = end, None
-        return self._slice(start, token_ids, block_size, draws, targets, len(draft_ids))
+        return self._slice(start, token_ids, draws, targets, len(draft_ids))
 
-    def schedule_ahead(self, block_size: int) -> Slice:
+    def schedule_ahead(self) -> Slice:
         """Put the token that follows the known ones into a step, before it is drawn."""
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
         self.scheduled += 1
-        return self._slice(start, (DRAWN,), block_size, draws=True)
+        return self._slice(start, (DRAWN,), draws=True)
 
     def _slice(
         self,
         start: int,
         token_ids: tuple[int, ...],
-        block_size: int,
         draws: bool,
         targets: tuple[int, ...] = (),
         num_draft_tokens: int = 0,
     ) -> Slice:
-        table = self.block_table[: -(-(start + len(token_ids)) // block_size)]
+        table = self.block_table[: -(-(start + len(token_ids)) // self._block_size)]
         draw, num_scored = self._next_draw() if draws else None, self.request.output.prompt_logprobs or 0
         return Slice(self.id, start, token_ids, table, draw, targets, num_scored, num_draft_tokens)
 
@@ -227,18 +222,18 @@ class Sequence:
         self.scheduled = max(self.scheduled, self.computed)
         return True
 
-    def commit_token(self, token_id: int) -> None:
-        """The next token was drawn."""
+    def commit_token(self, token_id: int) -> FinishReason | None:
+        """The next token was drawn. Returns why the answer ends with it; None when it does not."""
         self.token_ids.append(token_id)
+        return self._end_after(token_id)
 
-    def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
-        """Why the answer ends with `token_id`, its latest token; None when it does not end."""
-        return self.request.end_after(self.num_generated, token_id, eos_id)
+    def _end_after(self, token_id: int) -> FinishReason | None:
+        return self.request.end_after(self.num_generated, token_id, self._eos_id)
 
     def give_back(self) -> None:
         """Its replica is lost or drained: it waits, with all tokens known, nothing computed and no block."""
         self.move_to(SequenceStatus.WAITING)
-        self.use_blocks((), 0, 0)
+        self.use_blocks((), 0)
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
@@ -253,20 +248,15 @@ class Sequence:
 class SequenceGroup:
     """The sequences of one request, and where it is computed."""
 
-    def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
+    def __init__(self, request: Request, first_id: int, config: SchedulerConfig, submitted_s: float) -> None:
+        """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
+        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         self.request = request
-        self.sequences = sequences
+        self.sequences = [Sequence(first_id + i, request, index, config) for i, index in enumerate(indices)]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time
         self.replica: int | None = None  # the latest to compute it
-        self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
-
-    @classmethod
-    def of_request(cls, request: Request, first_id: int, eos_id: int | None, now: float) -> SequenceGroup:
-        """All sequences of a request, or the one that it resumes. first_id: of the ids of its sequences."""
-        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
-        sequences = [Sequence(first_id + i, request, index, eos_id) for i, index in enumerate(indices)]
-        return cls(request, sequences, now)
+        self.num_tokens = len(self.sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
     def place(self, replica: int, now: float) -> None:
         """A replica computes it from now on."""

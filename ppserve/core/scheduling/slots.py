@@ -21,27 +21,26 @@ token, its slice is computed but not used. If all end, or a request is admitted,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ppserve.core.plan import Slice, StepPlan, StepResult, StepStamps
-from ppserve.core.scheduling.poison_isolation import PROBE
+from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
+from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.sequence import Sequence
 
 OwnedSlices = tuple[tuple[Sequence, Slice], ...]
 """The slices of a step, each with its sequence."""
 
+PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
+"""The only slice of a probe: one token, computed while nothing that its block holds can be used."""
+
 
 class MicrobatchSlots:
-    """Numbers steps, and keeps the sequences of each step until its result is committed."""
+    """The steps in flight, numbered, each with its sequences until its result is committed."""
 
-    num_slots: int
-    """How many steps may be in flight, but for one that is sent ahead."""
-    is_unproven: bool
-    """No step has returned in this epoch, nor in the one before it. Then a probe goes first (`poison_isolation`);
-    the server's first epoch begins without one."""
-
-    def __init__(self, num_slots: int, epoch: int = 0) -> None:
-        self.num_slots = num_slots
-        self.epoch = epoch
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots  # how many steps may be in flight, but for one that is sent ahead
+        self.epoch = 0
+        # No step has returned in this epoch, nor in the one before it. Then a probe goes first (`PoisonIsolation`).
         self.is_unproven, self._has_returned = False, True
         self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
         self._cancelled: set[int] = set()  # still in flight
@@ -74,6 +73,9 @@ class MicrobatchSlots:
         ((_, owned),) = self._steps.values()
         return owned
 
+    def hold_others_than(self, request_id: str) -> bool:
+        return any(s.request.id != request_id for _, owned in self._steps.values() for s, _ in owned)
+
     def add_step(self, owned: OwnedSlices, is_ahead: bool = False) -> StepPlan:
         """A new step in the lowest free slot; without slices, a probe."""
         used = {plan.slot for plan, _ in self._steps.values()}
@@ -85,7 +87,7 @@ class MicrobatchSlots:
         return plan
 
     def remove_step(self, result: StepResult) -> OwnedSlices | None:
-        """The slices and sequences of the step that returned; None if the step is unknown or of an older epoch."""
+        """The slices of the step that returned; None if it is unknown, cancelled or of an older epoch."""
         if result.epoch != self.epoch:
             return None
         self._cancelled.discard(result.step_id)
@@ -120,9 +122,6 @@ class MicrobatchSlots:
         self._newly_cancelled.clear()
         return requests
 
-    def hold_others_than(self, request_id: str) -> bool:
-        return any(s.request.id != request_id for _, owned in self._steps.values() for s, _ in owned)
-
 
 MEASURED_STEPS = 64
 """Steps of each stage by which the wait is measured."""
@@ -132,66 +131,69 @@ HELD_STEPS = 16 * MEASURED_STEPS
 HYSTERESIS = 1.25
 
 
+@dataclass(slots=True)
+class _MeasuredSteps:
+    """What one stage did in the steps measured so far."""
+
+    num_steps: int = 0
+    waited_s: float = 0.0
+    computed_s: float = 0.0
+    other_s: float = 0.0
+
+    def add(self, at: StepStamps, last_sent_ns: int) -> None:
+        """One step more. last_sent_ns: when the stage was done with the step before."""
+        free_ns = max(last_sent_ns, at.planned)
+        self.num_steps += 1
+        self.waited_s += (free_ns - last_sent_ns + at.received - at.awaited) / 1e9
+        self.computed_s += (at.ended - at.begun) / 1e9
+        self.other_s += (at.awaited - free_ns + at.begun - at.received + at.sent - at.ended) / 1e9
+
+
 class SlotCount:
-    """The number of slots of one replica. fixed_s: the seconds of a step on a stage that its size does not change,
-    as estimated now."""
+    """The number of slots of one replica: as many as its stages, or one more."""
 
     def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
+        """fixed_s: the seconds of a step on a stage that its size does not change, as estimated now."""
         self.num_slots = self._num_stages = num_stages
         self._fixed_s = fixed_s
-        self._had_one_more = False
-        self._steps_left = 0  # of those that the present number is kept for, on the last stage
-        self._measure()
+        self._had_one_more = False  # before the present measurement
+        self._steps_left = 0  # on the last stage, until steps are measured
+        self._times = [_MeasuredSteps() for _ in range(num_stages)]
+        self._last_sent_ns: list[int | None] = [None] * num_stages  # None where the next step does not count
 
     def observe(self, result: StepResult, was_full: bool) -> int:
         """A stage's next result. was_full: all slots were in use when the step was sent. Returns the number of
         slots from now on."""
         stage, at = result.stage, result.stamps
-        before_ns, self._sent_ns[stage] = self._sent_ns[stage], at.sent if was_full else None
-        if self._num_stages == 1 or before_ns is None or not was_full:
+        last_ns, self._last_sent_ns[stage] = self._last_sent_ns[stage], at.sent if was_full else None
+        if self._num_stages == 1 or last_ns is None or not was_full:
             return self.num_slots
         self._steps_left -= stage == self._num_stages - 1
         if self._steps_left > 0:
             return self.num_slots
         if self.num_slots > self._num_stages:
-            self._had_one_more = True
             self._change(self._num_stages)
         else:
-            self._add(stage, at, before_ns)
-            if min(self._num_measured) >= MEASURED_STEPS:
-                self._decide()
+            self._times[stage].add(at, last_ns)
+            if min(times.num_steps for times in self._times) >= MEASURED_STEPS:
+                self._change(self._num_stages + self._one_more_pays())
         return self.num_slots
 
     def forget_last_steps(self) -> None:
         """An epoch is lost: a stage's next step does not follow its last one."""
-        self._sent_ns: list[int | None] = [None] * self._num_stages
+        self._last_sent_ns = [None] * self._num_stages
 
-    def _add(self, stage: int, at: StepStamps, before_ns: int) -> None:
-        free_ns = max(before_ns, at.planned)
-        own_ns = at.awaited - free_ns + at.begun - at.received + at.sent - at.ended
-        self._waited_s[stage] += (free_ns - before_ns + at.received - at.awaited) / 1e9
-        self._own_s[stage] += own_ns / 1e9
-        self._computed_s[stage] += (at.ended - at.begun) / 1e9
-        self._num_measured[stage] += 1
-
-    def _decide(self) -> None:
-        busiest = max(range(self._num_stages), key=self._computed_s.__getitem__)
-        fixed_s = min(self._fixed_s(busiest) * self._num_measured[busiest], self._computed_s[busiest])
-        cost_s = (fixed_s + self._own_s[busiest]) / self._num_stages
-        pays = self._waited_s[busiest] > cost_s * (1.0 if self._had_one_more else HYSTERESIS)
-        self._had_one_more = False
-        if pays:
-            self._change(self._num_stages + 1)
-        else:
-            self._measure()
+    def _one_more_pays(self) -> bool:
+        busiest = max(range(self._num_stages), key=lambda stage: self._times[stage].computed_s)
+        times = self._times[busiest]
+        fixed_s = min(self._fixed_s(busiest) * times.num_steps, times.computed_s)
+        cost_s = (fixed_s + times.other_s) / self._num_stages
+        return times.waited_s > cost_s * (1.0 if self._had_one_more else HYSTERESIS)
 
     def _change(self, num_slots: int) -> None:
         """Steps in flight were sent with the old number, so the next ones of each stage tell nothing."""
+        self._had_one_more = self.num_slots > self._num_stages
         self.num_slots = num_slots
         self._steps_left = HELD_STEPS if num_slots > self._num_stages else num_slots + 1
-        self._measure()
-
-    def _measure(self) -> None:
-        self._waited_s, self._own_s, self._computed_s = ([0.0] * self._num_stages for _ in range(3))
-        self._num_measured = [0] * self._num_stages
+        self._times = [_MeasuredSteps() for _ in range(self._num_stages)]
         self.forget_last_steps()

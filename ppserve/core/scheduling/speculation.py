@@ -16,10 +16,9 @@ only where one sequence runs, or fewer than stages: with more of them other sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.composer import CostModel, Pick
@@ -59,30 +58,31 @@ class Speculation:
         self._most_sequences = max(1, config.num_stages - 1)
         self._costs = costs
         self._new_drafter = new_drafter
-        self._drafters: WeakKeyDictionary[Sequence, Drafter] = WeakKeyDictionary()
+        self._drafters: dict[int, Drafter] = {}  # by sequence
 
-    def add_drafts(self, picks: list[Pick], num_running: int) -> list[Pick]:
-        """The picks of a step with draft tokens; unchanged where it has tokens of prompts."""
+    def add_drafts(self, picks: list[Pick], running: Mapping[int, Sequence]) -> list[Pick]:
+        """The picks of a step with draft tokens; unchanged where it has tokens of prompts. running: all running
+        sequences, by id."""
         if any(sequence.remaining > 1 or sequence.known_end for sequence, *_ in picks):
             return picks
         drafted, num_rows = [], len(picks)
         for pick in picks:
-            draft_ids = self.draft(pick.sequence, num_running, self._max_rows - num_rows)
+            draft_ids = self.draft(pick.sequence, running, self._max_rows - num_rows)
             num_rows += len(draft_ids)
             drafted.append(pick._replace(draft_ids=draft_ids))
         return drafted
 
-    def draft(self, sequence: Sequence, num_running: int, max_rows: int = MAX_DRAFT_TOKENS) -> tuple[int, ...]:
+    def draft(
+        self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS
+    ) -> tuple[int, ...]:
         """The draft tokens that pay after the sequence's known ones, at most `max_rows`."""
-        if self._forced is None and num_running > self._most_sequences:
+        if self._forced is None and len(running) > self._most_sequences:
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
         limit = min(limit, max_rows, sequence.num_free_positions)
         if limit <= 0:
             return ()
-        drafter = self._drafters.get(sequence)
-        if drafter is None:
-            drafter = self._drafters[sequence] = self._new_drafter(sequence)
+        drafter = self._drafter_of(sequence, running)
         step_s, row_s = self._seconds(len(sequence.token_ids))
         probability, num_expected, draft_ids = 1.0, 1.0, list[int]()
         while len(draft_ids) < limit and (found := drafter.draft(sequence.token_ids, draft_ids)) is not None:
@@ -93,6 +93,12 @@ class Speculation:
             draft_ids.append(found.token_id)
             step_s, num_expected = step_s + row_s, num_expected + probability
         return tuple(draft_ids)
+
+    def _drafter_of(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Drafter:
+        if sequence.id not in self._drafters:
+            self._drafters = {i: drafter for i, drafter in self._drafters.items() if i in running}
+            self._drafters[sequence.id] = self._new_drafter(sequence)
+        return self._drafters[sequence.id]
 
     def _seconds(self, num_tokens: int) -> tuple[float, float]:
         """What a step with the last of so many tokens takes on its way through all stages, and what a row adds."""

@@ -32,7 +32,7 @@ from ppserve.head.engine.observer import Observers
 log = logging.getLogger("ppserve.engine")
 
 # A loss is fruitless if no request got a token since the one before. A request that kills its stage causes at most
-# four (`core.scheduling.poison_isolation`), so only a stage that dies of every request causes so many in a row.
+# four (`PoisonIsolation`), so only a stage that dies of every request causes so many in a row.
 _MAX_FRUITLESS_LOSSES = 64
 
 ReplicaEvent = SequenceEvent | Formed | FatalError
@@ -138,14 +138,14 @@ class Replica:
                 log.error("%sidle, yet KV blocks are held", self._prefix)
 
     def give_back(self) -> frozenset[str]:
-        """Other replicas compute all requests, and no further one is admitted here until an epoch has formed.
+        """All requests wait again, and no further one is admitted here until an epoch has formed.
 
         Returns the ids of those that had steps in flight.
         """
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:
-            log.info("%s%d sequences move to other replicas", self._prefix, num_running)
+            log.info("%s%d sequences go back to the queue", self._prefix, num_running)
         return self.scheduler.give_back()
 
     # ---- events ---------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Replica:
         self._cancel_steps(scheduler)
         while (plan := scheduler.schedule(self._now_s())) is not None:
             self._send(plan, scheduler)
-            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
+            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
             self._account_for_result()
             self._account.dispatched(step)
             self._overheads.dispatched(step)
@@ -247,7 +247,7 @@ class Replica:
             self._fruitless_losses = 0 if events else self._fruitless_losses
             self._cancel_steps(self.scheduler)
         if self.scheduler.config.microbatches is None:
-            self.scheduler.set_microbatches(self._slots.observe(result, step.fills_slots))
+            self.scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         return events
 
     def _account_for_result(self) -> None:
@@ -267,15 +267,11 @@ class Replica:
     def _handle_formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("%sepoch %d formed", self._prefix, formed.epoch)
         self._account.formed(self._clock())
-        failed, self._died, self._broke = self._died or self._broke, set(), set()
-        self._in_flight = frozenset()
+        self._died, self._broke, self._in_flight = set(), set(), frozenset()
         if self.scheduler is None:
             self.scheduler = self._new_scheduler(formed)
             return [formed]
-        # Steps that were in flight when the last epoch was lost do not count.
         self._sampling = SamplingEncoder()
-        if self.scheduler.is_open:
-            return [*self.scheduler.lose_stage(formed.epoch, failed)]
         self.scheduler.open(formed.epoch)
         return []
 
@@ -306,8 +302,8 @@ class Replica:
         return [FatalError(f"{reason}; the last one: {lost.cause}", usage=False)]
 
     def _handle_epoch_lost(self, lost: EpochLost) -> None:
-        """Steps in flight will not return. Other replicas compute the requests at once; without them, this one
-        does when the next epoch has formed."""
+        """Steps in flight will not return. Another replica computes the requests, or this one when the next epoch
+        has formed."""
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
         if lost.rank is not None and self._may_blame:
             self._broke.add(self._failure(lost.rank, "error"))
@@ -316,12 +312,11 @@ class Replica:
         self._ranks.lost()
         self._slots.forget_last_steps()
         self._account.stage_lost(self._clock())
-        if self.request_queue.has_several_schedulers:
-            self._in_flight = self.give_back()
+        self._in_flight = self.give_back()
 
     def _blame_requests(self) -> list[SequenceEvent]:
-        """Names the requests that were in flight as soon as a failed rank is known. Another replica computes them
-        by now, and one that kills stages must not end that replica too."""
+        """Names the requests that were in flight as soon as a failed rank is known. Another replica may compute
+        them by now, and one that kills stages must not end that replica too."""
         failed = self._died or self._broke
         if not failed or not self._in_flight or self.scheduler is None:
             return []
@@ -352,7 +347,7 @@ class Replica:
             decision=decision,
             epoch=self.members.epoch,
             num_blocks=self.members.num_blocks,
-            microbatches=scheduler.microbatches,
+            microbatches=scheduler.slots.num_slots,
             overheads=self._overheads.times,
             stages=tuple(
                 StageReading(times, cost.num_observed, cost.coefficients, ranks, gathered_ns)

@@ -62,7 +62,7 @@ class OpenStreams:
             return  # one step may bring several tokens, and a stop string may end the answer at the first
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
-            self._request_queue.finish_sequence(event.sequence_id, FinishReason.STOP_STRING)
+            self._request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
         self.add_output(opened, output, now_s)
         if opened.is_complete:
             del self._open[event.request_id]

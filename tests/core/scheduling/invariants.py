@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ppserve.core.plan import DRAWN, Slice
 from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.composer import RunningSet
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import Sequence
@@ -38,12 +37,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
-    assert len(scheduler.slots) <= scheduler.config.max_microbatches + scheduler.config.runs_ahead
-    check_running_set(scheduler._running_set)
-    admitted = list(scheduler._running_set.running)
+    config, admitted = scheduler.config, list(scheduler._running.values())
+    assert len(scheduler.slots) <= max(config.num_stages + 1, config.microbatches or 1) + config.runs_ahead
+    assert set(scheduler._ready) <= set(scheduler._running)
     check_slots(scheduler.slots, admitted)
     for sequence in admitted:
+        assert sequence.is_live
         assert sequence.block_table == scheduler._blocks._tables[sequence.id]
+        assert (sequence.id in scheduler._ready) == (sequence.remaining > 0), (sequence.id, sequence.remaining)
     if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
 
@@ -55,18 +56,10 @@ def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]
     assert len(waiting) == request_queue.num_waiting
     assert not {group.key for group in waiting} & set(request_queue._homes)
     queued = [i for group in waiting for i in live[group.key]]
-    running = [s.id for scheduler in schedulers for s in scheduler._running_set.running]
+    running = [s.id for scheduler in schedulers for s in scheduler._running.values()]
     assert sorted(i for ids in live.values() for i in ids) == sorted([*queued, *running])
     for scheduler in schedulers:
-        assert all(request_queue._homes[s.request.id] is scheduler for s in scheduler._running_set.running)
-
-
-def check_running_set(running_set: RunningSet) -> None:
-    """Exactly the sequences that have something to schedule are ready."""
-    for i, sequence in running_set._running.items():
-        assert sequence.is_live
-        assert (i in running_set._ready) == (sequence.remaining > 0), (i, sequence.remaining)
-    assert set(running_set._ready) <= set(running_set._running)
+        assert all(request_queue._homes[s.request.id] is scheduler for s in scheduler._running.values())
 
 
 def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:

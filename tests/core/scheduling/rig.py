@@ -71,11 +71,12 @@ class SchedulerRig:
 
     def schedule_one(self) -> StepPlan | None:
         self.tell(self.scheduler.request_queue.expire(self.now))
+        self.scheduler.request_queue.admit(self.now)
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
             self.num_draft_tokens += sum(piece.num_draft_tokens for piece in plan.slices)
-            self.steps.sent(plan, 0, 0, self.scheduler.microbatches)
+            self.steps.sent(plan, 0, 0, self.scheduler.slots.num_slots)
             self._send(plan)
         return plan
 
@@ -109,7 +110,8 @@ class SchedulerRig:
         self._sent.clear()
         self.sampling = SamplingEncoder()
         self.steps.lost()
-        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}))
+        self.tell(self.scheduler.request_queue.record_loss(self.scheduler.give_back(), {0}))
+        self.scheduler.open(self.scheduler.epoch)
 
     def drain(self) -> None:
         while self.has_work:

@@ -116,9 +116,9 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
 def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     rig = a_rig_ahead(max_num_seqs=2)
     rig.submit(a_request("a", max_tokens=30))
-    rig.scheduler.set_microbatches(2)
+    rig.scheduler.slots.resize(2)
     assert len(fill(rig)) == 1, "two slots"
-    rig.scheduler.set_microbatches(1)
+    rig.scheduler.slots.resize(1)
     assert [plan.is_ahead for plan in fill(rig)] == [True]
     rig.drain()
 
@@ -170,12 +170,11 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     fill(rig)
     rig.commit_one()
     fill(rig)
-    events = rig.commit_one()
+    rig.commit_one()
     fill(rig)
-    sequence = rig.scheduler.running(events[-1].sequence_id)
-    assert sequence is not None
+    (sequence,) = rig.scheduler._running.values()
     assert sequence.num_published == len(sequence.token_ids)
-    rig.scheduler.request_queue.finish_sequence(sequence.id, FinishReason.STOP_STRING)
+    rig.scheduler.request_queue.abort("a", FinishReason.STOP_STRING, 0)
     rig.ended_by_engine.add(("a", 0))
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))

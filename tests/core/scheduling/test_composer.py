@@ -36,7 +36,7 @@ class LinearCosts:
 def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False, caller: str = "") -> Sequence:
     output = OutputOptions(prompt_logprobs=0 if scored else None)
     request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output, caller=caller)
-    sequence = Sequence(num_tokens, request, 0, None)
+    sequence = Sequence(num_tokens, request, 0, SchedulerConfig(1))
     sequence.scheduled = scheduled
     return sequence
 
@@ -49,31 +49,37 @@ def sizes(picks: list[Pick]) -> list[int]:
     return [pick.num_tokens for pick in picks]
 
 
-def composer(costs: LinearCosts | None = None, prefill_chunk: int | None = None) -> Composer:
-    return Composer(prefill_chunk, MAX_PROMPT_TOKENS_PER_STEP, costs)
+class Composing(Composer):
+    def fill(self, ready: list[Sequence], num_decoding: int, filling: list[Sequence], num_slots: int) -> list[Pick]:
+        """A step of the decodes that are ready, and of prompts."""
+        return self.compose([*ready, *filling], num_decoding + len(filling), num_slots)
+
+
+def composer(costs: LinearCosts | None = None, prefill_chunk: int | None = None) -> Composing:
+    return Composing(prefill_chunk, MAX_PROMPT_TOKENS_PER_STEP, costs)
 
 
 @pytest.mark.parametrize(
-    ("ready", "decoding", "microbatches", "taken"),
+    ("ready", "decoding", "num_slots", "taken"),
     [(64, 64, 2, 32), (5, 64, 2, 5), (33, 65, 2, 33), (3, 3, 2, 2), (1, 1, 4, 1), (0, 9, 3, 0)],
 )
-def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, microbatches: int, taken: int) -> None:
-    picks = composer().compose(decodes(ready), decoding, [], microbatches)
+def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, num_slots: int, taken: int) -> None:
+    picks = composer().compose(decodes(ready), decoding, num_slots)
     assert sizes(picks) == [1] * taken
 
 
 def test_a_configured_chunk_is_exact() -> None:
     exact = composer(LinearCosts(row=99.0), prefill_chunk=7)
-    assert sizes(exact.compose([], 0, [sequence_of(20)], 4)) == [7]
-    assert sizes(exact.compose([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
-    assert sizes(exact.compose(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
+    assert sizes(exact.fill([], 0, [sequence_of(20)], 4)) == [7]
+    assert sizes(exact.fill([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
+    assert sizes(exact.fill(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
 
 
 def test_chunks_shrink_so_that_every_slot_gets_some_but_not_below_the_minimum() -> None:
     sequence = sequence_of(1000)
     chunks = []
     while sequence.remaining:
-        (pick,) = composer().compose([], 0, [sequence], 2)
+        (pick,) = composer().fill([], 0, [sequence], 2)
         chunks.append(pick.num_tokens)
         sequence.scheduled += pick.num_tokens
     assert chunks[0] == -(-1000 // (SPREAD_ROUNDS * 2))
@@ -83,55 +89,55 @@ def test_chunks_shrink_so_that_every_slot_gets_some_but_not_below_the_minimum() 
 
 
 def test_prompts_beside_decodes_are_held_shorter() -> None:
-    assert sizes(composer().compose([], 0, [sequence_of(5000)], 2)) == [MAX_PROMPT_TOKENS_PER_STEP]
-    assert sizes(composer().compose([], 8, [sequence_of(5000)], 2)) == [MAX_CHUNK_BESIDE_DECODES]
-    assert sizes(composer().compose([], 8, [sequence_of(120)], 2)) == [120 // (SPREAD_ROUNDS * 2)]
-    assert sizes(composer().compose([], 8, [sequence_of(20)], 2)) == [MIN_CHUNK_BESIDE_DECODES]
-    assert sizes(composer().compose([], 8, [sequence_of(120)], 1)) == [120], "one slot: no spreading"
+    assert sizes(composer().fill([], 0, [sequence_of(5000)], 2)) == [MAX_PROMPT_TOKENS_PER_STEP]
+    assert sizes(composer().fill([], 8, [sequence_of(5000)], 2)) == [MAX_CHUNK_BESIDE_DECODES]
+    assert sizes(composer().fill([], 8, [sequence_of(120)], 2)) == [120 // (SPREAD_ROUNDS * 2)]
+    assert sizes(composer().fill([], 8, [sequence_of(20)], 2)) == [MIN_CHUNK_BESIDE_DECODES]
+    assert sizes(composer().fill([], 8, [sequence_of(120)], 1)) == [120], "one slot: no spreading"
 
 
 @pytest.mark.parametrize("num_decodes", [64, 0])
 def test_no_step_is_larger_than_announced(num_decodes: int) -> None:
     prompts = [sequence_of(900) for _ in range(9)]
-    picks = composer().compose(decodes(num_decodes), num_decodes, prompts, 1)
+    picks = composer().fill(decodes(num_decodes), num_decodes, prompts, 1)
     assert sum(sizes(picks)) <= SchedulerConfig(1, max_num_seqs=64).max_step_tokens
 
 
 def test_time_bounds_a_prompt() -> None:
     costs = LinearCosts(row=0.001)
-    picks = composer(costs).compose(decodes(10), 20, [sequence_of(900)], 2)
+    picks = composer(costs).fill(decodes(10), 20, [sequence_of(900)], 2)
     assert sum(sizes(picks)) == 80
-    assert sizes(composer(costs).compose([], 0, [sequence_of(900)], 1)) == [160]
-    picks = composer(costs).compose([], 0, [sequence_of(50) for _ in range(9)], 1)
+    assert sizes(composer(costs).fill([], 0, [sequence_of(900)], 1)) == [160]
+    picks = composer(costs).fill([], 0, [sequence_of(50) for _ in range(9)], 1)
     assert sizes(picks) == [50, 50, 50, 10]
 
 
 def test_longer_contexts_mean_shorter_chunks() -> None:
     costs = LinearCosts(row=0.001, key=1e-6)
-    early = sizes(composer(costs).compose([], 0, [sequence_of(900)], 1))[0]
-    late = sizes(composer(costs).compose([], 0, [sequence_of(900, scheduled=500)], 1))[0]
+    early = sizes(composer(costs).fill([], 0, [sequence_of(900)], 1))[0]
+    late = sizes(composer(costs).fill([], 0, [sequence_of(900, scheduled=500)], 1))[0]
     assert late < early < 160
 
 
 def test_a_scored_prompt_pays_the_head_for_every_row() -> None:
     costs = LinearCosts(row=0.001, sample=0.001)
-    assert sizes(composer(costs).compose([], 0, [sequence_of(900)], 1)) == [160]
-    assert sizes(composer(costs).compose([], 0, [sequence_of(900, scored=True)], 1)) == [80]
+    assert sizes(composer(costs).fill([], 0, [sequence_of(900)], 1)) == [160]
+    assert sizes(composer(costs).fill([], 0, [sequence_of(900, scored=True)], 1)) == [80]
 
 
 def test_slow_decodes_stretch_the_limit_instead_of_crowding_prompts_out() -> None:
-    picks = composer(LinearCosts(row=0.01)).compose(decodes(32), 64, [sequence_of(900)], 2)
+    picks = composer(LinearCosts(row=0.01)).fill(decodes(32), 64, [sequence_of(900)], 2)
     assert sizes(picks)[32:] == [32]
 
 
 def test_however_slow_a_stage_prompts_make_progress() -> None:
     prompts = [sequence_of(900), sequence_of(900)]
-    assert sizes(composer(LinearCosts(row=100.0)).compose([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
+    assert sizes(composer(LinearCosts(row=100.0)).fill([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
 
 
 def test_composing_changes_nothing() -> None:
     sequence = sequence_of(100)
-    composer(LinearCosts()).compose(decodes(3), 3, [sequence], 2)
+    composer(LinearCosts()).fill(decodes(3), 3, [sequence], 2)
     assert sequence.scheduled == 0
 
 
@@ -140,7 +146,7 @@ def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(gr
     """Of one greedy caller with many prompts, and of many callers with one each."""
     prompts = [sequence_of(900, caller=caller) for caller in greedy]
     light = sequence_of(3, caller="light")
-    picks = composer().compose([], 0, [*prompts, light], 2)
+    picks = composer().fill([], 0, [*prompts, light], 2)
     assert picks[0] == Pick(light, 3)
     assert [pick.sequence for pick in picks[1:]] == prompts[: len(picks) - 1]
 

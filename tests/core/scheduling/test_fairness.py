@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.admission import MAX_IDLE_CALLERS, FairQueue
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import SequenceGroup
 
 
@@ -11,7 +12,7 @@ def entry(
     key: str, caller: str = "", priority: int = 0, num_tokens: int = 10, submitted_s: float = 0.0
 ) -> SequenceGroup:
     request = Request(key, (1,), StopConditions(num_tokens - 1), caller=caller, priority=priority)
-    return SequenceGroup.of_request(request, 0, None, submitted_s)
+    return SequenceGroup(request, 0, SchedulerConfig(1), submitted_s)
 
 
 def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
@@ -120,14 +121,15 @@ def test_who_waits_behind_others_of_its_class_does_not_raise_those() -> None:
     assert served_order(queue, 1, now=60.0) == ["urgent"]
 
 
-def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
+def test_before_a_caller_s_next_request_go_as_many_of_every_other() -> None:
     queue = FairQueue()
     for i in range(5):
         for caller in "ab":
             queue.push(entry(f"{caller}{i}", caller, num_tokens=7))
         queue.push(entry(f"urgent{i}", "a", priority=1, num_tokens=3))
-    assert queue.tokens_ahead(0, is_only_one=False) == 5 * 17
-    assert queue.tokens_ahead(0, is_only_one=True) == 5 * 3 + 2 * 7
+    queue.push(entry("new0", "new", num_tokens=2))
+    for caller, tokens_ahead in (("a", 5 * 17 + 2), ("new", 5 * 3 + 4 * 7 + 2), ("newer", 5 * 3 + 2 * 7 + 2)):
+        assert queue.tokens_ahead(entry("next", caller).request) == tokens_ahead
 
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:
@@ -136,9 +138,10 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
     queue.push(a)
     queue.push(b)
     assert queue.num_tokens == 12
-    assert [queue.tokens_ahead(priority, is_only_one=False) for priority in (0, 1, 2)] == [12, 5, 0]
+    later = [entry("c", priority=priority).request for priority in (0, 1, 2)]
+    assert [queue.tokens_ahead(request) for request in later] == [12, 5, 0]
     queue.remove(a)
-    assert (queue.num_tokens, queue.tokens_ahead(1, is_only_one=False)) == (7, 0)
+    assert (queue.num_tokens, queue.tokens_ahead(later[1])) == (7, 0)
     assert a not in queue
     assert b in queue
     assert len(queue) == 1

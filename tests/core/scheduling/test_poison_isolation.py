@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.scheduling.poison_isolation import PoisonIsolation
+from ppserve.core.scheduling.request_queue import PoisonIsolation
 
 
 def test_one_loss_makes_nobody_a_suspect() -> None:

@@ -32,7 +32,7 @@ class Replicas:
 
     def at(self, replica: int) -> set[str]:
         """The requests that a replica computes."""
-        return {sequence.request.id for sequence in self.rigs[replica].scheduler._running_set.running}
+        return {sequence.request.id for sequence in self.rigs[replica].scheduler._running.values()}
 
     def turn(self) -> list[SequenceEvent]:
         """Every replica sends what it can, and gets one step back."""

@@ -49,7 +49,7 @@ def test_the_engine_may_end_a_sequence_itself() -> None:
     fill(rig)
     for event in rig.commit_one():
         if event.request_id == "r":
-            rig.scheduler.request_queue.finish_sequence(event.sequence_id, FinishReason.STOP_STRING)
+            rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
             rig.ended_by_engine.add(("r", 0))
     check_scheduler(rig.scheduler)
     rig.drain()

@@ -41,7 +41,7 @@ def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
         fill(rig)
         rig.now += 0.1
         (event,) = rig.commit_one()
-        rig.scheduler.request_queue.finish_sequence(event.sequence_id, FinishReason.STOP_STRING)
+        rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
     rig.submit(a_request("running", num_prompt=10, max_tokens=500))
     rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
     # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.

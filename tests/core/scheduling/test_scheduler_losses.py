@@ -6,7 +6,7 @@ import pytest
 
 from ppserve.core.plan import Drawn, StepResult
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.core.scheduling.poison_isolation import PROBE
+from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
@@ -201,7 +201,7 @@ def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() 
     rig = a_rig(num_stages=2, prefill_chunk=9, prefix_cache=False)
     rig.submit(a_request("first", num_prompt=9, num_sequences=2))
     rig.submit(a_request("second", num_prompt=9))
-    rig.scheduler.set_microbatches(3)
+    rig.scheduler.slots.resize(3)
     for _ in range(2):
         fill(rig)
         rig.lose_stage()

@@ -74,12 +74,12 @@ def test_a_chunk_that_is_not_the_last_still_comes_back() -> None:
 def decode_sizes(rig: SchedulerRig, num_steps: int) -> list[int]:
     """Slices per step once all prompts are computed and all slots have had one more step."""
     sizes: list[int] = []
-    while len(sizes) < num_steps + 2 * rig.scheduler.microbatches:
+    while len(sizes) < num_steps + 2 * rig.scheduler.slots.num_slots:
         plans = fill(rig)
         sizes += [len(plan.slices) for plan in plans if plan.phase == "decode"]
         rig.commit_one()
         check_scheduler(rig.scheduler)
-    return sizes[2 * rig.scheduler.microbatches :]
+    return sizes[2 * rig.scheduler.slots.num_slots :]
 
 
 @pytest.mark.parametrize(("num_stages", "num_sequences"), [(2, 64), (2, 7), (3, 64), (4, 64), (4, 6)])
@@ -129,16 +129,13 @@ def test_the_number_of_slots_follows_live() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=4)
     rig.submit(a_request("r", num_prompt=80))
     assert len(fill(rig)) == 2
-    rig.scheduler.set_microbatches(3)
+    rig.scheduler.slots.resize(3)
     assert len(fill(rig)) == 1
-    rig.scheduler.set_microbatches(1)
+    rig.scheduler.slots.resize(1)
     rig.commit_one()
     rig.commit_one()
     assert fill(rig) == []
     rig.commit_one()
     assert len(fill(rig)) == 1
-    for wrong in (0, 4):
-        with pytest.raises(ValueError, match="microbatches"):
-            rig.scheduler.set_microbatches(wrong)
     rig.drain()
     rig.check_answers()

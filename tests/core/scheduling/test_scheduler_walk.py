@@ -132,14 +132,14 @@ def walk(
             rig.lose_stage()
             losses += 1
         elif action < 0.22:
-            rig.scheduler.set_microbatches(rng.randrange(1, num_stages + 2))
+            rig.scheduler.slots.resize(rng.randrange(1, num_stages + 2))
         elif action < 0.62:
             rig.schedule_one()
         elif rig.pipeline.num_in_flight:
             last = {(event.request_id, event.index): event for event in rig.commit_one()}
             for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
-                    rig.scheduler.request_queue.finish_sequence(event.sequence_id, FinishReason.STOP_STRING)
+                    rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
                     rig.ended_by_engine.add((event.request_id, event.index))
         check_scheduler(rig.scheduler)
     rig.drain()

@@ -7,22 +7,24 @@ import itertools
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceGroup, SequenceStatus
 
 EOS_ID = 7
+CONFIG = SchedulerConfig(1, block_size=2, eos_id=EOS_ID)
 
 
 def sequence_for(stop: StopConditions | None = None, **fields: object) -> Sequence:
     request = Request("r", (1, 2, 3, 4, 5), stop or StopConditions(4), **fields)  # type: ignore[arg-type]
-    sequence = Sequence(0, request, 0, EOS_ID)
+    sequence = Sequence(0, request, 0, CONFIG)
     sequence.start(0)
-    sequence.use_blocks((10, 11, 12, 13), 0, 2)
+    sequence.use_blocks((10, 11, 12, 13), 0)
     return sequence
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(SequenceStatus, SequenceStatus)))
 def test_only_the_moves_of_the_table_are_made(old: SequenceStatus, new: SequenceStatus) -> None:
-    sequence = Sequence(0, sequence_for().request, 0, EOS_ID)
+    sequence = Sequence(0, sequence_for().request, 0, CONFIG)
     sequence.status = old
     if new in NEXT[old]:
         sequence.move_to(new)
@@ -35,28 +37,28 @@ def test_only_the_moves_of_the_table_are_made(old: SequenceStatus, new: Sequence
 
 def test_slices_follow_one_another_and_only_the_last_draws() -> None:
     sequence = sequence_for()
-    first, second = sequence.schedule(3, 2), sequence.schedule(2, 2)
+    first, second = sequence.schedule(3), sequence.schedule(2)
     assert (first.start, first.token_ids, first.block_table, first.draw) == (0, (1, 2, 3), (10, 11), None)
     assert (second.start, second.token_ids, second.block_table) == (3, (4, 5), (10, 11, 12))
     assert second.draw is not None
     assert sequence.remaining == 0
     with pytest.raises(AssertionError):
-        sequence.schedule(1, 2)
+        sequence.schedule(1)
 
 
 def test_a_plain_draw_is_the_same_object_every_time() -> None:
     sequence = sequence_for()
-    first = sequence.schedule(5, 2)
+    first = sequence.schedule(5)
     sequence.commit_token(9)
-    second = sequence.schedule(1, 2)
+    second = sequence.schedule(1)
     assert first.draw is second.draw
 
 
 def test_a_draw_with_penalties_carries_the_history() -> None:
     sequence = sequence_for(sampling=SamplingParams(frequency_penalty=0.5))
-    sequence.schedule(5, 2)
+    sequence.schedule(5)
     sequence.commit_token(9)
-    draw = sequence.schedule(1, 2).draw
+    draw = sequence.schedule(1).draw
     assert draw is not None
     assert (draw.prompt_ids, draw.output_ids) == ((1, 2, 3, 4, 5), (9,))
 
@@ -64,7 +66,7 @@ def test_a_draw_with_penalties_carries_the_history() -> None:
 @pytest.mark.parametrize(("ignore_eos", "banned"), [(False, (3, EOS_ID)), (True, (3,))])
 def test_min_tokens_bans_what_would_end_the_answer(ignore_eos: bool, banned: tuple[int, ...]) -> None:
     sequence = sequence_for(StopConditions(4, min_tokens=1, stop_token_ids=(3,), ignore_eos=ignore_eos))
-    draw = sequence.schedule(5, 2).draw
+    draw = sequence.schedule(5).draw
     assert draw is not None
     assert (draw.banned, draw.banned_before) == (banned, 6), "the first token of the answer is at position 5"
 
@@ -86,28 +88,27 @@ def test_why_an_answer_ends(
     stop: StopConditions, limited: bool, token_id: int, finish: FinishReason | None
 ) -> None:
     sequence = sequence_for(stop, limited_by_context=limited)
-    sequence.commit_token(token_id)
-    assert sequence.end_after(token_id, EOS_ID) is finish
+    assert sequence.commit_token(token_id) is finish
 
 
 def test_what_is_resumed_complete_draws_nothing() -> None:
     sequence = sequence_for(resume_index=0, resume_ids=(9, EOS_ID))
     assert sequence.known_end is FinishReason.EOS
-    assert sequence.schedule(7, 2).draw is None
+    assert sequence.schedule(7).draw is None
 
 
 def test_a_resumed_answer_goes_on_where_it_stood() -> None:
     sequence = sequence_for(resume_index=0, resume_ids=(9, 8))
     assert sequence.num_generated == 2
-    draw = sequence.schedule(7, 2).draw
+    draw = sequence.schedule(7).draw
     assert draw is not None
     sequence.commit_token(6)
-    assert SequenceGroup(sequence.request, [sequence], 0.0).event(sequence, 6).offset == 2
+    assert SequenceGroup(sequence.request, 0, CONFIG, 0.0).event(sequence, 6).offset == 2
 
 
 def test_targets_are_the_tokens_that_follow_in_the_prompt() -> None:
     sequence = sequence_for(output=OutputOptions(prompt_logprobs=2))
-    first, second = sequence.schedule(2, 2), sequence.schedule(3, 2)
+    first, second = sequence.schedule(2), sequence.schedule(3)
     assert (first.targets, first.num_prompt_logprobs) == ((2, 3), 2)
     assert second.targets == (4, 5)
     assert len(second.targets) == len(second.token_ids) - 1
@@ -120,9 +121,9 @@ def test_worst_case_positions() -> None:
 
 def test_a_sequence_that_is_given_back_keeps_its_tokens() -> None:
     sequence = sequence_for()
-    sequence.schedule(5, 2)
+    sequence.schedule(5)
     sequence.commit_token(9)
     sequence.give_back()
     assert (sequence.scheduled, sequence.computed) == (0, 0)
     assert sequence.loss_mark == 6
-    assert sequence.schedule(6, 2).token_ids == (1, 2, 3, 4, 5, 9)
+    assert sequence.schedule(6).token_ids == (1, 2, 3, 4, 5, 9)

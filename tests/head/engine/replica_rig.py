@@ -13,9 +13,9 @@ from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder
-from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.slots import PROBE
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import Formed
 from ppserve.head.engine.members import Members
@@ -169,10 +169,11 @@ class Rig:
                 self.compute(plan)
                 self.refill()
         self.now_ns += pause_s * SECOND
-        self.lose(rank, cause)
+        events = self.lose(rank, cause)
         self.greet(rank)
         self.wait(1)
-        return any(isinstance(event, SequenceEvent) and event.error is not None for event in self.join())
+        self.join()
+        return any(isinstance(event, SequenceEvent) and event.error is not None for event in events)
 
     def times(self) -> tuple[StageTimes, ...]:
         return tuple(stage.times for stage in self.replica.read(self.now_ns).stages)

@@ -16,7 +16,7 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingUpdate
-from ppserve.core.scheduling.poison_isolation import PROBE
+from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
 from ppserve.stage.link import _SILENCE_S, Link

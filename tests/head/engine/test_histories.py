@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Hashable, Iterable, Iterator, Set
+from collections.abc import Hashable, Iterable, Iterator, Set
 from typing import Any
 
 import pytest
 
-from ppserve.core.scheduling.poison_isolation import PoisonIsolation
+from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import MicrobatchSlots
@@ -87,9 +87,7 @@ class IsForgetful(Host):
 class ThreeLossesConvict(PoisonIsolation):
     """Whoever was in flight at three losses without a token between them is convicted."""
 
-    def record_loss(
-        self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()
-    ) -> str | None:
+    def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> str | None:
         for request in in_flight:
             self._losses[request] = self._losses.get(request, 0) + 1
             if self._losses[request] == 3:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.errors import InvalidRequest
 from ppserve.head.engine.open_request import OpenRequest, TokenOutput
@@ -14,6 +15,7 @@ from tests.fake_engine import EOS
 
 # What the model draws, one byte a token: characters of one to four bytes, beginnings of stop strings that come to
 # nothing, an end-of-text.
+CONFIG = SchedulerConfig(1, eos_id=EOS)
 DRAWN = [*"so é 漢 EN 🙂 END of it".encode(), EOS]
 
 
@@ -30,11 +32,10 @@ def open_request(request: Request) -> OpenRequest:
 
 def undisturbed(request: Request) -> list[TokenOutput]:
     """All outputs of the answer."""
-    opened, sequence = open_request(request), Sequence(0, request, 0, EOS)
+    opened, sequence = open_request(request), Sequence(0, request, 0, CONFIG)
     outputs = []
     for offset, token_id in enumerate(DRAWN):
-        sequence.token_ids.append(token_id)
-        finish = sequence.end_after(token_id, EOS)
+        finish = sequence.commit_token(token_id)
         outputs.append(opened.output(SequenceEvent("r", 0, 0, offset, token_id, finish=finish), 11.0))
         if outputs[-1].finish is not None:
             return outputs
@@ -84,10 +85,10 @@ def test_a_resumed_answer_goes_on_as_if_undisturbed(stop: StopConditions) -> Non
         resumed = replace(request, resume_ids=tuple(DRAWN[:cut]))
         opened = open_request(resumed)
         assert opened.begin(11.0, tuple) is None
-        sequence = Sequence(0, resumed, 0, EOS)
+        sequence = Sequence(0, resumed, 0, CONFIG)
         for was in heard[cut:]:
-            sequence.token_ids.append(was.token_id)
-            finish = sequence.end_after(was.token_id, EOS)
+            assert was.token_id is not None
+            finish = sequence.commit_token(was.token_id)
             now = opened.output(SequenceEvent("r", 0, 0, was.offset, was.token_id, finish=finish), 11.0)
             assert (now.text, now.finish, now.matched) == (was.text, was.finish, was.matched)
         assert opened.is_complete

@@ -10,8 +10,8 @@ from ppserve import wire
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import Draining
 from ppserve.head.engine.member import FatalError
 from tests.head.engine.replica_rig import MS, SECOND, Rig, finished, formed

@@ -49,8 +49,11 @@ def sizes(picks: list[Pick]) -> list[int]:
     return [pick.num_tokens for pick in picks]
 
 
+Sequences = list[Sequence]
+
+
 class Composing(Composer):
-    def fill(self, ready: list[Sequence], num_decoding: int, filling: list[Sequence], num_slots: int) -> list[Pick]:
+    def fill(self, ready: Sequences, num_decoding: int, filling: Sequences, num_slots: int) -> list[Pick]:
         """A step of the decodes that are ready, and of prompts."""
         return self.compose([*ready, *filling], num_decoding + len(filling), num_slots)
 

@@ -40,7 +40,7 @@ class MicrobatchSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots  # how many steps may be in flight, but for one that is sent ahead
         self.epoch = 0
-        # No step has returned in this epoch, nor in the one before it. Then a probe goes first (`PoisonIsolation`).
+        # No step returned in this epoch, nor in the one before. Then a probe goes first (`PoisonIsolation`).
         self.is_unproven, self._has_returned = False, True
         self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
         self._cancelled: set[int] = set()  # still in flight

@@ -42,16 +42,15 @@ _CONVICTING_LOSSES = 4
 class PoisonIsolation:
     """The requests that may kill stages: the number of losses of each, and the suspects. Requests are named by id.
 
-    The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that
-    was in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone,
-    one after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect fails if,
-    while it was alone in the pipeline, the same rank failed twice in the same way, or ranks failed four times. So a
-    request fails at its fourth loss at the earliest. If no rank failed, as when a network is cut, no request is to
-    blame.
+    The loss of a stage does not show which request caused it, so everything in flight is computed again. A request
+    that was in flight at two losses, and gained no token between them, becomes a suspect. Suspects run alone, one
+    after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect fails if,
+    while it ran alone, the same rank failed twice in the same way, or ranks failed four times. So a request fails
+    at its fourth loss at the earliest. If no rank failed, as when a network is cut, no request is to blame.
 
     If an epoch is lost before any of its steps returned, the next one begins with a probe, a step without a
-    request (`MicrobatchSlots.is_unproven`). If the probe returns, the stages work, however many requests kill them,
-    and restarts are counted anew. If a stage dies of it, no request is to blame.
+    request. If the probe returns, the stages work, however many requests kill them, and restarts are counted anew.
+    If a stage dies of it, no request is to blame.
     """
 
     def __init__(self) -> None:

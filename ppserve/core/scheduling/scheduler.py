@@ -13,9 +13,9 @@ Laws
 - When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
 - Every sequence has one terminal event.
 
-The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each plan
-in the book of steps before it asks for the next. It calls `commit` for every result of the last stage that is in
-the book, and `give_back` when a stage is lost.
+The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each
+plan in the book of steps before it asks for the next. It calls `commit` for every result of the last stage that is
+in the book, and `give_back` when a stage is lost.
 """
 
 from __future__ import annotations

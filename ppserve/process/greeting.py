@@ -45,6 +45,7 @@ def _connect(meeting: wire.Meeting, rank: int, timeout_s: float) -> socket.socke
         connection.settimeout(_ANSWER_WITHIN_S)
         if meeting.tls is not None:
             connection = TlsConnection(connection, stage_context(meeting.tls, serves=False), serves=False)
+            connection.handshake()
         _greet(connection, secret, rank)
         connection.settimeout(None)
     except BaseException:

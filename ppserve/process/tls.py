@@ -43,7 +43,7 @@ class TlsConnection(socket.socket):
     """A connected socket whose bytes are encrypted. One thread may receive while another sends, and `recv` waits
     for bytes once: `ssl.SSLSocket` promises neither.
 
-    What is sent before the handshake is complete is kept, and leaves after it.
+    What the head sends before the handshake is complete leaves after it.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
@@ -54,38 +54,37 @@ class TlsConnection(socket.socket):
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=serves)
         self._is_open = False
-        self._early = bytearray()
-        self._state = threading.Lock()  # of all above
-        self._order = threading.Lock()  # of what leaves; taken first
-        if not serves:
-            self._greet()
+        self._early = b""
+        self._lock = threading.Lock()  # of all above
 
-    def _greet(self) -> None:
-        with self._state:
-            self._shake_hands()
-        self._flush()
+    def handshake(self) -> None:
+        """For a stage, before anything else. Raises OSError (SSLError is one)."""
+        try:
+            while not self._continue_handshake():
+                super().sendall(self._leaving.read())
+                if received := super().recv(_PIECE):
+                    self._arrived.write(received)
+                else:
+                    self._arrived.write_eof()
+        finally:
+            super().sendall(self._leaving.read())  # where it failed, the head is told why
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. Where the received bytes complete no record, the head raises SSLWantReadError, because
-        it must not block, and then sends what `seal` returns; a stage waits for more. Raises OSError (SSLError is
-        one)."""
+        """Empty at the end. Where the received bytes complete no record, the head raises BlockingIOError, because
+        it must not wait, and a stage waits for more. Raises OSError."""
         while received := super().recv(size, flags):
-            try:
-                with self._state:
-                    self._arrived.write(received)
-                    text, has_ended = self._decrypt()
-            finally:
-                if not self._serves:
-                    self._flush()
+            with self._lock:
+                self._arrived.write(received)
+                text, has_ended = self._decrypt()
             if text or has_ended:
                 return text
             if self._serves:
-                raise ssl.SSLWantReadError
+                raise BlockingIOError
         return b""
 
     def seal(self, frame: bytes) -> bytes:
         """The bytes to send now: messages of the handshake and, once that is done, the encrypted frame."""
-        with self._state:
+        with self._lock:
             if self._is_open:
                 self._encrypt(frame)
             else:
@@ -93,41 +92,29 @@ class TlsConnection(socket.socket):
             return self._leaving.read()
 
     def sendall(self, frame: bytes, flags: int = 0) -> None:  # type: ignore[override]
-        """Raises OSError."""
-        with self._order:
-            super().sendall(self.seal(frame), flags)
-
-    def _flush(self) -> None:
-        """Sends messages of the handshake, if there are any. `_order` is only taken then, or a receiver would wait
-        for a sender that waits for the other end to receive."""
-        if not self._leaving.pending:
-            return
-        with self._order:
-            with self._state:
-                leaving = self._leaving.read()
-            super().sendall(leaving)
+        """For one thread at a time. Raises OSError."""
+        super().sendall(self.seal(frame), flags)
 
     def _decrypt(self) -> tuple[bytes, bool]:
         """All decrypted bytes, and whether the other end has closed its side."""
         text = bytearray()
-        if self._is_open or self._shake_hands():
-            try:
-                while piece := self._tls.read(_PIECE):
-                    text += piece
-            except ssl.SSLWantReadError:
-                return bytes(text), False
-            return bytes(text), True
-        return b"", False
+        if not self._is_open and not self._continue_handshake():
+            return b"", False
+        try:
+            while piece := self._tls.read(_PIECE):
+                text += piece
+        except ssl.SSLWantReadError:
+            return bytes(text), False
+        return bytes(text), True
 
-    def _shake_hands(self) -> bool:
+    def _continue_handshake(self) -> bool:
         """Whether the handshake is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return False
         self._is_open = True
-        self._encrypt(bytes(self._early))
-        self._early.clear()
+        self._encrypt(self._early)
         return True
 
     def _encrypt(self, frame: bytes) -> None:

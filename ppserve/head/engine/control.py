@@ -13,7 +13,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Any, Protocol
@@ -31,12 +31,10 @@ _GREETING_TIMEOUT_S = 10.0
 # Connections that have not said Hello, beyond one for each rank. A further one takes the place of the oldest.
 _MAX_STRANGERS = 16
 # Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
-_ACCEPT_AGAIN_S = 0.5
+_ACCEPT_AGAIN_NS = 500_000_000
 # The log has at most one line about refused connections in this time.
-_WARN_EVERY_S = 5.0
-# Frames are much smaller than a socket's buffer. So a stage that takes nothing for this long, or for which so many
-# bytes are still unsent, does not read.
-_SEND_TIMEOUT_S = 2.0
+_WARN_EVERY_NS = 5_000_000_000
+# Frames are much smaller than a socket's buffer: a stage for which so many bytes are unsent does not read.
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
@@ -89,7 +87,6 @@ class _Peer:
     challenge: bytes = field(default_factory=new_nonce)  # what it must answer to
     rank: int | None = None  # None until it has proved to know the secret
     unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
-    took_ns: int = 0  # when its socket last took a part of `unsent`; 0 if nothing is unsent
 
     @property
     def is_open(self) -> bool:
@@ -110,27 +107,21 @@ class SocketControlPlane:
         secret: bytes,
         tls: ssl.SSLContext | None = None,
         greeting_timeout_s: float = _GREETING_TIMEOUT_S,
-        send_timeout_s: float = _SEND_TIMEOUT_S,
-        selector: selectors.BaseSelector | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._greeting_timeout_ns = int(1e9 * greeting_timeout_s)
-        self._send_timeout_ns = int(1e9 * send_timeout_s)
-        self._clock = clock
         self._world_size = world_size
         self._secret = secret
         self._tls = tls
         self._listener = listener
         self._listener.setblocking(False)
-        self._accepts_from_ns = 0
-        self._warns_from_ns = 0
+        self._accepts_from_ns = self._warns_from_ns = 0
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[_Peer, None] = {}  # in order of arrival
         self._arrived: list[Received | Disconnected] = []  # since the last poll
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._selector = selectors.DefaultSelector() if selector is None else selector
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
@@ -147,16 +138,14 @@ class SocketControlPlane:
         self._arrived = [*events, *self._arrived]
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        ready = self._selector.select(timeout_s if not self._arrived else 0)
-        # Strangers last: checking one reads what is there of the rank that it claims to be.
-        for key, mask in sorted(ready, key=lambda event: event[0].data in self._strangers):
+        for key, mask in self._selector.select(timeout_s if not self._arrived else 0):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
             else:
-                if mask & selectors.EVENT_WRITE and key.data.is_open:
-                    self._flush(key.data)
+                if mask & selectors.EVENT_WRITE:
+                    self._send_to(key.data, b"")
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
         self._end_overdue()
@@ -177,16 +166,13 @@ class SocketControlPlane:
             self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
-        until_ns = self._clock() + int(1e9 * goodbye_s)
-        while self._peers and self._clock() < until_ns:
+        until_s = time.monotonic() + goodbye_s
+        while self._peers and time.monotonic() < until_s:
             self.poll(0.1)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Peer):
-                self._end(key.data, "closed")
-        self._selector.close()
-        self._listener.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        for peer in (*self._strangers, *self._peers.values()):
+            self._end(peer, "closed")
+        for each in (self._selector, self._listener, self._wake_in, self._wake_out):
+            each.close()
 
     # ---- connections ----------------------------------------------------------------------------------
 
@@ -196,7 +182,7 @@ class SocketControlPlane:
         except OSError as error:
             log.warning("cannot accept a connection: %s", error.strerror)
             self._selector.unregister(self._listener)
-            self._accepts_from_ns = self._clock() + int(1e9 * _ACCEPT_AGAIN_S)
+            self._accepts_from_ns = time.monotonic_ns() + _ACCEPT_AGAIN_NS
             return
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # some systems refuse options where the other end has left already
@@ -204,7 +190,7 @@ class SocketControlPlane:
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
         reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
-        peer = _Peer(connection, self._clock(), reader)
+        peer = _Peer(connection, time.monotonic_ns(), reader)
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:
@@ -212,47 +198,38 @@ class SocketControlPlane:
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
     def _end_overdue(self) -> None:
-        """Ends strangers that are silent, and connections that have taken nothing for too long."""
-        now_ns = self._clock()
-        for peer in (*self._strangers, *self._peers.values()):
-            if peer in self._strangers and now_ns - peer.since_ns > self._greeting_timeout_ns:
+        """Ends strangers that are silent, and accepts connections again."""
+        now_ns = time.monotonic_ns()
+        for peer in tuple(self._strangers):
+            if now_ns - peer.since_ns > self._greeting_timeout_ns:
                 self._end(peer, "said nothing")
-            elif peer.unsent and now_ns - peer.took_ns > self._send_timeout_ns:
-                self._end(peer, "timeout")
         if self._accepts_from_ns and now_ns > self._accepts_from_ns:
             self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
-    def _read(self, peer: _Peer) -> bool:
-        """Reads what has arrived on a connection, which may be its end. Returns whether there was something."""
-        if not peer.is_open:  # it was ended meanwhile, by another's greeting
-            return False
+    def _read(self, peer: _Peer) -> None:
+        """Reads what has arrived on a connection, which may be its end."""
+        if not peer.is_open:  # it was ended since it became readable
+            return
+        received = None
         try:
             received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
-            messages = peer.reader.feed(received)
-        except ssl.SSLWantReadError:  # a part of something encrypted
-            self._send_to(peer, b"")
-            return True
-        except BlockingIOError:
-            return False
+            self._handle_messages(peer, peer.reader.feed(received))
+        except BlockingIOError:  # a part of something encrypted
+            pass
         except WireError as error:
             self._warn(f"a message on the control plane does not fit the schema: {error}")
             self._end(peer, "protocol")
-            return True
         except OSError as error:
-            received, messages = b"", []
+            received = b""
             if isinstance(error, ssl.SSLError):
                 self._warn(f"refused a connection: {error.reason}")
-                self._send_to(peer, b"")  # the other end is told why
-        if not received:
-            self._end(peer, "exit")
-            return True
-        self._handle_messages(peer, messages)
         self._send_to(peer, b"")
-        return True
+        if received == b"":
+            self._end(peer, "exit")
 
     def _handle_messages(self, peer: _Peer, messages: list[Any]) -> None:
-        arrived_ns = self._clock()
+        arrived_ns = time.monotonic_ns()
         for message in messages:
             if isinstance(message, wire.Proof):
                 self._check_proof(peer, message)
@@ -265,38 +242,25 @@ class SocketControlPlane:
                 return
 
     def _send_to(self, peer: _Peer, frame: bytes) -> None:
-        """Sends a frame, after what is still unsent. An empty one sends only what encryption has to say."""
+        """Gives the socket what is unsent and this frame, as much as it takes now. An empty frame sends only what
+        encryption has to say."""
         if not peer.is_open:
-            return
-        if len(peer.unsent) > _MAX_UNSENT_BYTES:
-            self._end(peer, "timeout")
             return
         try:
             peer.unsent += peer.connection.seal(frame) if isinstance(peer.connection, TlsConnection) else frame
-        except ssl.SSLError:
-            self._end(peer, "protocol")
-            return
-        if not peer.took_ns:
-            self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        """Gives the socket as much as it takes now."""
-        had = len(peer.unsent)
-        try:
             while peer.unsent:
                 del peer.unsent[: peer.connection.send(peer.unsent)]
         except BlockingIOError:
             pass
-        except OSError:
-            self._end(peer, "exit")
+        except OSError as error:
+            self._end(peer, "protocol" if isinstance(error, ssl.SSLError) else "exit")
             return
-        if bool(peer.took_ns) != bool(peer.unsent):
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if len(peer.unsent) > _MAX_UNSENT_BYTES:
+            self._end(peer, "timeout")
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if events != self._selector.get_key(peer.connection).events:
             self._selector.modify(peer.connection, events, peer)
-        if not peer.unsent:
-            peer.took_ns = 0
-        elif not peer.took_ns or len(peer.unsent) < had:
-            peer.took_ns = self._clock()
 
     def _end(self, peer: _Peer, cause: str) -> None:
         """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
@@ -320,11 +284,10 @@ class SocketControlPlane:
             self._refuse(peer, f"there is no rank {said.rank}")
         elif not peer.reader.is_empty or peer.rank is not None:
             self._refuse(peer, "a proof is one frame, sent once")
+        elif said.rank in self._peers:
+            # Perhaps the end of its last process has not been read yet.
+            self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)
         else:
-            self._read_last_words(said.rank)
-            if said.rank in self._peers:
-                self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)
-                return
             peer.rank = said.rank
             peer.reader = wire.FrameReader(wire.FromStage)
             answer = head_proof(self._secret, said.rank, peer.challenge, said.nonce)
@@ -342,19 +305,12 @@ class SocketControlPlane:
             self._peers[peer.rank] = peer
         return True
 
-    def _read_last_words(self, rank: int) -> None:
-        """Reads everything that arrived on a rank's connection: its next process may connect before the end of the
-        last one was read."""
-        peer = self._peers.get(rank)
-        while peer is not None and self._read(peer):
-            pass
-
     def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:
         self._warn(f"refused a connection: {reason}")
         self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
         self._end(peer, "refused")
 
     def _warn(self, problem: str) -> None:
-        if self._clock() >= self._warns_from_ns:
-            self._warns_from_ns = self._clock() + int(1e9 * _WARN_EVERY_S)
+        if time.monotonic_ns() >= self._warns_from_ns:
+            self._warns_from_ns = time.monotonic_ns() + _WARN_EVERY_NS
             log.warning("%s", problem)

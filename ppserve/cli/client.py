@@ -111,7 +111,7 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
 @connection_options
 def restart(replica: int, pause: bool, **flags: Any) -> None:
-    """Restart a replica's stage processes, one by one. Its streams continue at another replica at once."""
+    """Restart a replica's stage processes. Its streams continue at another replica at once."""
     # Without retries: where no server answers, there is nothing to restart.
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:

@@ -20,8 +20,6 @@ EXIT_USAGE = 2
 EXIT_HEAD_GONE = 75
 # The head told the stage to end because the server fails: its keeper does not restart it.
 EXIT_FAILED = 76
-# The head asked the stage for a new process: its keeper starts one, and counts no death.
-EXIT_RESTART = 77
 
 # torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
+from ppserve.process.environment import EXIT_HEAD_GONE
 
 # Deaths in a row without a computed step, however slowly they follow each other. Two requests that kill their
 # stage (`core.scheduling` isolates such requests) together with cut links and a killed head stay below it.
@@ -37,9 +37,6 @@ class Patience:
 
     def ended(self, life: Life, code: int, now_s: float) -> str | None:
         """A stage process ended with this code. Returns why no other is started; None if one is."""
-        if code == EXIT_RESTART:
-            self._deaths, self._had_head_s = 0, now_s
-            return None
         if life.is_connected or code != EXIT_HEAD_GONE:
             # A stage that was ready and lost the head counts as one that served: it may only have had no work.
             would_serve = life.served or (life.is_ready and code == EXIT_HEAD_GONE)

@@ -111,7 +111,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RestartReplica(self, request, context):
-        """Restarts the stage processes of one replica, one after the other, and answers when it serves again. Its
+        """Restarts the stage processes of one replica, and answers when it serves again. Its
         streams go on at another replica at once. For operators: keys protect it as they protect every call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

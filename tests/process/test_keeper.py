@@ -9,7 +9,7 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
+from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import FROZEN_AFTER_S, FROZEN_WHILE_PREPARING_S, Keeper
 from ppserve.process.patience import HEADLESS_FOR_S, MAX_DEATHS
 from tests.process.heads import head
@@ -148,7 +148,7 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
         (PipelineSettings(replicas=2), "", EXIT_USAGE),
     ],
 )
-@pytest.mark.parametrize("code", [EXIT_RESTART, KILLED])
+@pytest.mark.parametrize("code", [EXIT_HEAD_GONE, KILLED])
 def test_a_rank_that_was_ready_and_cannot_come_back_leaves_other_replicas_alone(
     pipeline: PipelineSettings, last_line: str, exit_code: int, code: int
 ) -> None:

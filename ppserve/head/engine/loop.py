@@ -28,7 +28,6 @@ from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.placement import difference
 from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
-from ppserve.head.engine.rolling import RollingRestart
 from ppserve.head.engine.streams import HandOver, OpenStreams
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 
@@ -68,7 +67,8 @@ class Engine(threading.Thread):
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
         self._streams = OpenStreams(self.request_queue, observers, hand_over)
-        self._rolling: RollingRestart | None = None
+        self._restarting: tuple[Replica, int, Future[None]] | None = None
+        """A replica, its epoch when its processes were ended, and a future that is done when it serves again."""
         self._has_formed = self._stopping = self._ended = False
 
     # ---- for other threads ----------------------------------------------------------------------------
@@ -214,9 +214,12 @@ class Engine(threading.Thread):
         """Checks what no message reports: silent ranks, overdue steps, passed deadlines of requests."""
         for replica in tuple(self._living):
             self._handle_events(replica, replica.tick())
-        if self._rolling is not None and self._rolling.tick(self._clock()):
-            log.info("replica %d was restarted", self._rolling.members.replica)
-            self._rolling = None
+        if self._restarting is not None:
+            replica, epoch, done = self._restarting
+            if replica.serves and replica.members.epoch > epoch:
+                log.info("replica %d was restarted", replica.number)
+                done.set_result(None)
+                self._restarting = None
         self._streams.add_events(self.request_queue.expire(self._now_s()), self._now_s())
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -270,9 +273,8 @@ class Engine(threading.Thread):
         if replica not in self._living:
             return
         log.error("replica %d has ended: %s", replica.number, fatal.reason)
-        if self._rolling is not None and self._rolling.members is replica.members:
-            self._rolling.fail(RequestFailed(fatal.reason))
-            self._rolling = None
+        if self._restarting is not None and self._restarting[0] is replica:
+            self._fail_restart(RequestFailed(fatal.reason))
         replica.give_back()
         if replica.scheduler is not None:
             self.request_queue.remove_scheduler(replica.scheduler)
@@ -282,8 +284,8 @@ class Engine(threading.Thread):
     def _begin_restart(self, number: int, pauses: bool, done: Future[None]) -> None:
         """Other replicas compute the requests of this one, and then its stage processes are restarted. Raises
         InvalidRequest."""
-        if self._rolling is not None:
-            raise _refused("replica", f"replica {self._rolling.members.replica} is being restarted")
+        if self._restarting is not None:
+            raise _refused("replica", f"replica {self._restarting[0].number} is being restarted")
         replica = next((replica for replica in self._living if replica.number == number), None)
         if replica is None:
             raise _refused("replica", f"there is no replica {number}")
@@ -293,13 +295,17 @@ class Engine(threading.Thread):
         log.info("replica %d is restarted", number)
         if others:
             replica.give_back()
-        self._rolling = RollingRestart(replica.members, done)
+        self._restarting = replica, replica.members.epoch, done
+        replica.members.restart()
+
+    def _fail_restart(self, error: RequestError) -> None:
+        if self._restarting is not None:
+            self._restarting[2].set_exception(error)
+            self._restarting = None
 
     def _start_draining(self) -> None:
         for replica in self.replicas:
             replica.members.start_draining()
-        if self._rolling is not None:
-            self._rolling.cut_short()
 
     def _end_loop(self) -> None:
         self._stopping = True
@@ -312,8 +318,7 @@ class Engine(threading.Thread):
             self.failed.set_result(fatal)
 
     def _shut_down_ranks(self) -> None:
-        if self._rolling is not None:
-            self._rolling.fail(_shutting_down())
+        self._fail_restart(_shutting_down())
         fatal = self.failed.result() if self.failed.done() else None
         code = 0 if fatal is None else EXIT_USAGE if fatal.usage else EXIT_FAILED
         for rank in self._replica_of:

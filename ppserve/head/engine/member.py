@@ -24,6 +24,9 @@ from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 
+RESTART = "restart"
+"""Why a stage process ended that the head has ended, so that its keeper starts another."""
+
 
 class StageState(Enum):
     ABSENT = auto()
@@ -70,6 +73,10 @@ class StageDied:
     stage: int
     cause: str  # one word
 
+    @property
+    def is_failure(self) -> bool:
+        return self.cause != RESTART
+
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
@@ -77,7 +84,7 @@ class EpochLost:
 
     epoch: int
     cause: str
-    rank: int | None  # which failed or reported an error; None if one was only silent, as when a network is cut
+    rank: int | None  # which failed or reported an error; None if one was only silent, or was restarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +119,9 @@ class Member:
     loaded: wire.Loaded | None = None
     progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
     since_ns: int = 0  # when this state began
-    leave_by_ns: int = 0  # when it is cut off while it is LEAVING
+    due_ns: int = 0  # when it is cut off if it is still in this state; 0: never
     round_trips: tuple[tuple[int, int], ...] = ()  # of its latest pings: (duration, its clock minus the head's)
     restarts: int = 0
-    restart_by_ns: int = 0  # when it is cut off after it was told to restart; 0 if it was not told
-    complaints: int = 0  # epochs in a row that an error of this rank ended before a step was computed
 
     @property
     def clock_offset_ns(self) -> int:

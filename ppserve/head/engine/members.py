@@ -19,6 +19,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.errors import UsageError
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import (
+    RESTART,
     Decision,
     EpochLost,
     FatalError,
@@ -30,7 +31,6 @@ from ppserve.head.engine.member import (
     StageState,
 )
 from ppserve.head.engine.placement import Placement, stage_addresses, what_changed
-from ppserve.process.environment import EXIT_RESTART
 
 log = logging.getLogger("ppserve.members")
 
@@ -50,16 +50,13 @@ _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # only forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
 _LEAVE_WITHIN_NS = 25_000_000_000
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# A stage that is told to restart and has not ended by then is stuck in a step.
-_RESTART_WITHIN_NS = 5_000_000_000
 # Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
-# of a dead stage's connection arrives before the epoch forms.
+# of a dead stage's connection arrives before the epoch forms. Each failed attempt doubles it, so that ten of them
+# outlast a link that is down for a minute.
 _SETTLE_NS = 200_000_000
-# Each attempt that fails doubles it up to this, so that ten attempts outlast a link that is down for a minute.
 _SETTLE_AT_MOST_NS = 20_000_000_000
-# A stage whose errors ended so many epochs in a row before a step was computed is replaced; after so many that did
-# not form, for whatever reason, or that errors ended before a step, the server ends.
-_MAX_COMPLAINTS = 3
+# After so many failed attempts in a row all processes are replaced; after so many more the server ends.
+_RESTART_EVERY = 3
 _MAX_ATTEMPTS = 10
 # A longer time between two ticks means that the head itself did not run.
 _PAUSE_NS = 1_000_000_000
@@ -69,7 +66,6 @@ _NUM_ROUND_TRIPS = 20
 
 # In these states a stage answers within milliseconds.
 _QUICK = (StageState.READY, StageState.LEAVING)
-_IN_EPOCH = (StageState.FORMING, StageState.READY, StageState.LEAVING)
 
 
 class Members:
@@ -87,32 +83,27 @@ class Members:
         self.grid = grid
         self.replica = replica
         self.num_stages = grid.pipeline
-        # A rank's place in the replica: in order of stages, then of tensor ranks.
-        self._place = {rank: place for place, rank in enumerate(grid.ranks_of(replica))}
-        self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self._place for at in (grid.place(rank),))
+        self.ranks = grid.ranks_of(replica)
+        """In order of stages, then of tensor ranks: a rank's place in the replica."""
+        self._place = {rank: place for place, rank in enumerate(self.ranks)}
+        self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self.ranks for at in (grid.place(rank),))
         self.epoch = 0
         self.formed = False
         self.decision: Decision | None = None
         self.num_blocks = 0
-        self.is_held = False
-        """No epoch forms."""
+        self._forming = self._worked = False  # worked: this epoch has computed a step
+        self._fruitless = 0  # epochs since the last step that formed and that an error ended
+        self._attempts = 0  # these, and the latest ones in a row that did not form
         self._draining = False
         self._heard_ns = dict.fromkeys(self.ranks, 0)
+        self._pinged_ns = self._ticked_ns = self._settled_ns = 0
+        self._addresses: tuple[str, ...] = ()
         self._machine = machine
         self._rules = rules
         self._control = control
-        self._pinged_ns = self._ticked_ns = self._settled_ns = 0
-        self._addresses: tuple[str, ...] = ()
-        self._forming = self._worked = False  # worked: this epoch has computed a step
-        self._attempts = self._fruitless = 0  # epochs in a row that failed; of these, those that had formed
 
     def __getitem__(self, rank: int) -> Member:
         return self.all[self._place[rank]]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """In order of stages, then of tensor ranks."""
-        return tuple(self._place)
 
     @property
     def first(self) -> Member:
@@ -121,89 +112,73 @@ class Members:
 
     # ---- commands -------------------------------------------------------------------------------------
 
+    def start(self, now_ns: int) -> None:
+        """The times of silence and absence begin now."""
+        self._ticked_ns = now_ns
+        self._heard_ns = dict.fromkeys(self.ranks, now_ns)
+        self.all = tuple(replace(member, since_ns=now_ns) for member in self.all)
+
     def start_draining(self) -> None:
         """The server is stopping: a lost rank must come back sooner than usual."""
         self._draining = True
 
-    def hold_epochs(self, held: bool) -> None:
-        """No epoch forms while they are held."""
-        self.is_held = held
-
-    def restart_rank(self, rank: int, now_ns: int) -> None:
-        """Tells a stage process to exit. Its keeper starts another."""
-        self._update(rank, restart_by_ns=now_ns + _RESTART_WITHIN_NS)
-        self._control.send(rank, wire.Shutdown(EXIT_RESTART))
+    def restart(self) -> None:
+        """Ends all stage processes. Their keepers start others."""
+        for rank in self.ranks:
+            self._control.drop(rank, RESTART)
 
     # ---- events ---------------------------------------------------------------------------------------
-
-    def start(self, now_ns: int) -> None:
-        """The times of silence and absence begin now."""
-        self._ticked_ns = now_ns
-        for rank in self.ranks:
-            self._heard_ns[rank] = now_ns
-            self._update(rank, since_ns=now_ns)
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
         """A message from a rank arrived. If it asks for an invalid change of state, its connection is ended."""
         self._heard_ns[rank] = now_ns
         try:
-            return self._handle(rank, now_ns, message)
+            return self._handle(self[rank], now_ns, message)
         except InvalidMove as error:
             log.warning("%s: its connection is ended", error)
             self._control.drop(rank, "protocol")
             return []
 
-    def _handle(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
-        member = self[rank]
+    def _handle(self, member: Member, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
         match message:
             case wire.Result(result):
-                if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[rank]):
+                if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
                     return []
-                if member.stage == self.num_stages - 1 and not self._worked:
-                    self._worked, self._attempts, self._fruitless = True, 0, 0
-                    for other in self.all:
-                        self._update(other.rank, complaints=0)
+                self._worked |= member.stage == self.num_stages - 1
                 return [member.on_head_clock(result)]
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
-                return []
             case wire.Hello():
                 return self._handle_hello(member, message, now_ns)
             case wire.Loading():
-                self._update(rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
-                return []
+                self._update(member.rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
             case wire.Loaded():
                 if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
-                    raise InvalidMove(rank, member.state, StageState.LOADED)
-                self._move(rank, StageState.LOADED, now_ns)
-                self._update(rank, loaded=message)
+                    raise InvalidMove(member.rank, member.state, StageState.LOADED)
+                self._move(member.rank, StageState.LOADED, now_ns, loaded=message)
                 return self._form_if_complete(now_ns)
             case wire.StoreOpened():
-                self._invite(message, now_ns)
-                return []
+                if message.epoch == self.epoch and self.first.state is StageState.FORMING:
+                    for other in self.all[1:]:
+                        self._send_form(other, message.port, now_ns)
             case wire.Ready():
                 return self._handle_ready(member, message, now_ns)
             case wire.Broken():
                 return self._handle_broken(member, message, now_ns)
-            case wire.Failed():
-                return [FatalError(message.reason, usage=self.decision is None or self.epoch == 0)]
-            case wire.GaveUp():
+            case wire.Failed() | wire.GaveUp():
                 return [FatalError(message.reason, usage=self.epoch == 0)]
+        return []
 
     def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
-        self._move(rank, StageState.ABSENT, now_ns)
         member = self[rank]
-        if self.epoch or member.restart_by_ns:
-            self._update(rank, restarts=member.restarts + 1, restart_by_ns=0)
-        if member.restart_by_ns:
-            cause = "restart"
+        self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
             return []
+        self._update(rank, restarts=member.restarts + 1)
+        failed = None if cause == RESTART else rank
         # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
-        is_fruitless = cause == "stuck" and self.formed and not self._worked
-        lost = self._lose_epoch(f"{self.grid.name(member.rank)}: {cause}", rank, now_ns)
-        lost += self._count_fruitless(f"{self.grid.name(member.rank)}: {cause}") if is_fruitless else []
+        lost = self._lose_epoch(f"{self.grid.name(rank)}: {cause}", failed, now_ns, is_error=cause == "stuck")
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
@@ -213,18 +188,22 @@ class Members:
         self._ticked_ns = now_ns
         if now_ns - self._pinged_ns >= _PING_EVERY_NS:
             self._pinged_ns = now_ns
-            for member in self.all:
-                if member.state is not StageState.ABSENT:
-                    self._control.send(member.rank, wire.Ping(now_ns))
+            self._control.broadcast(self.ranks, wire.Ping(now_ns))
+        events: list[MemberEvent] = []
+        # Before the first epoch a rank may take any time to download; its keeper says if it dies.
+        patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
         for member in self.all:
+            silent_ns = now_ns - self._heard_ns[member.rank]
             if member.state is StageState.ABSENT:
-                # Before the first epoch a rank may take any time to download; its keeper says if it dies.
-                patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
                     return [FatalError(f"{self.grid.name(member.rank)} did not come back in time", usage=False)]
-            elif cause := self._overdue(member, now_ns):
-                self._control.drop(member.rank, cause)
-        return [*self._lose_silent(now_ns), *self._form_if_complete(now_ns)]
+            elif silent_ns > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
+                self._control.drop(member.rank, "frozen")
+            elif member.due_ns and now_ns > member.due_ns:
+                self._control.drop(member.rank, "late" if member.state is StageState.FORMING else "stuck")
+            elif member.state is StageState.READY and silent_ns > _SILENT_NS:
+                events += self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns)
+        return [*events, *self._form_if_complete(now_ns)]
 
     def head_paused(self, now_ns: int) -> bool:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
@@ -239,45 +218,24 @@ class Members:
     def _update(self, rank: int, **changes: Any) -> None:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
-    def _move(self, rank: int, state: StageState, now_ns: int) -> None:
-        """Raises InvalidMove, and then changes nothing."""
+    def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
+        """within_ns: it is cut off if it is still in this state then. Raises InvalidMove, and then changes
+        nothing."""
         self[rank].check_move(state)
-        self._update(rank, state=state, since_ns=now_ns)
-
-    def _overdue(self, member: Member, now_ns: int) -> str | None:
-        """Why a connected rank must be cut off, in one word; None if it need not be."""
-        if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
-            return "frozen"
-        if member.restart_by_ns and now_ns > member.restart_by_ns:
-            return "restart"
-        if member.state is StageState.FORMING and now_ns - member.since_ns > _FORM_WITHIN_NS:
-            return "late"
-        if member.state is StageState.LEAVING and now_ns > member.leave_by_ns:
-            return "stuck"
-        return None
-
-    def _lose_silent(self, now_ns: int) -> list[MemberEvent]:
-        """Ends an epoch of which a stage has been silent for too long. No other forms until it has spoken."""
-        for member in self.all:
-            heard_ns = self._heard_ns[member.rank]
-            if member.state is StageState.READY and now_ns - heard_ns > _SILENT_NS:
-                lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns)
-                self._update(member.rank, leave_by_ns=heard_ns + _CUT_OFF_NS)
-                return lost
-        return []
+        due_ns = now_ns + within_ns if within_ns else 0
+        self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
 
     def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
+        name = self.grid.name(member.rank)
         if hello.world_size != self.grid.size:
-            return [FatalError(f"{self.grid.name(member.rank)} belongs to {hello.world_size} ranks", usage=True)]
-        before = member.hello
-        self._move(member.rank, StageState.LOADING, now_ns)
-        self._update(member.rank, hello=hello, round_trips=())
+            return [FatalError(f"{name} belongs to {hello.world_size} ranks", usage=True)]
+        self._move(member.rank, StageState.LOADING, now_ns, hello=hello, round_trips=())
         if self.decision is not None:
-            if before is not None and (change := what_changed(before, hello, self.decision.transport)):
-                return [FatalError(f"{self.grid.name(member.rank)} came back with {change}", usage=True)]
+            if member.hello is not None and (change := what_changed(member.hello, hello)):
+                return [FatalError(f"{name} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []
-        hellos = [m.hello for m in self.all if m.hello is not None]
+        hellos = [other.hello for other in self.all if other.hello is not None]
         if len(hellos) < len(self.all):
             return []
         try:
@@ -289,8 +247,7 @@ class Members:
         return []
 
     def _assign(self, member: Member, decision: Decision) -> None:
-        part = {"tensor": member.tensor, "num_tensor": self.grid.tensor}
-        layout = replace(decision.layouts[member.stage], **part)
+        layout = replace(decision.layouts[member.stage], tensor=member.tensor, num_tensor=self.grid.tensor)
         self._control.send(member.rank, wire.Assign(layout, decision.dtype))
 
     def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
@@ -298,7 +255,7 @@ class Members:
         others, because it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
-        if now_ns < self._settled_ns or self.is_held or decision is None or not is_complete:
+        if now_ns < self._settled_ns or decision is None or not is_complete:
             return []
         try:
             # Anew for each epoch: a stage that was replaced may have another address.
@@ -311,19 +268,14 @@ class Members:
         except UsageError as error:
             return [FatalError(str(error), usage=True)]
         self.epoch += 1
-        self._forming = True
+        self._forming, self._worked = True, False
         self._send_form(self.first, 0, now_ns)
         return []
-
-    def _invite(self, opened: wire.StoreOpened, now_ns: int) -> None:
-        if opened.epoch == self.epoch and self.first.state is StageState.FORMING:
-            for member in self.all[1:]:
-                self._send_form(member, opened.port, now_ns)
 
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
         decision = self.decision
         assert decision is not None
-        self._move(member.rank, StageState.FORMING, now_ns)
+        self._move(member.rank, StageState.FORMING, now_ns, _FORM_WITHIN_NS)
         form = wire.Form(
             epoch=self.epoch,
             transport=decision.transport,
@@ -341,52 +293,44 @@ class Members:
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
             return []
-        self.formed, self._forming, self._worked, self._attempts = True, False, False, self._fruitless
+        self.formed, self._forming = True, False
         return [Formed(self.epoch, self.num_blocks)]
 
     def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
         """A rank has left the epoch. If it was not told to, the epoch is lost."""
-        if broken.epoch != self.epoch or member.state not in _IN_EPOCH:
+        is_in_epoch = member.state in (StageState.FORMING, *_QUICK)
+        if broken.epoch != self.epoch or not is_in_epoch:
             return []
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
-            is_fruitless = self.formed and not self._worked
-            self._count_complaint(member)
-            lost = self._lose_epoch(broken.reason, member.rank, now_ns)
-            return [*lost, *self._count_fruitless(broken.reason)] if is_fruitless else lost
+            return self._lose_epoch(broken.reason, member.rank, now_ns, is_error=True)
         return self._form_if_complete(now_ns)
 
-    def _lose_epoch(self, cause: str, rank: int | None, now_ns: int) -> list[MemberEvent]:
-        """Tells the surviving ranks to leave the epoch. rank: as in `EpochLost`."""
-        self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
-        was_formed, self.formed = self.formed, False
+    def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> list[MemberEvent]:
+        """Tells the surviving ranks to leave the epoch. rank: as in `EpochLost`. is_error: not a process's death,
+        which its keeper counts."""
+        was_formed, was_forming = self.formed, self._forming
+        if not (was_formed or was_forming):
+            return []
+        self.formed = self._forming = False
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send(member.rank, wire.Abandon(self.epoch))
                 within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
-                self._move(member.rank, StageState.LEAVING, now_ns)
-                self._update(member.rank, leave_by_ns=now_ns + within_ns)
-        if was_formed or not self._forming:
-            return [EpochLost(self.epoch, cause, rank)] if was_formed else []
-        log.warning("epoch %d did not form: %s", self.epoch, cause)
-        self._forming = False
-        return self._count_failure("form", cause)
-
-    def _count_fruitless(self, cause: str) -> list[MemberEvent]:
-        self._fruitless += 1
-        return self._count_failure("compute a step", cause)
-
-    def _count_failure(self, what: str, cause: str) -> list[MemberEvent]:
-        self._attempts += 1
-        reason = f"the pipeline did not {what} in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
-        return [FatalError(reason, usage=False)] if self._attempts >= _MAX_ATTEMPTS else []
-
-    def _count_complaint(self, member: Member) -> None:
-        """Its transport, its cache or a step failed. If it keeps failing, a new process may not."""
-        complaints = member.complaints + 1
-        self._update(member.rank, complaints=complaints % _MAX_COMPLAINTS)
-        if complaints == _MAX_COMPLAINTS:
-            self._control.drop(member.rank, "forming")
+                self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
+        is_fruitless = was_formed and is_error and not self._worked
+        self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
+        self._attempts = self._attempts + 1 if was_forming else self._fruitless
+        self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
+        if was_forming:
+            log.warning("epoch %d did not form: %s", self.epoch, cause)
+        lost: list[MemberEvent] = [EpochLost(self.epoch, cause, rank)] if was_formed else []
+        if self._attempts == _MAX_ATTEMPTS:
+            reason = f"the pipeline did not compute a step in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
+            return [*lost, FatalError(reason, usage=False)]
+        if (was_forming or is_fruitless) and self._attempts % _RESTART_EVERY == 0:
+            self.restart()
+        return lost
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps what this round trip says of the rank's clock. Processes of the head's machine have its clock."""

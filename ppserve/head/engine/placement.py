@@ -173,7 +173,7 @@ def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
     return None
 
 
-def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
+def what_changed(before: wire.Hello, now: wire.Hello) -> str | None:
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
     if found := difference(before, now):
         return found[1]
@@ -181,6 +181,4 @@ def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | N
         return "a CPU instead of a GPU" if now.device.gpu is None else "a GPU instead of a CPU"
     if now.host.name != before.host.name:
         return f"another machine, {now.host.name} instead of {before.host.name}"
-    if transport == "shm" and now.host.machine != before.host.machine:
-        return "another machine of the same name; shm needs all stages on one"
     return None

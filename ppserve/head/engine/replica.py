@@ -222,7 +222,7 @@ class Replica:
                     self._handle_epoch_lost(event)
                     events += self._blame_requests()
                 case StageDied():
-                    if self._may_blame:
+                    if event.is_failure and self._may_blame:
                         self._died.add(self._failure(event.rank, event.cause))
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     for observer in self._observers:
@@ -370,8 +370,8 @@ class Replica:
 
     @property
     def _may_blame(self) -> bool:
-        """Whether a request may have ended a stage: not if the head was silent, or told the stage to end."""
-        return not self.members.is_held and not self.members.head_paused(self._clock())
+        """Whether a request may have ended a stage: not if the head was silent."""
+        return not self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

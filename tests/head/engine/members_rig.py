@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ppserve import wire
@@ -44,6 +45,9 @@ class MembersRig:
 
     def send(self, rank: int, message: object) -> None:
         self.sent.append((rank, message))
+
+    def broadcast(self, ranks: Iterable[int], message: object) -> None:
+        self.sent += [(rank, message) for rank in ranks]
 
     def drop(self, rank: int, cause: str) -> None:
         self.dropped.append((rank, cause))

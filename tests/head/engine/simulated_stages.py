@@ -17,7 +17,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.slots import PROBE
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
 from ppserve.stage.link import _SILENCE_S, Link
 from tests.core.toy_pipeline import ToyPipeline
@@ -205,7 +205,7 @@ class StageProcess:
     def _take(self, message: Any) -> None:
         match message:
             case wire.Shutdown(code):
-                self.end("told to begin anew" if code == EXIT_RESTART else "told to end", code)
+                self.end("told to end", code)
             case wire.Assign():
                 loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
                 self.later(self._world.between(0.05, 0.4), lambda: self._say(loaded))

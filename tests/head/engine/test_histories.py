@@ -56,9 +56,9 @@ def test_a_seed_replays_its_history_exactly() -> None:
 class TriesForEver(Members):
     """Counts no attempts."""
 
-    def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
+    def _lose_epoch(self, *lost: Any, is_error: bool = False) -> list[MemberEvent]:
         self._attempts = 0
-        return super()._lose_epoch(cause, stage, now_ns)
+        return super()._lose_epoch(*lost, is_error=is_error)
 
 
 class RemembersLostSteps(Replica):

@@ -1,11 +1,14 @@
-"""`ppserve bench`: load a server, and report throughput, latencies and its stages' time."""
+"""The commands that measure a running server: `ppserve bench` loads it, `ppserve top` watches its stages."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import secrets
+import shutil
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,15 @@ from ppserve.bench.measure import (
     measure,
     warm_up,
 )
+from ppserve.bench.scrape import ScrapeFailed
 from ppserve.bench.summary import render_table, summarize, write_json
+from ppserve.bench.top import View, read
 from ppserve.bench.workload import Lengths, Workload, poisson_arrivals
-from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.output import say
+from ppserve.cli.client import CONNECTION, connection
+from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, Number, Parsed
-from ppserve.errors import ConfigError
+from ppserve.client import CallFailed, Client, RetryPolicy
+from ppserve.errors import ConfigError, PpserveError
 
 _POSITIVE = Number(min=0, min_open=True)
 _LENGTHS = Parsed("n|uniform:n:n", Lengths.parse)
@@ -36,7 +42,7 @@ _DEFAULT_CONCURRENCY = 16
 _DEFAULT_OPEN_REQUESTS = 100
 
 
-@click.command(short_help="Load a server and say what it did.")
+@click.command(short_help="Load a server and say what it did.", params=[*CONNECTION])
 @click.option("--concurrency", type=COUNT, help="Callers with one request each at a time.  [default: 16]")
 @click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
 @click.option("--prompt-tokens", type=_LENGTHS, default="128", show_default=True, help="128 or uniform:64:256.")
@@ -55,7 +61,6 @@ _DEFAULT_OPEN_REQUESTS = 100
 @click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON."
 )
-@connection_options
 def bench(**flags: Any) -> None:
     """Load a server with random prompts, and print throughput, latencies and where its stages' time went.
 
@@ -118,3 +123,67 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
         problem = f"{prompt.most} and {new.most} new ones are beyond the server's context of {served.max_context}"
         raise ConfigError("--prompt-tokens", problem)
     return Workload(prompt, new, served.vocab_size, flags["seed"])
+
+
+@click.command(params=[*CONNECTION])
+@click.option(
+    "--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
+    help="The server's metrics page; `none`: only the stages.",
+)  # fmt: skip
+@click.option(
+    "--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,
+    help="Seconds that every view covers.",
+)  # fmt: skip
+@click.option("--once", is_flag=True, help="One view, then the end.")
+def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
+    """Stages as bars (busy, bubbles by cause, idle), requests, queue, KV use, latencies; Ctrl-C ends it.
+
+    On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
+    metrics page is not there at the start.
+    """
+    live = _is_terminal() and not once
+    client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
+    with client:
+        try:
+            for view in _views(client, None if metrics == "none" else metrics, interval_s):
+                _show(view, flags["target"], live)
+                if once:
+                    break
+        except KeyboardInterrupt:
+            pass
+        except CallFailed as failure:
+            raise PpserveError(f"no answer from {flags['target']}: {failure}") from None
+
+
+def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
+    """Endless views, one per interval; the time that a reading takes does not lengthen the intervals.
+
+    Raises ScrapeFailed when there is no metrics page at the start. If it fails later, the views say so until it is
+    back.
+    """
+    before = read(client, metrics)
+    if before.problem:
+        raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")
+    due_s = time.monotonic()
+    while True:
+        due_s = max(due_s + interval_s, time.monotonic())
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        after = read(client, metrics)
+        yield View(before, after)
+        before = after
+
+
+def _show(view: View, target: str, live: bool) -> None:
+    if not _is_terminal():
+        say(view.render_line(time.strftime("%H:%M:%S")))
+        return
+    size = shutil.get_terminal_size()
+    lines = view.render_screen(target, size.columns)
+    if live:
+        click.clear()
+        lines = lines[: size.lines - 1]
+    say("\n".join(lines))
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()

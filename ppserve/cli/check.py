@@ -24,12 +24,16 @@ from ppserve.planning.shapes import shapes
 
 def check(config: ServeConfig, world_size: int) -> None:
     """Raises UsageError. Stages on their hosts may find further mistakes."""
-    grid = config.pipeline.grid(world_size)
-    _check_ports(config.server)
-    _check_secrets(config.server)
-    if config.server.chat_template is not None:
-        ChatTemplate(config.server.chat_template)
+    server, grid = config.server, config.pipeline.grid(world_size)
+    _check_ports(server)
+    read_certificates(server)
+    if server.api_key_file is not None:
+        ApiKeys(server.api_key_file)
+    if server.chat_template is not None:
+        ChatTemplate(server.chat_template)
     arch = _architecture(config.model.path)
+    if arch is not None:
+        arch.context(config.model.max_model_len)
     if config.pipeline.parallel == "auto":
         _check_any_shape(config, arch, world_size)
     else:
@@ -42,14 +46,11 @@ def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size:
     for flag, value in (("--layers", config.pipeline.layers), ("--microbatches", config.pipeline.microbatches)):
         if value is not None:
             raise ConfigError(flag, "is for a number of stages that is known; --parallel auto chooses it")
-    if arch is not None:
-        arch.context(config.model.max_model_len)
-        if not shapes(world_size, arch):
-            raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
+    if arch is not None and not shapes(world_size, arch):
+        raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
 
 
 def _check_shape(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:
-    arch.context(config.model.max_model_len)
     check_tensor_ranks(arch, grid.tensor)
     if config.pipeline.layers is None:
         split_by_weight(arch, grid.pipeline)
@@ -76,9 +77,3 @@ def _check_ports(server: ServerSettings) -> None:
         if port and port in taken:
             raise ConfigError(flag, f"{port} is taken by {taken[port]}")
         taken[port] = flag
-
-
-def _check_secrets(server: ServerSettings) -> None:
-    read_certificates(server)
-    if server.api_key_file is not None:
-        ApiKeys(server.api_key_file)

@@ -1,4 +1,4 @@
-"""`ppserve generate` and `ppserve health`: clients of a running server."""
+"""Clients of a running server: `ppserve generate`, `health` and `restart`; and how every command reaches it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,49 @@ import asyncio
 import base64
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Callable
+from itertools import starmap
+from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.output import say
+from ppserve.cli.main import say
 from ppserve.cli.types import TEXT, Number
-from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Completion, Options, RetryPolicy, completion_of
-from ppserve.errors import PpserveError
+from ppserve.client import (
+    AsyncClient,
+    CallFailed,
+    Chunk,
+    Client,
+    Completion,
+    Options,
+    RetryPolicy,
+    Tls,
+    completion_of,
+)
+from ppserve.errors import ConfigError, PpserveError
+from ppserve.head.api.auth import read_keys
 
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
 # The proto's uint32 and uint64.
 _COUNT = click.IntRange(0, 2**32 - 1)
 _SEED = click.IntRange(0, 2**64 - 1)
 _TIME = Number(min=0, min_open=True)
+
+_PATH = click.Path(path_type=Path)
+CONNECTION = (
+    click.Option(
+        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, metavar="HOST:PORT",
+        help="The server.",
+    ),
+    click.Option(["--api-key-file"], type=_PATH, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
+    click.Option(["--tls"], is_flag=True, help="Speak TLS, trusting the system's authorities."),
+    click.Option(["--tls-ca"], type=_PATH, help="Speak TLS, trusting this authority."),
+    click.Option(["--tls-cert"], type=_PATH, help="Certificate that proves who calls."),
+    click.Option(["--tls-key"], type=_PATH, help="Its key."),
+)  # fmt: skip
+"""How commands reach a server. No flag holds the key: every user of a machine sees the arguments of processes."""
 
 # Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -52,19 +79,42 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def _flag(name: str) -> str:
-    return {"stop_token_ids": "--stop-token-id", "timeout_s": "--timeout"}.get(name, "--" + name.replace("_", "-"))
+def _request_option(name: str, kind: Any, text: str) -> click.Option:
+    flag = {"stop_token_ids": "stop-token-id", "timeout_s": "timeout"}.get(name, name.replace("_", "-"))
+    several = isinstance(kind, tuple)
+    parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
+    return click.Option([f"--{flag}", name], help=text, **parsed)
 
 
-def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name, kind, text in reversed(_REQUEST_OPTIONS):
-        several = isinstance(kind, tuple)
-        parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
-        command = click.option(_flag(name), name, help=text, **parsed)(command)
-    return command
+def connection(flags: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
+    tls = None
+    if flags["tls"] or flags["tls_ca"] or flags["tls_cert"]:
+        tls = Tls(flags["tls_ca"], flags["tls_cert"], flags["tls_key"])
+        try:
+            tls.credentials()
+        except OSError as error:
+            raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
+    target: str = flags["target"]
+    host, _, port = target.rpartition(":")
+    # gRPC's own schemes are its to judge. Of a port it takes the lowest 16 bits.
+    is_port = len(port) < 6 and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
+        raise ConfigError("--target", f"{target!r} is not HOST:PORT")
+    return {"target": target, "api_key": _api_key(flags["api_key_file"]), "tls": tls}
 
 
-@click.command()
+def _api_key(file: Path | None) -> str | None:
+    """Raises ConfigError for a key that gRPC's metadata cannot hold."""
+    name, key = "PPSERVE_API_KEY", os.environ.get("PPSERVE_API_KEY") or None
+    if file is not None:
+        name, (_, key) = "--api-key-file", read_keys(file)[0]
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(name, "the key may only have printable ASCII characters")
+    return key
+
+
+@click.command(params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION])
 @click.argument("prompt", type=TEXT)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
@@ -73,8 +123,6 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--resume-timeout", type=Number(0), default=120.0, show_default=True,
     help="Seconds to try for while no server answers, or its queue is full.",
 )  # fmt: skip
-@_request_options
-@connection_options
 def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
 
@@ -89,10 +137,9 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
         sys.exit(130)
 
 
-@click.command()
+@click.command(params=[*CONNECTION])
 @click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
 @click.option("--timeout", "timeout_s", type=_TIME, default=5.0, show_default=True, help="Seconds to wait.")
-@connection_options
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
     with Client(**connection(flags)) as client:
@@ -106,10 +153,9 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
     sys.exit(0 if serving else 1)
 
 
-@click.command()
+@click.command(params=[*CONNECTION])
 @click.option("--replica", type=_COUNT, required=True, help="Its number, from 0.")
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
-@connection_options
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes. Its streams continue at another replica at once."""
     # Without retries: where no server answers, there is nothing to restart.

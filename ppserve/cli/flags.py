@@ -9,18 +9,7 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import (
-    COUNT,
-    DRAFT_TOKENS,
-    EXPECTED,
-    LAYERS,
-    ON_OFF,
-    PORTS,
-    SIZE,
-    AutoOr,
-    Number,
-    PortOption,
-)
+from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, LAYERS, PORTS, SIZE, AutoOr, Number, PortOption
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _PORT = click.IntRange(0, 65535)
@@ -90,7 +79,10 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--threads", "Computing threads per stage; unset = this host's cores, shared.", type=COUNT),
         _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
         _flag("--batch-invariant", "GPUs: tokens do not depend on what else is computed.", is_flag=True),
-        _flag("--cuda-graphs", "Record decoding steps when serving begins.", type=ON_OFF, default="on"),
+        _flag(
+            "--cuda-graphs", "Record decoding steps when serving begins.",
+            type=bool, default="on", metavar="on|off",
+        ),
         _flag("--prefill-chunk", "Most prompt tokens in one step.", type=AutoOr(COUNT), default="auto"),
         _flag(
             "--speculate", "Draft tokens per step; auto = where they pay.",

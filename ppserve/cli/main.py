@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Any, ClassVar
 
 import click
@@ -14,6 +15,8 @@ from ppserve.errors import LauncherError, PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
+# As a shell says it of a command that SIGPIPE ended.
+_EXIT_BROKEN_PIPE = 141
 
 
 class _ServeByDefault(click.Group):
@@ -26,7 +29,7 @@ class _ServeByDefault(click.Group):
         "restart": "client",
         "plan": "plan",
         "bench": "bench",
-        "top": "top",
+        "top": "bench",
     }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -41,8 +44,6 @@ class _ServeByDefault(click.Group):
         module = self._MODULES.get(cmd_name)
         if module is None:
             return None
-        from importlib import import_module
-
         command = getattr(import_module(f"ppserve.cli.{module}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
@@ -75,6 +76,18 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(EXIT_USAGE)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Writes to standard output, at once. Raises PpserveError where that is impossible, as on a full disk."""
+    try:
+        click.echo(text + end, nl=False)
+    except OSError as error:
+        # What is left to be written would be tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # `ppserve generate ... | head`
+            sys.exit(_EXIT_BROKEN_PIPE)
+        raise PpserveError(f"standard output: {error.strerror}") from None
 
 
 def _report(problem: str, reports: bool) -> None:

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ppserve.cli.flags import FLAGS
-from ppserve.cli.output import say
+from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, SIZE
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import StepSize
@@ -20,10 +20,9 @@ from ppserve.core.partition import ExpectedWorkload, check_tensor_ranks
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
-from ppserve.planning.cost_sheet import CostSheet, read_costs
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prospects
-from ppserve.planning.simulator import Simulator, render_outcome
+from ppserve.planning.simulator import CostSheet, Simulator, read_costs, render_outcome
 
 _RANKS = click.IntRange(1, 4096)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -31,8 +30,6 @@ _OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers")
 """The flags in which the shapes of a world differ."""
 _REQUESTS_PER_CALLER = 6
 """Simulated; enough that the first and the last ones weigh little."""
-
-
 _OF_SERVE = (
     *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
     *("--max-model-len", "--block-size", "--kv-cache-memory", "--expect"),
@@ -58,17 +55,15 @@ def plan(**flags: Any) -> None:
     """
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
-    intent = _intent(flags)
-    workload = _workload(arch, intent)
+    intent = _intent(arch, flags)
     sheet = read_costs(flags["costs"]) if flags["costs"] is not None else None
     if flags["world"] is not None:
         _refuse_shape_flags()
-        under = _conditions(arch, sheet) if sheet is not None else None
-        found = compare(arch, replace(intent, expect=workload), flags["world"], under)
+        found = compare(arch, intent, flags["world"], _conditions(arch, sheet) if sheet is not None else None)
         say(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
         return
-    layout = forecast(arch, intent)
-    outcome = _simulate(layout, sheet, workload, flags["replicas"]) if sheet is not None else None
+    layout, callers = forecast(arch, intent), -(-intent.expect.callers // flags["replicas"])
+    outcome = _simulate(layout, sheet, callers) if sheet is not None else None
     if flags["as_json"]:
         grid = {name: flags[name] for name in ("tensor_parallel", "replicas")}
         simulated = {} if outcome is None else {"simulated": outcome}
@@ -76,30 +71,27 @@ def plan(**flags: Any) -> None:
         return
     say(render(flags["model"], layout) + _shape(flags))
     if outcome is not None:
-        callers = -(-workload.callers // flags["replicas"])
         say(f"\nsimulated, a pipeline with {callers} callers:\n{render_outcome(outcome)}")
 
 
-def _intent(flags: dict[str, Any]) -> Intent:
+def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
+    """With the expected load cut to the context. Raises ConfigError."""
     as_given = (
         *("layers", "quantization", "kv_dtype", "max_model_len", "block_size"),
-        *("stage_memory", "kv_cache_memory", "expect"),
+        *("stage_memory", "kv_cache_memory"),
     )
+    context = arch.context(flags["max_model_len"])
+    if context < 2:
+        raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
+    expect: ExpectedWorkload = flags["expect"]
+    prompt = min(expect.prompt, context - 1)
     return Intent(
         num_stages=flags["stages"],
         num_tensor=flags["tensor_parallel"],
         dtype="float32" if flags["dtype"] == "auto" else flags["dtype"],
+        expect=replace(expect, prompt=prompt, new=min(expect.new, context - prompt)),
         **{name: flags[name] for name in as_given},
     )
-
-
-def _workload(arch: Architecture, intent: Intent) -> ExpectedWorkload:
-    """The expected load, cut to the context. Raises ConfigError."""
-    context = arch.context(intent.max_model_len)
-    if context < 2:
-        raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
-    prompt = min(intent.expect.prompt, context - 1)
-    return replace(intent.expect, prompt=prompt, new=min(intent.expect.new, context - prompt))
 
 
 def _refuse_shape_flags() -> None:
@@ -129,11 +121,10 @@ def _conditions(arch: Architecture, sheet: CostSheet) -> Conditions:
     )
 
 
-def _simulate(plan: Forecast, sheet: CostSheet, workload: ExpectedWorkload, replicas: int) -> dict[str, Any]:
+def _simulate(plan: Forecast, sheet: CostSheet, callers: int) -> dict[str, Any]:
     """The figures of a pipeline that has its share of the callers. Raises ConfigError."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
-    callers = -(-workload.callers // replicas)
     requests = _REQUESTS_PER_CALLER * callers
     config = SchedulerConfig(
         num_stages=len(plan.stages),
@@ -146,7 +137,7 @@ def _simulate(plan: Forecast, sheet: CostSheet, workload: ExpectedWorkload, repl
     num_tokens = min(plan.tightest.max_tokens, callers * (plan.max_model_len + config.block_size))
     stages = [sheet.stage(plan.arch, stage.layout) for stage in plan.stages]
     simulator = Simulator(stages, sheet.overheads, config, num_tokens // config.block_size)
-    return simulator.run(requests, workload.prompt, workload.new, callers).figures
+    return simulator.run(requests, plan.intent.expect.prompt, plan.intent.expect.new, callers).figures
 
 
 def _as_json(model: str, layout: Forecast) -> dict[str, Any]:

@@ -85,12 +85,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _on_or_off(text: str) -> bool:
-    if text not in ("on", "off", "true", "false"):  # the latter two in a file
-        raise ValueError(f"{text!r} is neither on nor off")
-    return text in ("on", "true")
-
-
 def _draft_tokens(text: str) -> int:
     if text != "off" and not re.fullmatch(r"\d{1,3}", text):
         raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens")
@@ -109,7 +103,6 @@ SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
-ON_OFF = Parsed("on|off", _on_or_off)
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 """Tokens of a typical prompt and answer, and requests at once."""

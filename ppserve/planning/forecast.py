@@ -6,14 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
-from ppserve.core.partition import (
-    ExpectedWorkload,
-    PartCosts,
-    balance,
-    check_split,
-    decode_parts,
-    split_by_cost,
-)
+from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_split, decode_parts, split_by_cost
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
@@ -55,6 +48,7 @@ class StageForecast:
     """One stage; sizes in bytes."""
 
     layout: StageLayout
+    """Of its first tensor rank: no other one has more."""
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -75,9 +69,6 @@ class Forecast:
     intent: Intent
     max_model_len: int
     stages: tuple[StageForecast, ...]
-    max_sequences: int
-    balance: dict[str, float]
-    """By `decode`, `prefill` and `mixed`: the share of time in which stages compute; at 1.0 none waits."""
 
     @property
     def split(self) -> Split:
@@ -88,30 +79,30 @@ class Forecast:
         """The stage with the fewest tokens: it limits the pipeline."""
         return min(self.stages, key=lambda stage: stage.max_tokens)
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of full length that fit at once."""
+        block_size = self.intent.block_size
+        return self.tightest.max_tokens // block_size // -(-self.max_model_len // block_size)
+
+    @property
+    def balance(self) -> dict[str, float]:
+        """By `decode`, `prefill` and `mixed`: the share of time in which stages compute; at 1.0 none waits."""
+        parts, prompt, new = decode_parts(self.arch), self.intent.expect.prompt, self.intent.expect.new
+        # How many of the tokens go through the LM head: of a prompt, the last one.
+        shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
+        costs = {kind: replace(parts, head=share * parts.head).costs(self.split) for kind, share in shares.items()}
+        return {kind: balance(each) for kind, each in costs.items()}
+
 
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
-    parts, prompt, new = decode_parts(arch), intent.expect.prompt, intent.expect.new
-    split = intent.layers or split_by_cost(intent.parts or parts, arch.num_layers, intent.num_stages)
+    parts = intent.parts or decode_parts(arch)
+    split = intent.layers or split_by_cost(parts, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
-    max_model_len = arch.context(intent.max_model_len)
-    # For each stage its first tensor rank: no other one has more.
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
     stages = tuple(_stage(arch, layout, intent) for layout in layouts)
-    # How many of the tokens go through the LM head: of a prompt, the last one.
-    head_shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
-    num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
-    return Forecast(
-        arch=arch,
-        intent=intent,
-        max_model_len=max_model_len,
-        stages=stages,
-        max_sequences=num_blocks // -(-max_model_len // intent.block_size),
-        balance={
-            kind: balance(replace(parts, head=share * parts.head).costs(split))
-            for kind, share in head_shares.items()
-        },
-    )
+    return Forecast(arch, intent, arch.context(intent.max_model_len), stages)
 
 
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
@@ -121,13 +112,8 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
         params -= arch.shared_params
     weight_bytes = _weight_bytes(arch, layout, intent)
     left = int(max(0, intent.stage_memory - weight_bytes) * intent.kv_share)
-    return StageForecast(
-        layout=layout,
-        num_parameters=params,
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=_kv_bytes_per_token(arch, layout, intent),
-        kv_memory=left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory),
-    )
+    kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
+    return StageForecast(layout, params, weight_bytes, _kv_bytes_per_token(arch, layout, intent), kv_memory)
 
 
 def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
@@ -153,39 +139,33 @@ def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent)
 
 
 def render(model: str, plan: Forecast) -> str:
-    arch, intent = plan.arch, plan.intent
+    arch, intent, balances = plan.arch, plan.intent, plan.balance
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
         f" {numbers(intent.dtype, intent.quantization, intent.kv_numbers)}, context {plan.max_model_len}",
         "",
         *table(
             ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens"),
-            *(_row(stage) for stage in plan.stages),
+            *map(_row, plan.stages),
         ),
         "",
         _render_capacity(plan),
-        f"predicted balance: decode {plan.balance['decode']:.0%}, prefill {plan.balance['prefill']:.0%},"
-        f" expected mix {plan.balance['mixed']:.0%}  (100% = no stage waits for another)",
+        f"predicted balance: decode {balances['decode']:.0%}, prefill {balances['prefill']:.0%},"
+        f" expected mix {balances['mixed']:.0%}  (100% = no stage waits for another)",
     ]
     return "\n".join(lines)
 
 
 def _row(stage: StageForecast) -> tuple[str, ...]:
     layout = stage.layout
-    return (
-        str(layout.stage),
-        f"{layout.num_sublayers / 2:g} ({layout.span})",
-        f"{stage.num_parameters / 1e6:,.1f} M",
-        size(stage.weight_bytes),
-        size(stage.kv_bytes_per_token),
-        size(stage.kv_memory),
-        f"{stage.max_tokens:,}",
-    )
+    sizes = map(size, (stage.weight_bytes, stage.kv_bytes_per_token, stage.kv_memory))
+    layers, params = f"{layout.num_sublayers / 2:g} ({layout.span})", f"{stage.num_parameters / 1e6:,.1f} M"
+    return (str(layout.stage), layers, params, *sizes, f"{stage.max_tokens:,}")
 
 
 def _render_capacity(plan: Forecast) -> str:
-    tightest = plan.tightest
-    if tightest.kv_memory == 0:
-        return f"does not fit: the weights of stage {tightest.layout.stage} alone fill its memory"
+    number = plan.tightest.layout.stage
+    if plan.tightest.kv_memory == 0:
+        return f"does not fit: the weights of stage {number} alone fill its memory"
     what = f"{plan.max_sequences:,} sequences of {plan.max_model_len} tokens fit at once"
-    return what if len(plan.stages) == 1 else f"{what}, limited by stage {tightest.layout.stage}"
+    return what if len(plan.stages) == 1 else f"{what}, limited by stage {number}"

@@ -1,5 +1,7 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
+What steps take is read from a running server (`/costs.json`), and divided into a layer's costs and the LM head's.
+
 Callers have one request at a time, all of one size. Stages run steps in the order in which these are sent and
 always take the predicted time, so all times of a step are known when it is sent. What happens in the order of
 time is what the head receives: requests and results. The head is one thread.
@@ -8,11 +10,14 @@ time is what the head receives: requests and results. The head is one thread.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
+from ppserve.core.architecture import MAX_LAYERS, Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.cost_model import Coefficients, PipelineCosts, StepSize
 from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.account import StageTimes, TimeAccount
@@ -26,8 +31,82 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
+from ppserve.errors import ConfigError
 
 _NS = 1_000_000_000
+# Fewer steps do not tell what a row costs, and what a key.
+_ENOUGH_STEPS = 50
+_TERMS = ("step_s", "row_s", "key_s", "sample_s")
+
+
+@dataclass(frozen=True, slots=True)
+class CostSheet:
+    """What steps cost on one rank of the server that was measured."""
+
+    layer: Coefficients
+    head: Coefficients
+    """Final norm, LM head and sampling."""
+    overheads: OverheadTimes
+    max_chunk: int
+    """Prompt tokens that the server puts into a step at most."""
+    num_tensor: int = 1
+    """Tensor ranks of each stage; with several, the costs include the time in which they wait for each other."""
+
+    def stage(self, arch: Architecture, layout: StageLayout) -> Coefficients:
+        """The cost of a stage on such ranks. Raises ConfigError for a number of tensor ranks without costs."""
+        if self.num_tensor not in (1, layout.num_tensor):
+            problem = f"it is of a server with {self.num_tensor} tensor ranks in each stage"
+            raise ConfigError("--costs", f"{problem}, and says nothing of {layout.num_tensor}")
+        head = self.head if layout.is_last else Coefficients()
+        measured = replace(layout, tensor=0, num_tensor=self.num_tensor)
+        share = sublayer_params(arch, layout) / sublayer_params(arch, measured)
+        return Coefficients(
+            share * (self.layer.step * layout.layer_weights + head.step),
+            share * (self.layer.row * layout.layer_weights + head.row),
+            share * self.layer.key * len(layout.attentions),
+            share * head.sample,
+        )
+
+
+def read_costs(path: Path) -> CostSheet:
+    """Reads {"stages": [{"layers": 9, "steps": ..., "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...},
+    ...], "tensor": 1, "max_chunk": 128, "overheads": {"head_s": ..., ...}}. Raises ConfigError."""
+    try:
+        sheet = json.loads(path.read_text())
+        split = Split.parse(",".join(str(float(entry["layers"])) for entry in sheet["stages"]))
+        stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in sheet["stages"]]
+        num_steps = min(int(entry["steps"]) for entry in sheet["stages"])
+        overheads = OverheadTimes(**{name: float(seconds) for name, seconds in sheet["overheads"].items()})
+        max_chunk, num_tensor = int(sheet["max_chunk"]), int(sheet["tensor"])
+        if not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers) or min(max_chunk, num_tensor) < 1:
+            raise ValueError(f"layers {split}, max_chunk {max_chunk}, tensor {num_tensor}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
+    if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
+        raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
+    return CostSheet(*_divided(stages, stage_layouts(split)), overheads, max_chunk, num_tensor)
+
+
+def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
+    """A layer and the head. What the last stage takes beyond its layers is the head; the others have only layers.
+
+    A lone stage's cost per sampled row is the head, and the rest is its layers.
+    """
+    others = list(zip(stages, layouts, strict=True))[: max(1, len(stages) - 1)]
+    num_layers = sum(layout.layer_weights for _, layout in others)
+    num_attentions = sum(len(layout.attentions) for _, layout in others)
+    # In decode every row is sampled, so the fit cannot separate the two; before the last stage they are added.
+    rows_s = sum(cost.row for cost, _ in others) + sum(cost.sample for cost in stages[:-1])
+    layer = Coefficients(
+        step=sum(cost.step for cost, _ in others) / num_layers,
+        row=rows_s / num_layers,
+        key=sum(cost.key for cost, _ in others) / num_attentions,
+    )
+    last, own = stages[-1], layouts[-1].layer_weights
+    head = Coefficients(
+        step=max(0.0, last.step - layer.step * own), sample=max(0.0, last.sample + last.row - layer.row * own)
+    )
+    return layer, head
 
 
 @dataclass(slots=True)
@@ -45,7 +124,7 @@ class Outcome:
     @property
     def figures(self) -> dict[str, Any]:
         """Seconds, rates per second, and each stage's shares of the time with work."""
-        latencies = {"ttft_s": self.ttft_s, "itl_s": self.itl_s, "e2e_s": self.e2e_s}
+        latencies = {name: getattr(self, name) for name in ("ttft_s", "itl_s", "e2e_s")}
         return {
             "requests": len(self.e2e_s),
             "duration_s": self.wall_s,
@@ -75,7 +154,7 @@ class Simulator:
         """When each stage is done with all steps that were sent."""
         self._inbox: list[tuple[float, int, StepResult | None]] = []
         """What the head will receive, as a heap: when, its number, and a result; None is a request."""
-        self._num_events = 0
+        self._numbers = count()
         self._times_s: dict[str, list[float]] = {}
         """By request that has not ended: when it arrived, and when its tokens came."""
         self._outcome = Outcome()
@@ -86,13 +165,13 @@ class Simulator:
         self._account.demand_began(0)
         for _ in range(callers):
             self._receive(0.0, None)
+        stop = StopConditions(new_tokens, ignore_eos=True)
         while self._inbox:
             at_s, _, result = heapq.heappop(self._inbox)
             now_s = max(at_s, head_free_s)
             if result is not None:
                 self._commit(result, now_s)
             elif num_sent < num_requests:
-                stop = StopConditions(new_tokens, ignore_eos=True)
                 request = Request(str(num_sent), (0,) * prompt_tokens, stop)
                 num_sent += 1
                 self._times_s[request.id] = [at_s]
@@ -103,8 +182,7 @@ class Simulator:
         return self._outcome
 
     def _receive(self, at_s: float, result: StepResult | None) -> None:
-        heapq.heappush(self._inbox, (at_s, self._num_events, result))
-        self._num_events += 1
+        heapq.heappush(self._inbox, (at_s, next(self._numbers), result))
 
     def _fill_pipeline(self, now_s: float) -> float:
         """Sends steps until the pipeline is full; returns when the head is done with that."""

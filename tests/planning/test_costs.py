@@ -13,7 +13,7 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.errors import ConfigError
-from ppserve.planning.cost_sheet import CostSheet, read_costs
+from ppserve.planning.simulator import CostSheet, read_costs
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 OVERHEADS = OverheadTimes(1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3)

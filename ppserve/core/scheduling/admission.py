@@ -26,7 +26,6 @@ from ppserve.errors import InvalidRequest, Violation
 
 MAX_IDLE_CALLERS = 1024
 AGING_S = 10.0
-
 HALF_LIFE_S = 10.0
 MIN_EVIDENCE_S = 0.05
 MEMORY_OF_ENDS = 0.98

@@ -12,6 +12,7 @@ step up to a budget: the configured `prefill_chunk`, or, if it is automatic,
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -79,7 +80,7 @@ class Composer:
         filling = [sequence for sequence in ready if sequence.remaining > 1 and sequence.is_ready]
         num_decoding = num_running - (len(ready) - len(decoding))  # those in flight too
         picks = [Pick(sequence, 1) for sequence in decoding[: -(-num_decoding // num_slots)]]
-        if prompts := in_turns(filling, short=MIN_CHUNK):
+        if prompts := in_turns(filling):
             self._fill(picks, prompts, num_decoding > 0, num_slots)
         return picks
 
@@ -121,18 +122,10 @@ class Composer:
     def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
         """How many tokens of a sequence, up to `most`, a step can take that is predicted to end in time."""
 
-        def fits(num_tokens: int) -> bool:
-            if self._costs is None:
-                return True
-            return slowest_s(self._costs, _joined(size, sequence, num_tokens)) <= limit_s
+        def seconds(num_tokens: int) -> float:
+            return 0.0 if self._costs is None else slowest_s(self._costs, _joined(size, sequence, num_tokens))
 
-        if fits(most):
-            return most
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return most if seconds(most) <= limit_s else bisect_right(range(1, most), limit_s, key=seconds)
 
 
 def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
@@ -142,14 +135,14 @@ def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
-def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:
-    """One prompt of each caller, then the second of each, and so on; in each round those with at most `short`
+def in_turns(filling: Iterable[Sequence]) -> list[Sequence]:
+    """One prompt of each caller, then the second of each, and so on; in each round those with at most MIN_CHUNK
     tokens left go first. So a caller's first prompt waits for at most one prompt of every other caller. Prompts of
     one caller keep their order."""
     turns: Counter[str] = Counter()
     ranked = []
     for sequence in filling:
         caller = sequence.request.caller
-        ranked.append(((turns[caller], sequence.remaining > short), sequence))
+        ranked.append(((turns[caller], sequence.remaining > MIN_CHUNK), sequence))
         turns[caller] += 1
     return [sequence for _, sequence in sorted(ranked, key=itemgetter(0))]

@@ -3,9 +3,8 @@
 Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
 steps are each replica's own (`scheduler`). Laws
 
-- A submitted request is admitted, waits or is refused: with InvalidRequest if it could not run on an empty server;
-  with Overloaded, which says when to try again, if the queue is full, or if its deadline would pass before its
-  answer is complete, by the measured throughput.
+- A submitted request is admitted, waits or is refused: with InvalidRequest if it could not run on an empty server,
+  with Overloaded if the queue is full, or if by the measured throughput its answer would miss its deadline.
 - Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
@@ -18,11 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Set
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import FairQueue, Throughput, check_possible
-from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
@@ -120,25 +118,11 @@ class RequestScheduler(Protocol):
     @property
     def tokens_left(self) -> int: ...
 
-    def room_for(self, group: SequenceGroup) -> BlockTable | None: ...
+    def tokens_with(self, group: SequenceGroup) -> int | None: ...
 
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None: ...
+    def admit(self, group: SequenceGroup) -> None: ...
 
     def drop(self, sequence: Sequence) -> None: ...
-
-
-class _Assignment(NamedTuple):
-    """A waiting request, a replica that has room for it, and the cached blocks that it would begin with there."""
-
-    group: SequenceGroup
-    scheduler: RequestScheduler
-    known: BlockTable
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens to compute at the replica, with this request there."""
-        cached = len(self.known) * self.scheduler.config.block_size
-        return self.scheduler.tokens_left + sum(len(s.token_ids) for s in self.group.live) - cached
 
 
 class RequestQueue:
@@ -188,7 +172,7 @@ class RequestQueue:
         self.queue.push(group)
         self._may_fit = True
         assignment = self._next_assignment(now)
-        fits = assignment is not None and assignment.group is group
+        fits = assignment is not None and assignment[0] is group
         if problem := self._late(group, tokens_ahead, now, fits) or (None if fits else self._full(config)):
             self.queue.remove(group)
             self.queue.end_request(request.caller)
@@ -198,7 +182,7 @@ class RequestQueue:
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
         if assignment is not None and fits:
-            self._start(assignment, now)
+            self._start(*assignment, now)
 
     def abort(self, request_id: str, reason: FinishReason, index: int | None = None) -> list[SequenceEvent]:
         """End a request now, or one of its answers, whatever its state. Nothing happens if it is unknown or has
@@ -302,22 +286,23 @@ class RequestQueue:
     def admit(self, now: float) -> None:
         """Admit waiting requests, in their order, until the first that fits nowhere."""
         while assignment := self._next_assignment(now):
-            self._start(assignment, now)
+            self._start(*assignment, now)
 
-    def _next_assignment(self, now: float) -> _Assignment | None:
-        """The next waiting request, at the replica that takes it; None if it fits nowhere."""
+    def _next_assignment(self, now: float) -> tuple[SequenceGroup, RequestScheduler] | None:
+        """The next waiting request, and the replica that takes it; None if it fits nowhere."""
         if not self._may_fit:
             return None
         schedulers = [s for s in self._schedulers if s.may_admit and self.lone_at(s) is None]
         if not schedulers:
             return None
         group = self._next_group(schedulers, now)
-        places = []
         if group is not None:
-            known = [(scheduler, scheduler.room_for(group)) for scheduler in self._allowed(group, schedulers)]
-            places = [_Assignment(group, scheduler, blocks) for scheduler, blocks in known if blocks is not None]
-        self._may_fit = bool(places)
-        return min(places, key=lambda place: place.tokens_left, default=None)
+            tokens = {scheduler: scheduler.tokens_with(group) for scheduler in self._allowed(group, schedulers)}
+            places = {scheduler: num_tokens for scheduler, num_tokens in tokens.items() if num_tokens is not None}
+            if places:
+                return group, min(places, key=places.__getitem__)
+        self._may_fit = False
+        return None
 
     def _next_group(self, schedulers: list[RequestScheduler], now: float) -> SequenceGroup | None:
         """The lone suspect if it can run, else the queue's first that is no suspect."""
@@ -334,13 +319,12 @@ class RequestQueue:
             return schedulers
         return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
 
-    def _start(self, assignment: _Assignment, now: float) -> None:
-        group, scheduler, known = assignment
+    def _start(self, group: SequenceGroup, scheduler: RequestScheduler, now: float) -> None:
         self.queue.remove(group)
         self._homes[group.key] = scheduler
         is_first_time = group.admitted_s is None
         group.place(scheduler.config.replica, now)
-        scheduler.admit(group, known)
+        scheduler.admit(group)
         if is_first_time:
             self.queue.charge(group.request.caller, group.sequences[0].remaining)
 

@@ -64,89 +64,6 @@ class Scheduler:
         self.request_queue = RequestQueue() if request_queue is None else request_queue
         self.request_queue.add_scheduler(self)
 
-    # State
-
-    @property
-    def num_running(self) -> int:
-        """Admitted sequences that have not ended."""
-        return len(self._running)
-
-    @property
-    def running_ids(self) -> KeysView[int]:
-        return self._running.keys()
-
-    @property
-    def tokens_left(self) -> int:
-        """To compute until all running sequences have their longest answers."""
-        return sum(sequence.max_positions - sequence.computed for sequence in self._running.values())
-
-    @property
-    def num_blocks(self) -> int:
-        return self._blocks.num_blocks
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of KV blocks held by sequences, 0 to 1."""
-        return self._blocks.num_held / self._blocks.num_blocks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether steps are in flight."""
-        return len(self.slots) > 0
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch. Plans carry it, and results of older epochs are ignored."""
-        return self.slots.epoch
-
-    # Requests
-
-    @property
-    def may_admit(self) -> bool:
-        """Whether there may be room for a request: it needs a place, and a block."""
-        return self.is_open and len(self._running) < self.config.max_num_seqs and self._blocks.num_free > 0
-
-    def room_for(self, group: SequenceGroup) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it."""
-        live = group.live
-        if len(self._running) + len(live) > self.config.max_num_seqs:
-            return None
-        num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
-        known = self._prefix_cache.find(live[0])
-        needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
-        return known if self._blocks.fits(needed - len(known), known) else None
-
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
-        """There is room. known: what `room_for` said."""
-        self.slots.cancel_ahead(self._is_unneeded)
-        leader, *siblings = group.live
-        cached_tokens = len(known) * self.config.block_size
-        self._start(leader, known, cached_tokens)
-        num_shared = (len(group.request.prompt_ids) - 1) // self.config.block_size
-        for sibling in siblings:
-            self._start(sibling, leader.block_table[:num_shared], cached_tokens, leader)
-
-    def _start(
-        self, sequence: Sequence, shared: BlockTable, cached_tokens: int, leader: Sequence | None = None
-    ) -> None:
-        table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
-        assert table is not None, "the fit was checked"
-        sequence.start(cached_tokens)
-        sequence.use_blocks(table, len(shared), leader)
-        self._running[sequence.id] = self._ready[sequence.id] = sequence
-
-    def drop(self, sequence: Sequence) -> None:
-        """A running sequence has ended. Steps in flight may still write its blocks, before any later step does."""
-        sequence.move_to(SequenceStatus.ENDED)
-        self._remove(sequence)
-        self.slots.cancel_ahead(self._is_unused)
-        self.request_queue.retry_admission()
-
-    def _remove(self, sequence: Sequence) -> None:
-        del self._running[sequence.id]
-        self._ready.pop(sequence.id, None)
-        self._blocks.release(sequence.id)
-
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -189,34 +106,6 @@ class Scheduler:
                 del self._ready[sequence.id]
         return self.slots.add_step(owned)
 
-    def _schedule_ahead(self) -> StepPlan | None:
-        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where a
-        prompt, draft tokens or a waiting request should be in the next step."""
-        if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
-            return None
-        parts = self.slots.only_step
-        drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
-        makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
-        if self._ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
-            return None
-        if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
-            return None
-        owned = tuple((sequence, sequence.schedule_ahead()) for sequence in drawing)
-        for sequence in drawing:
-            self._prefix_cache.offer(sequence)
-        return self.slots.add_step(owned, is_ahead=True)
-
-    def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
-        """Whether a slice that was sent ahead is needed by nobody: its sequence has ended, and what it writes is
-        not in a block that others may share."""
-        return not sequence.is_live and piece.start >= sequence.num_published * self.config.block_size
-
-    def _is_unneeded(self, sequence: Sequence, piece: Slice) -> bool:
-        """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
-        if sequence.is_live:
-            return piece.start >= len(sequence.token_ids)
-        return self._is_unused(sequence, piece)
-
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
         owned = self.slots.remove_step(result)
@@ -248,14 +137,11 @@ class Scheduler:
         self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
     ) -> Iterator[SequenceEvent]:
         group = self.request_queue.groups[sequence.request.id]
-        if piece.targets:
-            if scored is None or len(scored.logprobs) != len(piece.targets):
-                yield from self.request_queue.fail_request(group, "the prompt could not be scored")
-                return
-            if not all(math.isfinite(of.logprob) for of in scored.logprobs):
-                yield from self._not_finite(group)
-                return
-        sequence.commit_slice(piece, scored.logprobs if scored else ())
+        scores = scored.logprobs if scored else ()
+        if len(scores) != len(piece.targets) or not all(math.isfinite(score.logprob) for score in scores):
+            yield from self._not_finite(group)
+            return
+        sequence.commit_slice(piece, scores)
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
             yield self.request_queue.end_sequence(sequence, group, finish=sequence.known_end)
             return
@@ -290,7 +176,87 @@ class Scheduler:
             self.request_queue.retire(sequence, group)
         return event
 
-    # Losses
+    # Steps that are sent ahead
+
+    def _schedule_ahead(self) -> StepPlan | None:
+        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where a
+        prompt, draft tokens or a waiting request should be in the next step."""
+        if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
+            return None
+        parts = self.slots.only_step
+        drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
+        makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
+        if self._ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
+            return None
+        if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
+            return None
+        owned = tuple((sequence, sequence.schedule_ahead()) for sequence in drawing)
+        for sequence in drawing:
+            self._prefix_cache.offer(sequence)
+        return self.slots.add_step(owned, is_ahead=True)
+
+    def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
+        """Whether a slice that was sent ahead is needed by nobody: its sequence has ended, and what it writes is
+        not in a block that others may share."""
+        return not sequence.is_live and piece.start >= sequence.num_published * self.config.block_size
+
+    def _is_unneeded(self, sequence: Sequence, piece: Slice) -> bool:
+        """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
+        if sequence.is_live:
+            return piece.start >= len(sequence.token_ids)
+        return self._is_unused(sequence, piece)
+
+    # Requests
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether there may be room for a request: it needs a place, and a block."""
+        return self.is_open and len(self._running) < self.config.max_num_seqs and self._blocks.num_free > 0
+
+    def tokens_with(self, group: SequenceGroup) -> int | None:
+        """Tokens left to compute with this request, those of it that are known and not cached; None if there is no
+        room for it."""
+        live = group.live
+        if len(self._running) + len(live) > self.config.max_num_seqs:
+            return None
+        num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
+        known = self._prefix_cache.find(live[0])
+        needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
+        if not self._blocks.fits(needed - len(known), known):
+            return None
+        return self.tokens_left + sum(len(s.token_ids) for s in live) - len(known) * self.config.block_size
+
+    def admit(self, group: SequenceGroup) -> None:
+        """Start a request that has room."""
+        self.slots.cancel_ahead(self._is_unneeded)
+        leader, *siblings = group.live
+        known = self._prefix_cache.find(leader)
+        cached_tokens = len(known) * self.config.block_size
+        self._start(leader, known, cached_tokens)
+        num_shared = (len(group.request.prompt_ids) - 1) // self.config.block_size
+        for sibling in siblings:
+            self._start(sibling, leader.block_table[:num_shared], cached_tokens, leader)
+
+    def _start(
+        self, sequence: Sequence, shared: BlockTable, cached_tokens: int, leader: Sequence | None = None
+    ) -> None:
+        table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
+        assert table is not None, "the fit was checked"
+        sequence.start(cached_tokens)
+        sequence.use_blocks(table, len(shared), leader)
+        self._running[sequence.id] = self._ready[sequence.id] = sequence
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a running sequence. Steps in flight may still write its blocks, before any later step does."""
+        sequence.move_to(SequenceStatus.ENDED)
+        self._remove(sequence)
+        self.slots.cancel_ahead(self._is_unused)
+        self.request_queue.retry_admission()
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._running[sequence.id]
+        self._ready.pop(sequence.id, None)
+        self._blocks.release(sequence.id)
 
     def give_back(self) -> frozenset[str]:
         """Close, and return all requests to the queue. The result: ids of those that had steps in flight."""
@@ -309,3 +275,33 @@ class Scheduler:
         self.slots.begin_epoch(epoch)
         self.is_open = True
         self.request_queue.retry_admission()
+
+    # State
+
+    @property
+    def num_running(self) -> int:
+        """Admitted sequences that have not ended."""
+        return len(self._running)
+
+    @property
+    def running_ids(self) -> KeysView[int]:
+        return self._running.keys()
+
+    @property
+    def tokens_left(self) -> int:
+        """To compute until all running sequences have their longest answers."""
+        return sum(sequence.max_positions - sequence.computed for sequence in self._running.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks held by sequences, 0 to 1."""
+        return self._blocks.num_held / self._blocks.num_blocks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are in flight."""
+        return len(self.slots) > 0

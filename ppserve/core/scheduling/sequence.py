@@ -128,7 +128,7 @@ class Sequence:
     @property
     def is_live(self) -> bool:
         """Whether it has had no terminal event yet."""
-        return self.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+        return self.status is not SequenceStatus.ENDED
 
     @property
     def max_positions(self) -> int:
@@ -171,32 +171,23 @@ class Sequence:
         commit it later."""
         start, end = self.scheduled, self.scheduled + num_tokens
         assert 0 < num_tokens <= self.remaining, (self.id, num_tokens)
-        draws = end == len(self.token_ids) and self.known_end is None
-        targets: tuple[int, ...] = ()
-        if self.wants_scores and start < len(self.request.prompt_ids):
-            targets = self.request.prompt_ids[start + 1 : end + 1]
         token_ids = (*self.token_ids[start:end], *draft_ids)
+        draw = self._next_draw() if end == len(self.token_ids) and self.known_end is None else None
+        targets = self.request.prompt_ids[start + 1 : end + 1] if self.wants_scores else ()
+        num_scored = self.request.output.prompt_logprobs or 0
         self.scheduled, self.leader = end, None
-        return self._slice(start, token_ids, draws, targets, len(draft_ids))
+        table = self._blocks_until(start + len(token_ids))
+        return Slice(self.id, start, token_ids, table, draw, targets, num_scored, len(draft_ids))
 
     def schedule_ahead(self) -> Slice:
         """Put the token that follows the known ones into a step, before it is drawn."""
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
         self.scheduled += 1
-        return self._slice(start, (DRAWN,), draws=True)
+        return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), self._next_draw())
 
-    def _slice(
-        self,
-        start: int,
-        token_ids: tuple[int, ...],
-        draws: bool,
-        targets: tuple[int, ...] = (),
-        num_draft_tokens: int = 0,
-    ) -> Slice:
-        table = self.block_table[: -(-(start + len(token_ids)) // self._block_size)]
-        draw, num_scored = self._next_draw() if draws else None, self.request.output.prompt_logprobs or 0
-        return Slice(self.id, start, token_ids, table, draw, targets, num_scored, num_draft_tokens)
+    def _blocks_until(self, position: int) -> tuple[int, ...]:
+        return self.block_table[: -(-position // self._block_size)]
 
     def _next_draw(self) -> Draw:
         """The draw after the known tokens; always the same object where it needs no history."""

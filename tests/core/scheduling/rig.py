@@ -111,7 +111,7 @@ class SchedulerRig:
         self.sampling = SamplingEncoder()
         self.steps.lost()
         self.tell(self.scheduler.request_queue.record_loss(self.scheduler.give_back(), {0}))
-        self.scheduler.open(self.scheduler.epoch)
+        self.scheduler.open(self.scheduler.slots.epoch)
 
     def drain(self) -> None:
         while self.has_work:

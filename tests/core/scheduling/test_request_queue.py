@@ -56,7 +56,7 @@ class Replicas:
 
     def form(self, replica: int) -> None:
         scheduler = self.rigs[replica].scheduler
-        scheduler.open(scheduler.epoch)
+        scheduler.open(scheduler.slots.epoch)
 
     def drain(self) -> None:
         while self.request_queue.groups:

@@ -37,7 +37,7 @@ def test_results_of_an_older_epoch_are_ignored() -> None:
     rig.lose_stage()
     stale = StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, (Drawn(0, 1),))
     assert rig.scheduler.commit(stale, 0.0) == []
-    unknown = StepResult(rig.scheduler.epoch, 999, 0, STAMPS)
+    unknown = StepResult(rig.scheduler.slots.epoch, 999, 0, STAMPS)
     assert rig.scheduler.commit(unknown, 0.0) == []
     rig.drain()
     rig.check_answers()

@@ -144,10 +144,10 @@ class PrefixCache:
     """Finds and publishes the blocks of prefixes that several sequences share. Its unit is the full block.
 
     A sequence's block can be found by others as soon as the step that fills it is *scheduled*, because steps that
-    read the block run later. So of many equal prompts that arrive together, the second already shares blocks of the
-    first. A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence
-    would have computed. Blocks of generated tokens are shared as well: the next turn of a conversation finds them. Where
-    prefixes are shared per caller, the digest names the caller too.
+    read the block run later. So of many equal prompts that arrive together, the second shares blocks of the first.
+    A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence would
+    have computed. Blocks of generated tokens are shared too: the next turn of a conversation finds them. Where
+    prefixes are shared per caller, the digest names the caller.
     """
 
     def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:

@@ -40,7 +40,7 @@ class Challenge(_Message, frozen=True, tag=True):
 
 
 class Proof(_Message, frozen=True, tag=True):
-    """A rank's answer, and its own challenge to the head. See `process.greeting`."""
+    """A rank's answer, and its own challenge to the head. See `process.meeting`."""
 
     rank: int
     proof: bytes

@@ -32,16 +32,17 @@ from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.shape import choose_shape
 from ppserve.head.starting import StartWatch
-from ppserve.process import meeting
 from ppserve.process.environment import (
     EXIT_USAGE,
     LAUNCHER_GRACE,
     RankEnvironment,
     die_with_launcher,
     launcher_grace_s,
+    set_up_logging,
+    survive_full_disks,
 )
 from ppserve.process.keeper import Keeper
-from ppserve.process.logs import set_up_logging, survive_full_disks
+from ppserve.process.meeting import close_meeting, find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
 
@@ -94,8 +95,8 @@ class HeadProcess:
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
         self._world_size = environment.world_size
-        self._meeting = meeting.find_meeting(config, environment)
-        listener, secret = meeting.begin(self._meeting)
+        self._meeting = find_meeting(config, environment)
+        listener, secret = open_meeting(self._meeting)
         tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
@@ -123,7 +124,7 @@ class HeadProcess:
                 await self._end_stages()
                 self._trace.close()
         finally:
-            meeting.end(self._meeting)
+            close_meeting(self._meeting)
 
     def _make_engine(self) -> None:
         """For the shape of the configuration, which is final now."""

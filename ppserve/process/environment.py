@@ -1,18 +1,24 @@
-"""This process among those that torchrun started: its rank, its exit codes, and which parent's death ends it."""
+"""This process among those that torchrun started: its rank, exit codes, signals, limits and log."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import json
+import logging
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ppserve.config import LogSettings
 from ppserve.errors import LauncherError
 
 EXIT_USAGE = 2
@@ -30,6 +36,9 @@ _OPEN_FILES = 65_536
 
 # Linux's numbers.
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+# Attributes of every log record.
+_OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 _FOR_THE_HEAD = (signal.SIGHUP, signal.SIGUSR1)
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_FOR_THE_HEAD)
@@ -138,3 +147,51 @@ def this_machine() -> str:
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     return "/".join(parts)
+
+
+# ---- the log -----------------------------------------------------------------------------------------------
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line; entries of `extra` (a request id, a traceparent) become keys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in record.__dict__.items() if key not in _OWN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logging(settings: LogSettings, who: str = "head") -> None:
+    """Sets level and format of all logs of this process. who: `head` or `stage N`."""
+    handler = logging.StreamHandler()
+    if settings.format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    # At `debug` numba logs every instruction that it compiles.
+    logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
+
+
+def survive_full_disks() -> None:
+    """Makes standard output and error drop what cannot be written. Otherwise a log on a full disk would end the
+    server."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
+
+
+class _Unfailing(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes

@@ -6,25 +6,33 @@ this keeper, which never imports torch; its stage is a child process that it rep
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
-from ppserve.process.greeting import connect_to_head
-from ppserve.process.meeting import find_meeting
-from ppserve.process.patience import Life, Patience
+from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageProcess
 
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
 # Before it has found the head: loading a library from a cold disk, or creating a GPU context, blocks all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
+# Deaths in a row without a computed step, however slowly they follow each other. Two requests that kill their
+# stage (`core.scheduling` isolates such requests) together with cut links and a killed head stay below it.
+MAX_DEATHS = 10
+# A stage that ends because there is no head is not to blame. But no head for so long is the end.
+HEADLESS_FOR_S = 900.0
+# After a stage that died before it found the head, one more pause for each death in a row but the first: the cause
+# may pass (no process or memory left, a device that is still held), and the next is forked within milliseconds.
+_LONGER_S = 1.0
 # For telling the head that the stage keeps dying.
 _REPORT_WITHIN_S = 2.0
 # How often the keeper checks whether a stage is frozen or a stop is overdue.
@@ -46,8 +54,46 @@ def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     return keeper.run()
 
 
+@dataclass
+class Life:
+    """What a stage process reported about itself."""
+
+    is_connected: bool = False
+    """It has found the head."""
+    is_ready: bool = False
+    """It has entered an epoch."""
+    served: bool = False
+    """It has computed a step."""
+
+
+class RestartPolicy:
+    """How often one rank's stage is replaced. name: of the rank, for people. now_s: monotonic."""
+
+    def __init__(self, name: str, now_s: float) -> None:
+        self._name = name
+        self._deaths, self._had_head_s = 0, now_s
+
+    def count_death(self, life: Life, code: int, now_s: float) -> str | None:
+        """A stage process ended with this code. Returns why no other is started; None if one is."""
+        if life.is_connected or code != EXIT_HEAD_GONE:
+            # A stage that was ready and lost the head counts as one that served: it may only have had no work.
+            would_serve = life.served or (life.is_ready and code == EXIT_HEAD_GONE)
+            self._deaths = 1 if would_serve else self._deaths + 1
+        if life.is_connected:
+            self._had_head_s = now_s
+        if self._deaths == MAX_DEATHS:
+            return f"{self._name} died {MAX_DEATHS} times in a row (last code {code})"
+        if now_s - self._had_head_s > HEADLESS_FOR_S:
+            return f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s"
+        return None
+
+    def pause_s(self, life: Life) -> float:
+        """How long to wait after this life before another is started."""
+        return 0.0 if life.is_connected else _LONGER_S * max(0, self._deaths - 1)
+
+
 class Keeper:
-    """Keeps one stage process alive. Owns that and the fork server it comes from. clock: seconds, monotonic."""
+    """The owner of one stage process and of the fork server it comes from. clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -60,43 +106,39 @@ class Keeper:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._config = config
-        self._rank, self._world_size = rank, world_size
+        self._meeting, self._rank = meeting, rank
+        self._start = wire.Start(config, rank, world_size, meeting)
         self._name = config.pipeline.rank_name(rank, world_size)
-        self._meeting = meeting
         self._found_head = self._was_ready = False
         self._clock, self._sleep = clock, sleep
         self._fork_server = fork_server or ForkServer()
         self._child: StageProcess | None = None
-        self._stopping = False
-        self._kill_at_s: float | None = None
+        self._kill_at_s = math.inf  # finite once it stops
 
     def run(self) -> int:
         """Keeps the stage alive until it is not replaced; returns the rank's exit code."""
         try:
             return self._keep()
         finally:
-            self._fork_server.end()
+            self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
         """Stops within `grace_s`. Until then a stage that dies is still replaced, because running streams may
         finish; a stage that has no head is killed at once. Safe in a signal handler."""
-        at_s = self._clock() + grace_s
-        self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
-        self._stopping = True
+        self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child
         if child is not None and not self._found_head:
             child.kill()
 
     def _is_overdue(self) -> bool:
         """Whether a stop has lasted longer than it may; without a head it may take no time."""
-        if not self._stopping:
-            return False
-        return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
+        is_stopping = self._kill_at_s < math.inf
+        return is_stopping and (not self._found_head or self._clock() > self._kill_at_s)
 
     def _keep(self) -> int:
-        patience = Patience(self._name, self._clock())
+        policy = RestartPolicy(self._name, self._clock())
         while True:
-            life, code = self._one_life()
+            life, code = self._run_stage()
             if code == 0:
                 return 0
             if code == EXIT_HEAD_GONE:
@@ -107,22 +149,22 @@ class Keeper:
                 return self._final_code(EXIT_USAGE)
             if code == EXIT_FAILED:
                 return 1
-            if reason := patience.ended(life, code, self._clock()):
+            if reason := policy.count_death(life, code, self._clock()):
                 return self._give_up(reason)
-            until_s = self._clock() + patience.pause_s(life)
+            until_s = self._clock() + policy.pause_s(life)
             while self._clock() < until_s and not self._is_overdue():
                 self._sleep(_CHECK_EVERY_S)
 
-    def _one_life(self) -> tuple[Life, int]:
+    def _run_stage(self) -> tuple[Life, int]:
         """Starts a stage and waits for its end. Returns what it reported, and its exit code."""
         try:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
             print(f"ppserve: {self._name} cannot be started now: {error}", file=sys.stderr, flush=True)
             return Life(), os.EX_OSERR
-        child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
+        child.start(self._start)
         life = self._watch(child)
-        code = child.end()
+        code = child.reap()
         self._child = None
         return life, code
 

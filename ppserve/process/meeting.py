@@ -1,31 +1,46 @@
-"""Where the head listens, and the secret that it shares with all ranks. Each rank finds both by itself.
+"""Where ranks meet the head: its address, the secret that they share, and the handshake that proves it.
 
+Each rank finds address and secret by itself.
 On one host: a Unix socket and a file, in a directory of this user alone that is named for the launcher.
 On several hosts: a port of MASTER_ADDR, and --secret-file.
 The launcher's store is not used: everyone who can reach it may read and write it.
+
+In the handshake each side sends a random number that it has never used before, and answers the other's with a
+keyed hash of both. A recorded answer fits no other connection, and the two sides' answers differ, so neither can
+be sent back. The secret itself is never sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import os
 import secrets
 import shutil
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
+from typing import TypeVar
 
+from ppserve import wire
 from ppserve.config import NetworkSettings, ServeConfig
-from ppserve.errors import ConfigError, UsageError
-from ppserve.process import sockets
+from ppserve.errors import ConfigError, UsageError, WireError
 from ppserve.process.environment import RankEnvironment, number_of
+from ppserve.process.network import answers, connect, listen
+from ppserve.process.tls import TlsConnection, stage_context
 from ppserve.wire import Meeting, StageTls, TcpAddress, UnixAddress
+
+T = TypeVar("T")
 
 MIN_SECRET_BYTES = 16
 # A Unix socket's path may have 103 bytes on some systems. Directory and name within take 45 of them.
 _MAX_PLACE_BYTES = 58
+_RETRY_EVERY_S = 0.2
+# The head answers within a turn of its engine.
+_ANSWER_WITHIN_S = 10.0
 
 
 def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
@@ -43,7 +58,7 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False, tls=tls)
 
 
-def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
+def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
     """Opens the head's socket; returns it with the secret. Raises UsageError.
 
     On one host it makes a new secret. A killed head's files are removed before it listens, so that no rank takes
@@ -55,11 +70,11 @@ def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
             with contextlib.suppress(FileExistsError):
                 directory.mkdir(0o700)
             _check_private(directory)
-        if sockets.answers(meeting.address):
+        if answers(meeting.address):
             raise UsageError(f"another server listens on {meeting.address}")
         meeting.secret_file.unlink(missing_ok=True)
     try:
-        listener = sockets.listen(meeting.address)
+        listener = listen(meeting.address)
     except OSError as error:
         raise ConfigError("--control-port", f"cannot listen on {meeting.address}: {error.strerror}") from None
     if meeting.is_ours:
@@ -70,7 +85,7 @@ def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
     return listener, read_secret(meeting)
 
 
-def end(meeting: Meeting) -> None:
+def close_meeting(meeting: Meeting) -> None:
     """Removes the head's files."""
     if meeting.is_ours:
         shutil.rmtree(meeting.secret_file.parent, ignore_errors=True)
@@ -117,3 +132,84 @@ def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(f"{directory} must be a directory that this user alone can open")
+
+
+# ---- the handshake -----------------------------------------------------------------------------------------
+
+
+def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
+    """A connection on which both ends have proved the secret. Tries again while the head is not there yet.
+
+    Raises OSError after `within_s`, UsageError if the secrets differ.
+    """
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            return _connect(meeting, rank, max(_RETRY_EVERY_S, until_s - time.monotonic()))
+        except (OSError, WireError) as error:
+            if time.monotonic() > until_s:
+                raise ConnectionError(f"{meeting.address}: {error}") from error
+        time.sleep(_RETRY_EVERY_S)
+
+
+def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
+    # Read every time: a head that was started anew may have another secret.
+    secret = read_secret(meeting)
+    connection = connect(meeting.address, timeout_s)
+    try:
+        connection.settimeout(_ANSWER_WITHIN_S)
+        if meeting.tls is not None:
+            connection = TlsConnection(connection, stage_context(meeting.tls, serves=False), serves=False)
+            connection.handshake()
+        _greet(connection, secret, rank)
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
+    """A rank's side of the handshake. Raises OSError, WireError, and UsageError if retrying cannot help."""
+    reader, nonce = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES), new_nonce()
+    challenge = _receive(connection, reader, wire.Challenge).nonce
+    proof = rank_proof(secret, rank, challenge, nonce)
+    connection.sendall(wire.encode(wire.Proof(rank, proof, nonce)))
+    welcome = _receive(connection, reader, wire.Welcome)
+    if not hmac.compare_digest(welcome.proof, head_proof(secret, rank, challenge, nonce)):
+        raise UsageError("the process at the head's address does not know this server's secret")
+
+
+def _receive(connection: socket.socket, reader: wire.FrameReader, kind: type[T]) -> T:
+    """The head's next message, which must be of this kind."""
+    messages: list[object] = []
+    while not messages:
+        received = connection.recv(wire.MAX_GREETING_BYTES)
+        if not received:
+            raise ConnectionError("the head ended the connection")
+        messages = reader.feed(received)
+    match messages:
+        case [wire.Refused(reason, may_retry), *_]:
+            raise ConnectionError(reason) if may_retry else UsageError(reason)
+        case [message] if isinstance(message, kind):
+            return message
+    raise WireError(f"{type(messages[0]).__name__} has no place in the greeting here")
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def rank_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    """What a rank answers to the head's challenge. nonce: its own."""
+    return _keyed_hash(secret, b"rank", rank, challenge, nonce)
+
+
+def head_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    """What the head answers to a rank's nonce."""
+    return _keyed_hash(secret, b"head", rank, challenge, nonce)
+
+
+def _keyed_hash(secret: bytes, side: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    # With the length of what varies, no two different inputs make the same message.
+    return hmac.digest(secret, b"ppserve %s %d %d " % (side, rank, len(challenge)) + challenge + nonce, "sha256")

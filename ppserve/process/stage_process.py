@@ -50,7 +50,7 @@ class ForkServer:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._requests, [FORK], [stage_end])
                 return
-            self.end()  # it died meanwhile
+            self.close()  # it died meanwhile
         self._start()
         assert self._requests is not None
         socket.send_fds(self._requests, [FORK], [stage_end])
@@ -70,7 +70,7 @@ class ForkServer:
                 raise
         self._requests = ours
 
-    def reap(self) -> int:
+    def reap_stage(self) -> int:
         """Waits for the end of the stage, whose socket has closed, and so until its device is free. Returns its
         exit code, or the fork server's if that has ended."""
         assert self._process is not None
@@ -80,7 +80,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._requests.sendall(REAP)
             code = self._requests.recv(EXIT_CODE.size)
-        return EXIT_CODE.unpack(code)[0] if code else self.end()
+        return EXIT_CODE.unpack(code)[0] if code else self.close()
 
     def kill(self) -> None:
         """SIGKILL; harmless when it has ended. Its stage dies with it. Safe in a signal handler."""
@@ -88,7 +88,7 @@ class ForkServer:
         if process is not None:
             process.kill()
 
-    def end(self) -> int:
+    def close(self) -> int:
         """Kills it, unless it has ended, and returns its exit code (-9: killed)."""
         if self._process is None or self._requests is None:
             return _KILLED
@@ -123,7 +123,7 @@ class StageProcess:
 
     def start(self, start: wire.Start) -> None:
         """Makes it a stage."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `end` tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `reap` tells
             self._life.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
@@ -153,8 +153,8 @@ class StageProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
-    def end(self) -> int:
+    def reap(self) -> int:
         """The exit code of a process whose socket has ended (-9: killed)."""
         self._has_ended = True
         self._life.close()
-        return self._server.reap()
+        return self._server.reap_stage()

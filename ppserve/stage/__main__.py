@@ -25,10 +25,11 @@ from ppserve.process.environment import (
     die_with_parent,
     ignore_ending,
     name_process,
+    set_up_logging,
+    survive_full_disks,
 )
-from ppserve.process.greeting import connect_to_head
-from ppserve.process.interfaces import find_route
-from ppserve.process.logs import set_up_logging, survive_full_disks
+from ppserve.process.meeting import connect_to_head
+from ppserve.process.network import find_route
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
-from ppserve.process.interfaces import ONE_HOST, Route
+from ppserve.process.network import ONE_HOST, Route
 from ppserve.stage.device import in_words, is_lost, lacks_memory
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.machine import available_cores

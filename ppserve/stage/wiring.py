@@ -20,7 +20,7 @@ import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import TransportError
-from ppserve.process.interfaces import interface_of, interfaces
+from ppserve.process.network import interface_of, interfaces
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gather import TensorLink, connect_ranks

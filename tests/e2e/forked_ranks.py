@@ -54,7 +54,7 @@ class ForkingKeeper(stage_process.ForkServer):
                 os._exit(1)
         self._pid = pid
 
-    def reap(self) -> int:
+    def reap_stage(self) -> int:
         assert self._pid is not None
         pid, self._pid = self._pid, None
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -63,7 +63,7 @@ class ForkingKeeper(stage_process.ForkServer):
         if self._pid is not None:
             os.kill(self._pid, signal.SIGKILL)
 
-    def end(self) -> int:
+    def close(self) -> int:
         return 0
 
 

@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 
 from ppserve import wire
-from ppserve.process.greeting import new_nonce, rank_proof
+from ppserve.process.meeting import new_nonce, rank_proof
 
 _WITHIN_S = 15.0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.head.engine.control import SocketControlPlane
-from ppserve.process.sockets import connect, listen
+from ppserve.process.network import connect, listen
 from ppserve.process.tls import stage_context
 
 SECRET = b"the secret of this server"

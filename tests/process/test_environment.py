@@ -1,8 +1,11 @@
-"""What a rank asks of the system for itself."""
+"""What a rank asks of the system for itself, and its log."""
 
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,8 @@ from ppserve.errors import LauncherError
 from ppserve.process.environment import LAUNCHER_GRACE, RankEnvironment, launcher_grace_s, open_many_files
 
 NO_LIMIT = resource.RLIM_INFINITY
+SURVIVES = "from ppserve.process.environment import survive_full_disks; survive_full_disks()"
+SPEAKS = "print('said', file=sys.stderr, flush=True); print('said', flush=True); logging.warning('said')"
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,38 @@ def test_torchruns_grace_is_a_number_of_seconds(launcher: pytest.MonkeyPatch) ->
     launcher.setenv(LAUNCHER_GRACE, "soon")
     with pytest.raises(LauncherError, match=f"{LAUNCHER_GRACE}: 'soon' is not"):
         launcher_grace_s()
+
+
+# ---- the log ----
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize(("survives", "code"), [(True, 3), (False, 1)])
+def test_a_full_disk_ends_nothing(survives: bool, code: int) -> None:
+    """The same without it fails, as a control."""
+    program = f"import logging, sys\n{SURVIVES if survives else 'pass'}\n{SPEAKS}\nsys.exit(3)"
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
+    assert ended.returncode == code
+
+
+def test_what_can_be_written_is() -> None:
+    program = (
+        f"import logging, sys\nfrom ppserve.process import environment; environment.survive_full_disks()\n{SPEAKS}"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("said\n", "said\nWARNING:root:said\n")
+
+
+def test_debug_is_ours_and_not_the_compilers() -> None:
+    program = """if True:
+        import logging
+        from ppserve.config import LogSettings
+        from ppserve.process.environment import set_up_logging
+        set_up_logging(LogSettings(level="debug"), "stage 0")
+        logging.getLogger("numba.core").debug("an instruction")
+        logging.getLogger("ppserve.stage").debug("a step")
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "a step" in ended.stderr
+    assert "an instruction" not in ended.stderr

@@ -10,8 +10,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
-from ppserve.process.keeper import FROZEN_AFTER_S, FROZEN_WHILE_PREPARING_S, Keeper
-from ppserve.process.patience import HEADLESS_FOR_S, MAX_DEATHS
+from ppserve.process.keeper import FROZEN_AFTER_S, FROZEN_WHILE_PREPARING_S, HEADLESS_FOR_S, MAX_DEATHS, Keeper
 from tests.process.heads import head
 
 KILLED = -9
@@ -67,7 +66,7 @@ class ScriptedStage:
         if self.killed_at_s is None:
             self.killed_at_s = self._clock.now_s
 
-    def end(self) -> int:
+    def reap(self) -> int:
         assert not self.has_ended
         self.has_ended = True
         return self._code if self.killed_at_s is None else KILLED
@@ -103,7 +102,7 @@ class Scene:
         self.num_forked += 1
         return next(self._next)
 
-    def end(self) -> int:
+    def close(self) -> int:
         self.has_ended = True
         return KILLED
 

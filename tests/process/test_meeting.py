@@ -1,23 +1,41 @@
-"""Where ranks meet and what they share: one host, several hosts, and what is not good enough for either."""
+"""Where ranks meet the head, what they share, and who may speak with whom."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import NetworkSettings, ServeConfig
+from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError, UsageError
 from ppserve.process.environment import RankEnvironment
-from ppserve.process.meeting import MIN_SECRET_BYTES, begin, end, find_meeting, read_secret
-from ppserve.process.sockets import answers
+from ppserve.process.meeting import (
+    MIN_SECRET_BYTES,
+    close_meeting,
+    connect_to_head,
+    find_meeting,
+    head_proof,
+    open_meeting,
+    rank_proof,
+    read_secret,
+)
+from ppserve.process.network import answers, connect, listen
+from tests.hellos import hello as hello_of
+from tests.process.heads import SECRET, WITHIN_S, Tap, head
+from tests.process.heads import place as place_of
 
+pytestmark = pytest.mark.timeout(60)
+
+ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 ONE_HOST = [RankEnvironment(rank, 3, rank, 3) for rank in range(3)]
 TWO_HOSTS = [RankEnvironment(rank, 2, 0, 1) for rank in range(2)]
 
@@ -51,7 +69,7 @@ def test_ranks_of_one_launcher_meet_in_one_place_with_one_secret() -> None:
     assert isinstance(first.address, wire.UnixAddress)
     with pytest.raises(FileNotFoundError):
         read_secret(first)
-    listener, secret = begin(first)
+    listener, secret = open_meeting(first)
     with listener:
         assert len(secret) >= MIN_SECRET_BYTES
         assert [read_secret(other) for other in others] == [secret, secret]
@@ -60,7 +78,7 @@ def test_ranks_of_one_launcher_meet_in_one_place_with_one_secret() -> None:
 
 def test_no_other_user_can_open_the_place_or_read_the_secret(place: Path) -> None:
     found = meeting(ONE_HOST[0])
-    begin(found)[0].close()
+    open_meeting(found)[0].close()
     directory = found.secret_file.parent
     assert place in directory.parents
     for path in (directory, directory.parent):
@@ -78,22 +96,22 @@ def test_another_launcher_has_another_place(launcher: pytest.MonkeyPatch, name: 
 def test_a_killed_heads_place_is_taken_over_and_one_that_ends_leaves_nothing(place: Path) -> None:
     """Each head has a new secret."""
     here = meeting(ONE_HOST[0])
-    listener, first = begin(here)
+    listener, first = open_meeting(here)
     listener.close()
-    listener, second = begin(here)
+    listener, second = open_meeting(here)
     with listener:
         assert answers(here.address)
         assert read_secret(here) == second != first
-    end(here)
+    close_meeting(here)
     assert [path for path in place.rglob("*") if not path.is_dir()] == []
 
 
 def test_a_living_heads_place_is_not() -> None:
     here = meeting(ONE_HOST[0])
-    listener, secret = begin(here)
+    listener, secret = open_meeting(here)
     with listener:
         with pytest.raises(UsageError, match="another server"):
-            begin(here)
+            open_meeting(here)
         assert read_secret(here) == secret
 
 
@@ -101,14 +119,14 @@ def test_a_living_heads_place_is_not() -> None:
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_directory_that_others_can_open_is_refused(place: Path, which: str, is_link: bool) -> None:
     here = meeting(ONE_HOST[0])
-    begin(here)[0].close()
+    open_meeting(here)[0].close()
     directory = here.secret_file.parent if which == "the server's" else here.secret_file.parent.parent
     if is_link:
         directory.rename(place / "elsewhere")
         directory.symlink_to(place / "elsewhere")
     else:
         directory.chmod(0o755)
-    for act in (begin, read_secret):
+    for act in (open_meeting, read_secret):
         with pytest.raises(UsageError, match="this user alone"):
             act(here)
 
@@ -153,3 +171,109 @@ def test_several_hosts_need_an_address_and_a_secret(launcher: pytest.MonkeyPatch
     launcher.delenv("MASTER_ADDR")
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         meeting(TWO_HOSTS[0])
+
+
+# ---- the handshake -----------------------------------------------------------------------------------------
+
+
+def hello(rank: int) -> bytes:
+    return wire.encode(hello_of(rank, 2, ARCH))
+
+
+def test_with_the_same_secret_a_rank_is_heard(tmp_path: Path) -> None:
+    with head(tmp_path) as listening, connect_to_head(listening.meeting, 1, WITHIN_S) as connection:
+        connection.sendall(hello(1))
+        assert listening.next_event().rank == 1
+
+
+def test_with_another_secret_it_is_told_why_it_is_not(tmp_path: Path) -> None:
+    with head(tmp_path), pytest.raises(UsageError, match="another secret"):
+        connect_to_head(place_of(tmp_path, b"one more secret of a server"), 1, WITHIN_S)
+
+
+def test_a_head_that_comes_later_is_found(tmp_path: Path) -> None:
+    meeting, connections = place_of(tmp_path), []
+    with pytest.raises(ConnectionError, match="head"):
+        connect_to_head(meeting, 0, within_s=0)
+    waiting = threading.Thread(
+        target=lambda: connections.append(connect_to_head(meeting, 0, WITHIN_S)), daemon=True
+    )
+    waiting.start()
+    with head(tmp_path):
+        waiting.join(WITHIN_S)
+    (connection,) = connections
+    connection.close()
+
+
+def test_a_rank_that_is_connected_already_keeps_its_place_of(tmp_path: Path) -> None:
+    """A second process of the same rank tries until its time is over, and the first hears nothing of it."""
+    with head(tmp_path) as listening, connect_to_head(listening.meeting, 1, WITHIN_S) as first:
+        first.sendall(hello(1))
+        listening.next_event()
+        with pytest.raises(ConnectionError, match="rank 1 is connected already"):
+            connect_to_head(listening.meeting, 1, within_s=0)
+        listening.send(1, wire.Ping(7))
+        assert wire.FrameReader(wire.FromHead).feed(first.recv(4096)) == [wire.Ping(7)]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["made up", "the rank's own proof, sent back"])
+def test_a_listener_without_the_secret_is_found_out(tmp_path: Path, recorded: bool) -> None:
+    meeting = place_of(tmp_path)
+    listener = listen(meeting.address)
+
+    def speak() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.sendall(wire.encode(wire.Challenge(b"c" * 32)))
+            (answer,) = wire.FrameReader(wire.FromStranger).feed(connection.recv(4096))
+            connection.sendall(wire.encode(wire.Welcome(answer.proof if recorded else b"p" * 32)))
+            connection.recv(1)
+
+    impostor = threading.Thread(target=speak, daemon=True)
+    impostor.start()
+    with pytest.raises(UsageError, match="does not know this server's secret"):
+        connect_to_head(meeting, 1, WITHIN_S)
+    impostor.join(WITHIN_S)
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", wire.encode(wire.Ping(1)), b"\xff" * 5000])
+def test_what_is_no_greeting_is_tried_again_until_the_time_is_over(tmp_path: Path, said: bytes) -> None:
+    meeting = place_of(tmp_path)
+    with listen(meeting.address) as listener:
+
+        def speak() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(said)
+
+        speaking = threading.Thread(target=speak, daemon=True)
+        speaking.start()
+        with pytest.raises(ConnectionError):
+            connect_to_head(meeting, 1, within_s=0)
+        speaking.join(WITHIN_S)
+
+
+def test_proofs_differ_by_everything_that_goes_into_them() -> None:
+    inputs = [(SECRET, 1, b"c", b"n"), (b"x", 1, b"c", b"n"), (SECRET, 2, b"c", b"n"), (SECRET, 1, b"d", b"n")]
+    inputs += [(SECRET, 1, b"c", b"m"), (SECRET, 1, b"cn", b""), (SECRET, 1, b"", b"cn")]
+    proofs = [make(*values) for values in inputs for make in (rank_proof, head_proof)]
+    assert len(set(proofs)) == len(proofs)
+    assert rank_proof(*inputs[0]) == proofs[0]
+
+
+def test_a_recorded_greeting_tells_no_secret_and_cannot_be_used_again(tmp_path: Path) -> None:
+    with head(tmp_path) as listening:
+        tap = Tap(tmp_path, listening.meeting.address)
+        with connect_to_head(replace(listening.meeting, address=tap.address), 1, WITHIN_S) as connection:
+            connection.sendall(hello(1))
+            assert isinstance(listening.next_event().message, wire.Hello)
+        tap.join()
+        assert listening.next_event().cause == "exit"
+        assert hello(1) in tap.up, "the tap has heard nothing"
+        assert SECRET not in tap.up + tap.down
+        with connect(listening.meeting.address, WITHIN_S) as replay:
+            replay.sendall(tap.up[: tap.up.index(hello(1))])
+            heard = b"".join(iter(lambda: replay.recv(4096), b""))
+        answers = wire.FrameReader(wire.FromHead).feed(heard)
+        assert [type(answer) for answer in answers] == [wire.Challenge, wire.Refused]
+        with connect_to_head(listening.meeting, 0, WITHIN_S) as other:
+            other.sendall(hello(0))
+            assert listening.next_event().rank == 0, "the replayed greeting was heard before"

@@ -91,7 +91,7 @@ def servers() -> Iterator[list[ForkServer]]:
     made: list[ForkServer] = []
     yield made
     for server in made:
-        server.end()
+        server.close()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole(server_of: Callab
     process.start(START)
     assert lines_of(process)[-3:] == ["started", "127.0.0.1:4242 secret", "served"]
     wait_for_zombie(pid)  # its number is not free before it is reaped
-    assert process.end() == 11
+    assert process.reap() == 11
     assert not psutil.pid_exists(pid)
 
 
@@ -153,9 +153,9 @@ def test_one_server_forks_one_stage_after_the_other_and_leaves_nothing_open(
         parents.add(psutil.Process(pid_of(process)).ppid())
         process.start(START)
         assert lines_of(process)[-1] == "served"
-        assert process.end() == 11
+        assert process.reap() == 11
     assert len(parents) == 1
-    server.end()
+    server.close()
     assert sorted(os.listdir("/proc/self/fd")) == before, "descriptors stay open"
 
 
@@ -166,7 +166,7 @@ def test_nothing_said_is_not_the_end(server_of: Callable[[str], ForkServer]) -> 
     process.kill()
     assert lines_of(process) == []
     process.kill()  # harmless
-    assert process.end() == -9
+    assert process.reap() == -9
     process.kill()
 
 
@@ -175,7 +175,7 @@ def test_one_that_is_killed_before_it_exists_ends_as_well(server_of: Callable[[s
     process = server.fork()
     process.kill()
     assert lines_of(process) == []
-    assert process.end() == -9
+    assert process.reap() == -9
 
 
 def test_a_stage_dies_with_its_server_and_the_next_has_a_new_one(server_of: Callable[[str], ForkServer]) -> None:
@@ -185,12 +185,12 @@ def test_a_stage_dies_with_its_server_and_the_next_has_a_new_one(server_of: Call
     parent = psutil.Process(pid).ppid()
     os.kill(parent, signal.SIGKILL)
     assert lines_of(process) == []
-    assert process.end() == -9
+    assert process.reap() == -9
     process = server.fork()
     assert psutil.Process(pid_of(process)).ppid() != parent
     process.kill()
     assert lines_of(process) == []
-    assert process.end() == -9
+    assert process.reap() == -9
 
 
 def test_a_server_that_dies_between_two_stages_is_replaced(server_of: Callable[[str], ForkServer]) -> None:
@@ -198,21 +198,21 @@ def test_a_server_that_dies_between_two_stages_is_replaced(server_of: Callable[[
     process = server.fork()
     parent = psutil.Process(pid_of(process)).ppid()
     assert lines_of(process) == []
-    assert process.end() == 7
+    assert process.reap() == 7
     os.kill(parent, signal.SIGKILL)
     wait_for_zombie(parent)
     process = server.fork()
     assert psutil.Process(pid_of(process)).ppid() != parent
     assert lines_of(process) == []
     process.start(START)  # too late: its end tells
-    assert process.end() == 7
+    assert process.reap() == 7
 
 
 def test_a_server_that_cannot_import_says_so_by_its_code(server_of: Callable[..., ForkServer]) -> None:
     process = server_of("", "sys.exit(3)").fork()
     process.start(START)
     assert lines_of(process) == []
-    assert process.end() == 3
+    assert process.reap() == 3
 
 
 def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
@@ -221,7 +221,7 @@ def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
     process = server_of(INTERRUPTED).fork()
     pid_of(process)
     assert lines_of(process)[-1:] == []
-    assert process.end() == 0
+    assert process.reap() == 0
 
 
 def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) -> None:
@@ -229,7 +229,7 @@ def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) ->
     assert process.listen(30) == [""]
     assert process.listen(30) == [""]
     assert any(line.startswith("forked ") for line in lines_of(process))
-    assert process.end() == 0
+    assert process.reap() == 0
 
 
 def test_it_ends_when_its_keeper_does() -> None:
@@ -254,7 +254,7 @@ def test_a_stopped_server_is_woken(server_of: Callable[[str], ForkServer]) -> No
     os.kill(stage.ppid(), signal.SIGSTOP)
     process.kill()
     assert lines_of(process) == []
-    assert process.end() == -9
+    assert process.reap() == -9
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
         assert kinds == ["socket"]
     process.kill()
     assert set(lines_of(process)) <= {""}  # it writes an empty line each half second
-    assert process.end() == -9
+    assert process.reap() == -9
 
 
 def test_a_server_that_cannot_be_started_leaves_nothing_open() -> None:
@@ -298,7 +298,7 @@ def test_descriptors_from_1024_on_are_listened_to(server_of: Callable[[str], For
         process = server_of(DYING).fork()
         pid_of(process)
         assert lines_of(process) == []
-        assert process.end() == 7
+        assert process.reap() == 7
     finally:
         for fd in ours:
             os.close(fd)

@@ -14,7 +14,7 @@ from ppserve import wire
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.process.greeting import connect_to_head
+from ppserve.process.meeting import connect_to_head
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.process.greeting import head_proof, new_nonce, rank_proof
-from ppserve.process.sockets import prepare
+from ppserve.process.meeting import head_proof, new_nonce, rank_proof
+from ppserve.process.network import prepare
 from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")

@@ -14,7 +14,7 @@ from ppserve.core.partition import balance, check_split, check_tensor_ranks, mea
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
-from ppserve.process.interfaces import LOOPBACK, is_loopback
+from ppserve.process.network import LOOPBACK, is_loopback
 
 log = logging.getLogger("ppserve.head")
 

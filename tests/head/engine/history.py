@@ -17,7 +17,7 @@ from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.replica import Replica
-from ppserve.process.patience import MAX_DEATHS
+from ppserve.process.keeper import MAX_DEATHS
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID

@@ -18,7 +18,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
-from ppserve.process.patience import Life, Patience
+from ppserve.process.keeper import Life, RestartPolicy
 from ppserve.stage.link import _SILENCE_S, Link
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
@@ -33,9 +33,9 @@ _KILLED = -9
 
 
 class Host:
-    """All ranks of one replica, and their keepers' patience."""
+    """All ranks of one replica, and their keepers' restart policies."""
 
-    new_patience = Patience
+    new_policy = RestartPolicy
 
     def __init__(
         self, world: World, network: Network, control: SimulatedControl, grid: RankGrid, replica: int = 0
@@ -53,7 +53,7 @@ class Host:
         self.dies_of_requests: int | None = None
         """A rank whose stages compute nothing but probes."""
         self.num_deaths = 0
-        self._patience = {r: self.new_patience(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
+        self._policies = {r: self.new_policy(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
         self.processes = {rank: StageProcess(self, rank) for rank in grid.ranks_of(replica)}
         for process in self.processes.values():
@@ -64,7 +64,7 @@ class Host:
         self.num_deaths += 1
         if code in (0, EXIT_USAGE):
             return
-        if reason := self._patience[rank].ended(self.processes[rank].life, code, self.world.now_ns / SECOND):
+        if reason := self._policies[rank].count_death(self.processes[rank].life, code, self.world.now_ns / SECOND):
             self.world.note(reason)
             self._give_up(rank, reason)
             return

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
-from ppserve.process.greeting import head_proof, rank_proof
+from ppserve.process.meeting import head_proof, rank_proof
 from tests.hellos import hello as hello_of
-from tests.process.test_sockets import finds_out_after_20_s
+from tests.process.test_network import finds_out_after_20_s
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECRET = b"the secret of this server"

@@ -19,7 +19,7 @@ from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.head.engine.member import EpochLost, Formed, MemberEvent
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.process.patience import Life, Patience
+from ppserve.process.keeper import Life, RestartPolicy
 from tests.head.engine.history import History
 from tests.head.engine.simulated_stages import Host
 from tests.slow import quick_first
@@ -68,20 +68,20 @@ class RemembersLostSteps(Replica):
         self._account.stage_lost(self._clock())
 
 
-class ForgetsSlowDeaths(Patience):
+class ForgetsSlowDeaths(RestartPolicy):
     """Counts only deaths that follow each other within 10 s."""
 
     _died_s = 0.0
 
-    def ended(self, life: Life, code: int, now_s: float) -> str | None:
+    def count_death(self, life: Life, code: int, now_s: float) -> str | None:
         if now_s - self._died_s > 10.0:
             self._deaths = 0
         self._died_s = now_s
-        return super().ended(life, code, now_s)
+        return super().count_death(life, code, now_s)
 
 
 class IsForgetful(Host):
-    new_patience = ForgetsSlowDeaths
+    new_policy = ForgetsSlowDeaths
 
 
 class ThreeLossesConvict(PoisonIsolation):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
@@ -20,6 +19,7 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
@@ -31,7 +31,7 @@ from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.shape import choose_shape
-from ppserve.head.starting import StartWatch
+from ppserve.head.starting import WaitLimit, find_missing
 from ppserve.process.environment import (
     EXIT_USAGE,
     LAUNCHER_GRACE,
@@ -117,14 +117,31 @@ class HeadProcess:
             mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
             self._make_engine()
             self._engine.start()
+            if mistake is not None:
+                self._engine.give_up(mistake)
             try:
-                return self._report(mistake) if mistake is not None else await self._serve()
+                await self._await_pipeline()
+                if self._formed.done() and not self._failed.done():
+                    await self._serve()
+                return self._report(self._failed.result()) if self._failed.done() else 0
             finally:
                 self._engine.stop()
                 await self._end_stages()
                 self._trace.close()
         finally:
             close_meeting(self._meeting)
+
+    async def _choose_shape(self) -> FatalError | None:
+        """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
+
+        def is_stopping() -> bool:
+            return self._stop.done() or self._keeper_failed.done()
+
+        chosen = await asyncio.to_thread(choose_shape, self._config, self._control, self._world_size, is_stopping)
+        if isinstance(chosen, FatalError):
+            return chosen
+        self._config = replace(self._config, pipeline=chosen)
+        return None
 
     def _make_engine(self) -> None:
         """For the shape of the configuration, which is final now."""
@@ -140,50 +157,50 @@ class HeadProcess:
         self._failed = asyncio.wrap_future(self._engine.failed)
         self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
 
-    async def _choose_shape(self) -> FatalError | None:
-        """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
-
-        def is_stopping() -> bool:
-            return self._stop.done() or self._keeper_failed.done()
-
-        chosen = await asyncio.to_thread(choose_shape, self._config, self._control, self._world_size, is_stopping)
-        if isinstance(chosen, FatalError):
-            return chosen
-        self._config = replace(self._config, pipeline=chosen)
-        return None
-
-    async def _serve(self) -> int:
-        watching = asyncio.create_task(self._watch_start())
-        await _first_of(self._stop, self._formed, self._failed, watching)
-        await _end_task(watching)
-        if sys.stderr.isatty():
+    async def _await_pipeline(self) -> None:
+        """Until it has formed, has failed, or a signal arrives."""
+        limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
+        in_terminal = sys.stderr.isatty()
+        while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
+            seen, missing = find_missing(self._members)
+            if in_terminal:  # one line, which the next one replaces
+                print(f"\x1b[K{missing}", end="\r", file=sys.stderr, flush=True)
+            if fatal := limit.check(seen, missing, time.monotonic()):
+                self._engine.give_up(fatal)
+        if in_terminal:
             print("\x1b[K", end="", file=sys.stderr, flush=True)
-        if self._failed.done():
-            return self._report(self._failed.result())
-        if not self._formed.done():
-            return 0
+
+    async def _serve(self) -> None:
+        """Until a signal, after which running streams may finish, or until the pipeline has failed."""
+        settings = self._config.server
         description, tokenizer = describe_model(self._config, self._members)
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         handle = EngineHandle(self._engine, description, tokenizer)
-        key_file = self._config.server.api_key_file
-        request_handler = RequestHandler(
-            handle, tokenizer, ApiKeys(key_file) if key_file else None, self._metrics.requests.on_refused
-        )
-        servers = Servers(self._config.server, request_handler, self._metrics.http_answered, self._pages(handle))
+        keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
+        request_handler = RequestHandler(handle, tokenizer, keys, self._metrics.requests.on_refused)
+        servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
         self._on_reload(request_handler, servers)
         await self._open(servers, handle)
-        health = asyncio.create_task(self._report_health(servers))
-        await _first_of(self._stop, self._failed, health)
-        await _end_task(health)
-        if self._failed.done():
-            await servers.close(0.0, self._stop_now)
-            return self._report(self._failed.result())
-        timeout_s = self._config.server.shutdown_timeout_s
-        log.info("draining: running streams have %g s", timeout_s)
-        self._engine.drain()
+        serving = True
+        while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
+            # Health is SERVING only while a replica is healthy.
+            if serving != self._engine.is_healthy(time.monotonic_ns()):
+                serving = not serving
+                await servers.set_serving(serving)
+        timeout_s = 0.0
+        if not self._failed.done():
+            timeout_s = settings.shutdown_timeout_s
+            log.info("draining: running streams have %g s", timeout_s)
+            self._engine.drain()
         await servers.close(timeout_s, self._stop_now)
-        return self._report(self._failed.result()) if self._failed.done() else 0
+
+    def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
+        engine, metrics, spans = self._engine, self._metrics, self._spans
+        metrics.read_ledger(lambda: tuple(reading.stage_times for reading in engine.snapshot()))
+        live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
+        costs = json_page(lambda: describe_costs(engine.snapshot()))
+        return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _open(self, servers: Servers, handle: EngineHandle) -> None:
         """Serves, and says so. Raises UsageError."""
@@ -199,21 +216,6 @@ class HeadProcess:
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
 
-    async def _watch_start(self) -> None:
-        watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
-        while (fatal := watch.check(time.monotonic())) is None:
-            if sys.stderr.isatty():  # one line, which the next one replaces
-                print(f"\x1b[K{watch.progress()}", end="\r", file=sys.stderr, flush=True)
-            await asyncio.sleep(_WATCH_EVERY_S)
-        self._engine.give_up(fatal)
-        await asyncio.wait([self._failed])
-
-    async def _end_stages(self) -> None:
-        """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
-        self._keeper.stop(_STAGES_END_WITHIN_S)
-        await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
-        await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
-
     def _keep_stage(self) -> None:
         """The keeper's thread. Stage 0 ends with it."""
         try:
@@ -222,24 +224,11 @@ class HeadProcess:
             log.exception("the keeper of stage 0 failed")
             self._keeper_failed.set_result(FatalError(f"stage 0 cannot be kept alive: {error}", usage=False))
 
-    # ---- parts ----------------------------------------------------------------------------------------
-
-    def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
-        metrics, spans = self._metrics, self._spans
-        metrics.read_ledger(handle.stage_times)
-        live = live_pages(lambda: read_state(handle, metrics.read_load(), spans.recent()))
-        costs = json_page(lambda: describe_costs(handle.snapshot()))
-        return {"/metrics": metrics.page, "/costs.json": costs, **live}
-
-    async def _report_health(self, servers: Servers) -> None:
-        """Health is SERVING only while a replica is healthy."""
-        serving = True
-        while True:
-            await asyncio.sleep(_HEALTH_EVERY_S)
-            healthy = self._engine.is_healthy(time.monotonic_ns())
-            if healthy != serving:
-                serving = healthy
-                await servers.set_serving(serving)
+    async def _end_stages(self) -> None:
+        """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
+        self._keeper.stop(_STAGES_END_WITHIN_S)
+        await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
+        await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
 
     # ---- signals --------------------------------------------------------------------------------------
 
@@ -279,13 +268,7 @@ class HeadProcess:
         return EXIT_USAGE if fatal.usage else 1
 
 
-async def _end_task(task: asyncio.Task[None]) -> None:
-    """Cancels a task. Raises what it has raised."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    """Until one of them is done."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:
+    """Waits until one of them is done, at most `within_s`. Returns whether one is."""
+    done, _ = await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    return len(done) > 0

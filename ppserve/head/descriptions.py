@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ppserve.core.architecture import Architecture
 from ppserve.core.figures import numbers
+from ppserve.head.engine.replica import ReplicaReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,6 @@ class StageDescription:
     live: bool = True
     restarts: int = 0
     replica: int = 0
-    tensor: int = 0
     steps: int = 0  # computed
     ranks: tuple[RankDescription, ...] = ()
 
@@ -143,18 +143,6 @@ class LoadDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDescription:
-    """One of the replicas."""
-
-    replica: int
-    serves: bool  # all its stages are there
-    epoch: int
-    microbatches: int
-    running: int = 0  # sequences
-    kv_usage: float = 0.0  # 0 to 1
-
-
-@dataclass(frozen=True, slots=True)
 class Topology:
     """The pipelines as they stand."""
 
@@ -163,4 +151,4 @@ class Topology:
     epoch: int  # one more than how often any replica was lost
     microbatches: int  # of the first replica
     advice: str = ""
-    replicas: tuple[ReplicaDescription, ...] = ()
+    replicas: tuple[ReplicaReading, ...] = ()

@@ -1,15 +1,14 @@
-"""The engine as the protocols use it: it takes requests, and describes the model and the pipeline."""
+"""The engine as the protocols use it: it takes requests, and describes the model and the pipelines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from ppserve.config import ServeConfig
-from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
@@ -18,7 +17,6 @@ from ppserve.head.descriptions import (
     LoadDescription,
     ModelDescription,
     RankDescription,
-    ReplicaDescription,
     StageDescription,
     Topology,
 )
@@ -34,7 +32,7 @@ _MANY_HELD = 256
 
 
 class EngineHandle:
-    """The engine as every protocol uses it, in the event loop. Made once the pipeline has formed."""
+    """The engine in the event loop, for all protocols."""
 
     def __init__(self, engine: Engine, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
         self.description = description
@@ -62,82 +60,58 @@ class EngineHandle:
 
     # These wait for the engine's thread: call them in a thread, not in the event loop.
 
-    def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """Every replica now."""
-        return self._engine.snapshot()
-
     def topology(self) -> Topology:
         """What runs where, and where its time went."""
-        return describe_topology(self.snapshot())
+        return describe_topology(self._engine.snapshot())
 
     def load(self) -> LoadDescription:
         """How full the replicas that serve are."""
-        readings = self.snapshot()
-        scheduling = readings[0].decision.scheduling
-        there = [reading for reading in readings if reading.serves] or readings
-        num_blocks = sum(reading.num_blocks for reading in there)
-        return LoadDescription(
-            running=sum(reading.num_running for reading in readings),
-            waiting=readings[0].num_waiting,
-            max_running=len(there) * scheduling.max_num_seqs,
-            kv_tokens=num_blocks * scheduling.block_size,
-            kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in there) / num_blocks,
-        )
-
-    def stage_times(self) -> tuple[tuple[StageTimes, ...], ...]:
-        """Every stage's time up to one moment, by replica."""
-        return tuple(tuple(stage.times for stage in reading.stages) for reading in self.snapshot())
+        return describe_load(self._engine.snapshot())
 
 
-def describe_topology(readings: tuple[ReplicaReading, ...]) -> Topology:
-    """What a reading of every replica says, with advice. It may search for a better split: not for the engine's
-    thread."""
-    return Topology(
-        stages=tuple(
-            _describe_stage(reading, stage, predicted_s)
-            for reading in readings
-            for stage, predicted_s in zip(reading.stages, predict_steps(reading), strict=True)
-        ),
-        replicas=tuple(
-            ReplicaDescription(
-                replica=reading.replica,
-                serves=reading.serves,
-                epoch=reading.epoch,
-                microbatches=reading.microbatches,
-                running=reading.num_running,
-                kv_usage=reading.kv_usage,
-            )
-            for reading in readings
-        ),
-        transport=readings[0].decision.transport,
-        epoch=1 + sum(reading.epoch - 1 for reading in readings),
-        microbatches=readings[0].microbatches,
-        advice=_give_advice(readings),
+def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
+    """A replica that does not serve holds nothing, unless none serves."""
+    scheduling = readings[0].decision.scheduling
+    there = [reading for reading in readings if reading.serves] or readings
+    num_blocks = sum(reading.num_blocks for reading in there)
+    return LoadDescription(
+        running=sum(reading.running for reading in readings),
+        waiting=readings[0].num_waiting,
+        max_running=len(there) * scheduling.max_num_seqs,
+        kv_tokens=num_blocks * scheduling.block_size,
+        kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in there) / num_blocks,
     )
 
 
-def _give_advice(readings: tuple[ReplicaReading, ...]) -> str:
-    """What would help most; empty when nothing would."""
+def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
+    """With advice, which may search for a better split: not for the engine's thread."""
+    stages: list[StageDescription] = []
     advice = []
     for reading in readings:
-        times = tuple(stage.times for stage in reading.stages)
-        if found := advise(times, reading.decision.layouts, reading.microbatches):
+        stages += map(_describe_stage, [reading] * len(reading.stages), reading.stages, predict_steps(reading))
+        if found := advise(reading.stage_times, reading.decision.layouts, reading.microbatches):
             advice.append(f"Replica {reading.replica}: " * (len(readings) > 1) + found)
-    return " ".join(advice)
+    return Topology(
+        stages=tuple(stages),
+        replicas=tuple(readings),
+        transport=readings[0].decision.transport,
+        epoch=1 + sum(reading.epoch - 1 for reading in readings),
+        microbatches=readings[0].microbatches,
+        advice=" ".join(advice),
+    )
 
 
 def _describe_stage(reading: ReplicaReading, stage: StageReading, predicted_s: float | None) -> StageDescription:
-    member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
+    first, times, num_ranks = stage.ranks[0], stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
     ranks = tuple(map(_describe_rank, stage.ranks, stage.gathered_ns))
     assert len(loaded) == num_ranks
-    layout = reading.decision.layouts[member.stage]
+    layout = reading.decision.layouts[first.stage]
     busy_s = times.computed_ns / 1e9
     return StageDescription(
         replica=reading.replica,
-        stage=member.stage,
-        tensor=member.tensor,
-        rank=member.rank,
+        stage=first.stage,
+        rank=first.rank,
         host=ranks[0].host,
         device=f"{num_ranks} x " * (num_ranks > 1) + loaded[0].device,
         first_layer=layout.layers.start,
@@ -175,50 +149,30 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
 
 
 def predict_steps(reading: ReplicaReading) -> tuple[float | None, ...]:
-    """Seconds of a step on every stage, by what `--layers auto` measured; None where it did not measure. A tensor
-    rank measures its own part: a stage is as fast as its slowest."""
-    parts = []
-    for ranks in zip(*(stage.ranks for stage in reading.stages), strict=True):
-        costs = tuple(
-            rank.hello.costs for rank in ranks if rank.hello is not None and rank.hello.costs is not None
-        )
-        if len(costs) < len(reading.stages):
-            return (None,) * len(reading.stages)
-        parts.append(mean(costs))
-    return tuple(max(each.stage_cost(layout) for each in parts) for layout in reading.decision.layouts)
+    """Seconds of a step on every stage, by the mean of what ranks measured for `--layers auto`; None if they did
+    not."""
+    hellos = [rank.hello for stage in reading.stages for rank in stage.ranks]
+    measured = tuple(hello.costs for hello in hellos if hello is not None and hello.costs is not None)
+    if len(measured) < len(hellos):
+        return (None,) * len(reading.stages)
+    parts = mean(measured)
+    return tuple(parts.stage_cost(layout) for layout in reading.decision.layouts)
 
 
-def why_not_deterministic(*replicas: tuple[Member, ...]) -> list[str]:
-    """Why tokens may depend on more than the request; empty if they do not. replicas: the members of each."""
-    reasons = dict.fromkeys(reason for members in replicas for reason in _why_not(members))
-    kernels = {tuple(member.loaded and member.loaded.kernels for member in members) for members in replicas}
-    if len(kernels) > 1:
-        problem = "replicas compute with other kernels: a request may get other tokens at one than at another"
-        remedy = _remedy([member for members in replicas for member in members])
-        reasons[f"{problem}, and in the middle of its answer if one is lost{remedy}"] = None
-    return list(reasons)
-
-
-def _why_not(members: tuple[Member, ...]) -> list[str]:
+def why_not_deterministic(members: Iterable[Member]) -> list[str]:
+    """Why tokens may depend on more than the request; empty if they do not. members: of all replicas."""
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
-    reasons = [f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not]
-    first = loaded[0][1].kernels
-    for stage, of in loaded:
-        if of.kernels != first:
-            reasons.append(
-                f"stage 0 computes with {first}, stage {stage} with {of.kernels}: other requests, chunks and"
-                " lost stages change nothing, but other layers per stage, or other hosts, may give other tokens"
-                + _remedy(members)
-            )
-            break
+    reasons = list(dict.fromkeys(f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not))
+    kernels = dict.fromkeys(of.kernels for _, of in loaded)
+    if len(kernels) > 1:
+        problem = (
+            f"ranks compute with different kernels ({'; '.join(kernels)}): other requests, chunks and lost stages"
+            " change nothing, but other layers per stage, another host or another replica may give other tokens"
+        )
+        common = [name for name in loaded[0][1].variants if all(name in of.variants for _, of in loaded)]
+        remedy = f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
+        reasons.append(problem + remedy)
     return reasons
-
-
-def _remedy(members: Sequence[Member]) -> str:
-    """What gives all of them the same kernels; empty where one is no CPU."""
-    variants = [member.loaded.variants for member in members if member.loaded is not None]
-    common = [name for name in variants[0] if all(name in others for others in variants)]
-    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer | None]:
@@ -229,8 +183,8 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
     tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
     arch, limits = decision.architecture, Limits()
-    reasons = why_not_deterministic(*(replica.all for replica in replicas))
     members = [member for replica in replicas for member in replica.all]
+    reasons = why_not_deterministic(members)
     description = ModelDescription(
         # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,

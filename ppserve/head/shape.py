@@ -86,9 +86,6 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 
 def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:
     """How many ranks can compute at the same time: the cores of all machines, by the threads of a rank."""
-    total = 0.0
-    for machine in {hello.host.machine for hello in hellos}:
-        here = [hello for hello in hellos if hello.host.machine == machine]
-        threads = config.pipeline.threads or max(1, here[0].host.cores // len(here))
-        total += here[0].host.cores / threads if here[0].host.cores else len(here)
-    return total
+    machines = [hello.host.machine for hello in hellos]
+    cores = [hello.host.cores / machines.count(hello.host.machine) for hello in hellos]  # that each rank can have
+    return sum(each / (config.pipeline.threads or max(1, int(each))) if each else 1 for each in cores)

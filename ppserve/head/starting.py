@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ppserve import wire
 from ppserve.core.figures import size
@@ -51,6 +50,22 @@ class WaitLimit:
         return None
 
 
+def find_missing(replicas: Sequence[Members]) -> tuple[object, str]:
+    """What the ranks have done so far, and what is still missing, in words."""
+    members = [(replica.grid.name(member.rank), member) for replica in replicas for member in replica.all]
+    missing = "; ".join(
+        f"{name} (rank {member.rank}), which {_WHAT[member.state]}{_amount(member)}"
+        for name, member in members
+        if member.state in _WHAT
+    )
+    return [(member.state, member.progress) for _, member in members], missing or "the epoch to form"
+
+
+def _amount(member: Member) -> str:
+    done, total = member.progress
+    return f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
+
+
 def wait_for_hellos(
     control: SocketControlPlane,
     world_size: int,
@@ -63,63 +78,27 @@ def wait_for_hellos(
     All messages are put back for the engine as if they arrived at the end of this wait: otherwise the wait would
     count as a rank's silence. clock: monotonic, in seconds.
     """
-    hellos: dict[int, Received] = {}
-    failures: list[Received] = []
+    hellos: dict[int, wire.Hello] = {}
+    failures: list[tuple[int, wire.GaveUp | wire.Failed]] = []
     fatal: FatalError | None = None
     now_s = pinged_s = clock()
-    while len(hellos) < world_size and not failures and not is_stopping():
-        if fatal := limit.check(set(hellos), _missing_ranks(set(range(world_size)) - set(hellos)), now_s):
-            break
+    while len(hellos) < world_size and not failures and not is_stopping() and fatal is None:
         if now_s - pinged_s > _PING_EVERY_S:
-            # A stage that receives nothing ends itself.
             pinged_s = now_s
-            for rank in hellos:
-                control.send(rank, wire.Ping(round(now_s * 1e9)))
+            control.broadcast(hellos, wire.Ping(round(now_s * 1e9)))  # a stage that receives nothing ends itself
         for event in control.poll(_POLL_S):
             match event:
                 case Disconnected(rank):
                     hellos.pop(rank, None)
-                case Received(rank, _, wire.Hello()):
-                    hellos[rank] = event
-                case Received(_, _, wire.GaveUp() | wire.Failed()):
-                    failures.append(event)
+                case Received(rank, _, wire.Hello() as hello):
+                    hellos[rank] = hello
+                case Received(rank, _, wire.GaveUp() | wire.Failed() as failure):
+                    failures.append((rank, failure))
         now_s = clock()
-    control.put_back([replace(each, arrived_ns=round(now_s * 1e9)) for each in (*hellos.values(), *failures)])
-    if fatal is not None or failures or len(hellos) < world_size:
-        return fatal or ()
-    messages = [hellos[rank].message for rank in range(world_size)]
-    return tuple(message for message in messages if isinstance(message, wire.Hello))
-
-
-def _missing_ranks(ranks: set[int]) -> str:
-    names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
-    return f"{names}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
-
-
-class StartWatch:
-    """A watch over the ranks of all replicas until they have formed."""
-
-    def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
-        self._limit = WaitLimit(limit_s, now_s)
-        self._ranks = [(replica, rank) for replica in replicas for rank in replica.ranks]
-
-    def check(self, now_s: float) -> FatalError | None:
-        """Why the server must end; None while it may wait."""
-        members = [(replica.grid.name(rank), replica[rank]) for replica, rank in self._ranks]
-        seen = [(member.state, member.progress) for _, member in members]
-        missing = [
-            f"{name} (rank {member.rank}), which {_WHAT[member.state]}{_amount(member)}"
-            for name, member in members
-            if member.state in _WHAT
-        ]
-        return self._limit.check(seen, "; ".join(missing) or "the epoch to form", now_s)
-
-    def progress(self) -> str:
-        """How far each rank is, in one line for a terminal."""
-        members = [(replica.grid.name(rank), replica[rank]) for replica, rank in self._ranks]
-        return "  ".join(f"{name} {member.state.name.lower()}{_amount(member)}" for name, member in members)
-
-
-def _amount(member: Member) -> str:
-    done, total = member.progress
-    return f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
+        missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in hellos)
+        absent = f"{missing}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
+        fatal = limit.check(set(hellos), absent, now_s)
+    arrived_ns = round(now_s * 1e9)
+    control.put_back([Received(rank, arrived_ns, message) for rank, message in (*hellos.items(), *failures)])
+    is_complete = len(hellos) == world_size and not failures
+    return tuple(hellos[rank] for rank in range(world_size)) if is_complete else fatal or ()

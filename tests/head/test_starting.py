@@ -6,7 +6,7 @@ For `--parallel auto` the head waits for the Hello of every rank; the engine rec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +15,7 @@ from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import FatalError
-from ppserve.head.starting import TELL_EVERY_S, StartWatch, WaitLimit, wait_for_hellos
+from ppserve.head.starting import TELL_EVERY_S, WaitLimit, find_missing, wait_for_hellos
 from tests.head.engine.members_rig import MembersRig
 from tests.hellos import hello as hello_of
 
@@ -31,10 +31,10 @@ def hello(rank: int, host: str = "here") -> Received:
 
 def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = MembersRig(2)
-    watch = StartWatch([pipeline.members], 1000.0, now_s=0.0)
+    limit = WaitLimit(1000.0, now_s=0.0)
     pipeline.hello(0)
     for second in range(int(3 * TELL_EVERY_S)):
-        assert watch.check(float(second)) is None
+        assert limit.check(*find_missing([pipeline.members]), float(second)) is None
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "stage 1 (rank 1), which has not come" in told[0]
@@ -43,16 +43,20 @@ def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixtu
 
 def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_does_not() -> None:
     pipeline = MembersRig(2)
-    watch = StartWatch([pipeline.members], 60.0, now_s=0.0)
-    assert watch.check(50.0) is None
+    limit = WaitLimit(60.0, now_s=0.0)
+
+    def check(now_s: float) -> FatalError | None:
+        return limit.check(*find_missing([pipeline.members]), now_s)
+
+    assert check(50.0) is None
     for stage in range(2):
         pipeline.hello(stage)
     pipeline.loaded(0)
     for number in range(5):
         pipeline.say(1, wire.Loading(number, 9))
-        assert watch.check(100.0 + 50 * number) is None, "it loads, however slowly"
-    assert watch.check(355.0) is None
-    end = watch.check(361.0)
+        assert check(100.0 + 50 * number) is None, "it loads, however slowly"
+    assert check(355.0) is None
+    end = check(361.0)
     assert end is not None
     assert not end.usage
     assert "--start-timeout" in end.reason
@@ -71,8 +75,8 @@ class ScriptedControl:
     def poll(self, timeout_s: float) -> list[Event]:
         return self.turns.popleft()
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        self.sent.append((rank, message))
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        self.sent += [(rank, message) for rank in ranks]
 
     def put_back(self, heard: Sequence[Event]) -> None:
         self.put = list(heard)

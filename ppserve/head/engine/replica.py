@@ -50,28 +50,27 @@ class StageReading:
     ranks: tuple[Member, ...]
     gathered_ns: tuple[int, ...]  # what each rank has waited for the others
 
-    @property
-    def member(self) -> Member:
-        """Its first rank."""
-        return self.ranks[0]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
     """A replica at one moment."""
 
-    now_ns: int  # on the engine's clock
     replica: int
     serves: bool  # all its stages are there
-    decision: Decision
     epoch: int
-    num_blocks: int
     microbatches: int
+    running: int  # sequences
+    kv_usage: float  # 0 to 1
+    num_waiting: int  # requests that no replica computes
+    num_blocks: int
+    decision: Decision
     overheads: OverheadTimes
     stages: tuple[StageReading, ...]
-    num_running: int
-    num_waiting: int  # requests that no replica computes
-    kv_usage: float  # 0 to 1
+    now_ns: int  # on the engine's clock
+
+    @property
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        return tuple(stage.times for stage in self.stages)
 
 
 class Replica:
@@ -341,21 +340,21 @@ class Replica:
         gathered = map(tuple, self._ranks.gathered_ns)
         every = zip(self._account.snapshot(now_ns), self._costs.stages, ranks, gathered, strict=True)
         return ReplicaReading(
-            now_ns=now_ns,
             replica=self.number,
             serves=self.serves,
-            decision=decision,
             epoch=self.members.epoch,
-            num_blocks=self.members.num_blocks,
             microbatches=scheduler.slots.num_slots,
+            running=scheduler.num_running,
+            kv_usage=scheduler.kv_usage,
+            num_waiting=self.request_queue.num_waiting,
+            num_blocks=self.members.num_blocks,
+            decision=decision,
             overheads=self._overheads.times,
             stages=tuple(
                 StageReading(times, cost.num_observed, cost.coefficients, ranks, gathered_ns)
                 for times, cost, ranks, gathered_ns in every
             ),
-            num_running=scheduler.num_running,
-            num_waiting=self.request_queue.num_waiting,
-            kv_usage=scheduler.kv_usage,
+            now_ns=now_ns,
         )
 
     @property

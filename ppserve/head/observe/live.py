@@ -10,16 +10,17 @@ import base64
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
+from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import ReplicaReading
-from ppserve.head.handle import EngineHandle, describe_topology
+from ppserve.head.handle import describe_topology
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
@@ -58,12 +59,13 @@ def _drawn(settled: Settled, now_ns: int) -> tuple[int, int, int, int]:
     return _KIND_NUMBERS[span.kind], (now_ns - span.start) // 1000, (span.end - span.start) // 1000, step_id
 
 
-def read_state(handle: EngineHandle, load: dict[str, Any], spans: list[list[Settled]]) -> dict[str, Any]:
-    """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine.
-
-    load: of the metrics.
-    """
-    readings, description = handle.snapshot(), handle.description
+def read_state(
+    readings: Sequence[ReplicaReading],
+    description: ModelDescription,
+    load: dict[str, Any],
+    spans: list[list[Settled]],
+) -> dict[str, Any]:
+    """What the page shows now. Durations are seconds; counters run since the start. load: of the metrics."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     measured_stages = [stage for reading in readings for stage in reading.stages]
     of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)
@@ -77,7 +79,8 @@ def read_state(handle: EngineHandle, load: dict[str, Any], spans: list[list[Sett
             "version": description.version,
         },
         **load,
-        **asdict(topology),
+        **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice")},
+        "replicas": [{"replica": reading.replica, "serves": reading.serves} for reading in readings],
         "kinds": KINDS,
         "stages": [
             {**asdict(stage), "time_s": _seconds(measured.times), "spans": drawn}

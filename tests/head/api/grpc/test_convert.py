@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import Message
 
 from ppserve.head.api.grpc.messages import request_fields
-from ppserve.head.descriptions import Limits, RankDescription, ReplicaDescription, StageDescription, Topology
+from ppserve.head.descriptions import Limits, RankDescription, StageDescription, Topology
 from ppserve.head.engine.open_request import TimingsOutput
 from ppserve.v1 import generation_pb2 as pb
 from tests.head.api.test_requests import REFUSED, fields_refused, made
@@ -32,7 +32,7 @@ def test_every_field_arrives_under_its_name_and_reaches_the_core(home: str, fiel
 @pytest.mark.parametrize(
     ("kind", "record"),
     [
-        (pb.Stage, StageDescription), (pb.StageRank, RankDescription), (pb.Replica, ReplicaDescription),
+        (pb.Stage, StageDescription), (pb.StageRank, RankDescription),
         (pb.GetTopologyResponse, Topology), (pb.Limits, Limits), (pb.Timings, TimingsOutput),
     ],
 )  # fmt: skip

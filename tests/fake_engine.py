@@ -27,7 +27,7 @@ from ppserve.head.descriptions import (
     StageDescription,
     Topology,
 )
-from ppserve.head.engine.open_request import Sink, TimingsOutput, TokenOutput
+from ppserve.head.engine.streams import Sink, TimingsOutput, TokenOutput
 from ppserve.head.servers import grpc_server
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -23,8 +23,8 @@ from ppserve.head.descriptions import (
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.open_request import OpenRequest, Sink
 from ppserve.head.engine.replica import ReplicaReading, StageReading
+from ppserve.head.engine.streams import OpenRequest, Sink
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 # Reading so many tokens of a resumed answer takes a millisecond, in which the event loop would stand still.

@@ -14,7 +14,7 @@ from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, Pending, Score
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.tokenizer import Tokenizer
 
 _REASON_WITHIN_S = 5.0

@@ -11,7 +11,7 @@ from ppserve.bench.ledger import read_ledger
 from ppserve.bench.workload import Question
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import FakeEngine, served
 
 QUESTION = Question(7, tuple(range(10)), 6)

@@ -15,7 +15,7 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
 pytestmark = pytest.mark.slow

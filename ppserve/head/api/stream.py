@@ -17,7 +17,7 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
 from ppserve.head.descriptions import MAX_COUNT
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 
 Score = TokenLogprobs | None
 

@@ -25,10 +25,9 @@ from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.placement import difference
 from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
-from ppserve.head.engine.streams import HandOver, OpenStreams
+from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 
 log = logging.getLogger("ppserve.engine")
@@ -66,7 +65,7 @@ class Engine(threading.Thread):
         self._clock = clock
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
-        self._streams = OpenStreams(self.request_queue, observers, hand_over)
+        self._streams = OpenStreams(self.request_queue, [each.on_output for each in observers], hand_over)
         self._restarting: tuple[Replica, int, Future[None]] | None = None
         """A replica, its epoch when its processes were ended, and a future that is done when it serves again."""
         self._has_formed = self._stopping = self._ended = False

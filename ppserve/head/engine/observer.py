@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.steps import Step
 from ppserve.errors import RequestError
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 
 
 class Observer:

@@ -1,21 +1,223 @@
-"""The open requests, and the outputs that their streams get at the end of the engine's turn."""
+"""The open requests: events become outputs, their tokens text, and streams get them at the end of a turn.
+
+Every protocol under `head/api` makes its messages from `TokenOutput`s.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from ppserve.core.request import FinishReason
+from ppserve.core.plan import TokenLogprobs
+from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.errors import RequestError
-from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.open_request import OpenRequest, Sink, TokenOutput
+from ppserve.errors import InvalidRequest, RequestError, Violation
+from ppserve.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger("ppserve.engine")
 
+
+@dataclass(frozen=True, slots=True)
+class TimingsOutput:
+    """The times of one answer; see `Timings` in the proto."""
+
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    stage_busy_s: tuple[float, ...] = ()  # one per stage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A token of one sequence, its end, or both."""
+
+    index: int  # of the sequence
+    offset: int  # the token's index among the generated tokens; without a token, their number
+    token_id: int | None = None  # None if the sequence ends without a token
+    text: str = ""  # what the detokenizer released
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens 1, 2, ..., in the request's first output
+    finish: FinishReason | None = None
+    matched: int | str | None = None  # the token or string that ended the sequence
+    error: RequestError | None = None  # ends the whole request
+    cached_tokens: int = 0  # valid with `finish`, as is `timings`
+    timings: TimingsOutput | None = None
+
+
+class Sink(Protocol):
+    """A receiver of one request's outputs."""
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        """The outputs of one turn of the engine. Called where `Engine.hand_over` runs; must return at once."""
+
+
+class SequenceProgress:
+    """One sequence's text so far, and the times of its tokens on the head's clock."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        stop = request.stop
+        self._includes_stop = stop.include_stop
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.gap_s: float | None = None
+        """Between its last two tokens."""
+        self.num_tokens = 0
+        self.has_ended = False
+
+    def note_token(self, now_s: float) -> None:
+        self.num_tokens += 1
+        self.gap_s = None if self.last_token_s is None else now_s - self.last_token_s
+        self.first_token_s = self.first_token_s or now_s
+        self.last_token_s = now_s
+
+    def read(
+        self, finish: FinishReason | None, token_id: int
+    ) -> tuple[FinishReason | None, int | str | None, str]:
+        """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
+        matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
+        is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
+        if self._detokenizer is None or not is_text:
+            return finish, matched, ""
+        piece = self._detokenizer.push(token_id)
+        if piece.matched is not None:
+            return FinishReason.STOP_STRING, piece.matched, piece.text
+        return finish, matched, piece.text
+
+    def end(self, finish: FinishReason) -> str:
+        """The sequence has ended. Returns the text that the detokenizer held back."""
+        self.has_ended = True
+        is_cut = self._detokenizer is None or finish is FinishReason.STOP_STRING
+        return "" if self._detokenizer is None or is_cut else self._detokenizer.finish()
+
+
+class OpenRequest:
+    """A request on its way through the engine, whose thread owns it once it is submitted."""
+
+    def __init__(
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_id: int | None = None
+    ) -> None:
+        """tokenizer: None where only token ids are served.
+
+        Of a resumed answer it detokenizes the tokens that the caller has, which may take milliseconds. Raises
+        InvalidRequest if tokens follow the end.
+        """
+        self.request = request
+        self.sink = sink
+        self.arrived_s = 0.0
+        self.admitted_s: float | None = None
+        self.replica: int | None = None
+        """Which computed it last."""
+        self.error: RequestError | None = None
+        """The first of a sequence, which ends the request for its caller."""
+        self.num_outputs = 0
+        self.num_tokens = 0
+        """Of all sequences."""
+        self._tokenizer = tokenizer
+        self._sequences: dict[int, SequenceProgress] = {}
+        self._num_ended = 0
+        self._busy_s: Callable[[], tuple[float, ...]] = tuple
+        self._busy_at_arrival_s: tuple[float, ...] = ()
+        self._held_end: tuple[FinishReason | None, int | str | None] = None, None  # of the tokens of the caller
+        self._read_held(request.resume_ids, eos_id)
+
+    def _read_held(self, token_ids: Sequence[int], eos_id: int | None) -> None:
+        progress = self.progress(self.request.resume_index or 0)
+        for count, token_id in enumerate(token_ids, 1):
+            finish, matched, _ = progress.read(self.request.end_after(count, token_id, eos_id), token_id)
+            self._held_end = finish, matched
+            if finish is not None and count < len(token_ids):
+                problem = f"token {count - 1} of these ends the answer: nothing can follow it"
+                raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_ended >= self.request.num_sequences
+
+    def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
+        """The request has arrived. Returns its answer's end if the caller holds all of it: nothing is computed.
+
+        busy_s: returns the seconds that each stage has computed, for timings.
+        """
+        self.arrived_s = now_s
+        if self.request.output.timings:
+            self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
+        finish, matched = self._held_end
+        if finish is None:
+            return None
+        self._num_ended += 1
+        index, count = self.request.resume_index or 0, len(self.request.resume_ids)
+        timings = self._timings(self.progress(index), now_s)
+        return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
+
+    def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
+        """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
+        end it in the scheduler."""
+        self.num_outputs += 1
+        if event.admitted_s is not None:
+            self.admitted_s, self.replica = event.admitted_s, event.replica
+        if event.error is not None:
+            self._num_ended += 1
+            self.error = self.error or event.error
+            return TokenOutput(event.index, event.offset, error=event.error)
+        progress = self.progress(event.index)
+        finish, matched, text = event.finish, None, ""
+        if event.token_id is not None:
+            self.num_tokens += 1
+            progress.note_token(now_s)
+            finish, matched, text = progress.read(event.finish, event.token_id)
+        if finish is not None:
+            self._num_ended += 1
+            text += progress.end(finish)
+        return TokenOutput(
+            index=event.index,
+            offset=event.offset,
+            token_id=event.token_id,
+            text=text,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+            finish=finish,
+            matched=matched,
+            cached_tokens=event.cached_tokens,
+            timings=self._timings(progress, now_s) if finish is not None else None,
+        )
+
+    def fail(self, error: RequestError) -> TokenOutput:
+        """The whole request ends with `error`."""
+        self._num_ended = self.request.num_sequences
+        self.error = self.error or error
+        return TokenOutput(0, 0, error=error)
+
+    def progress(self, index: int) -> SequenceProgress:
+        """Of the sequence with this index."""
+        progress = self._sequences.get(index)
+        if progress is None:
+            progress = self._sequences[index] = SequenceProgress(self.request, self._tokenizer)
+        return progress
+
+    def _timings(self, progress: SequenceProgress, now_s: float) -> TimingsOutput:
+        admitted_s = self.admitted_s if self.admitted_s is not None else now_s
+        first_s = progress.first_token_s or now_s
+        last_s = progress.last_token_s or now_s
+        return TimingsOutput(
+            queue_s=admitted_s - self.arrived_s,
+            prefill_s=max(0.0, first_s - admitted_s),
+            ttft_s=first_s - self.arrived_s,
+            decode_s=last_s - first_s,
+            stage_busy_s=tuple(a - b for a, b in zip(self._busy_s(), self._busy_at_arrival_s, strict=True)),
+        )
+
+
 HandOver = Callable[[Callable[[], None]], object]
 """Runs a function in the thread of the sinks, such as `loop.call_soon_threadsafe`."""
+OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
+"""Is called with each output at its time in seconds; the request is already up to date."""
 
 
 class OpenStreams:
@@ -25,9 +227,9 @@ class OpenStreams:
     may end its sequence becomes text at once, with all tokens before it: what is scheduled next depends on that.
     """
 
-    def __init__(self, request_queue: RequestQueue, observers: Observers, hand_over: HandOver) -> None:
+    def __init__(self, request_queue: RequestQueue, on_output: Sequence[OnOutput], hand_over: HandOver) -> None:
         self._request_queue = request_queue
-        self._observers = observers
+        self._on_output = on_output
         self._hand_over = hand_over
         self._open: dict[str, OpenRequest] = {}
         self._events: list[SequenceEvent] = []  # not published yet
@@ -69,8 +271,8 @@ class OpenStreams:
 
     def add_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._outputs.setdefault(opened.sink, []).append(output)
-        for observer in self._observers:
-            observer.on_output(opened, output, now_s)
+        for notify in self._on_output:
+            notify(opened, output, now_s)
 
     def deliver(self) -> None:
         """Hands this turn's outputs of all streams over in one call."""

@@ -33,7 +33,7 @@ from ppserve.core.scheduling.scheduler import OUTCOMES
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
 
 # Without this, every counter has a second series with the time at which it was created.

@@ -12,7 +12,7 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, Request, StopConditions
 from ppserve.errors import StagesLost
 from ppserve.head.api.stream import Delta, RequestStream
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 
 T = TypeVar("T")
 END = FinishReason.MAX_TOKENS

@@ -15,8 +15,8 @@ from ppserve.errors import Draining, Overloaded
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.keeper import MAX_DEATHS
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of

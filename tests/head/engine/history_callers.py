@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestFailed, StagesLost
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.core.toy_pipeline import expected_answer
 from tests.head.engine.simulated_stages import POISON_SEED
 

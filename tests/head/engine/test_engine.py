@@ -11,7 +11,7 @@ from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import expected_answer
@@ -113,7 +113,7 @@ def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
             assert [output.offset for output in outputs if output.token_id is not None] == list(range(30))
         assert notes.said == ["1 exit"]
         assert run.engine.snapshot()[0].epoch == 2
-        assert [stage.member.restarts for stage in run.engine.snapshot()[0].stages] == [0, 1, 0]
+        assert [stage.ranks[0].restarts for stage in run.engine.snapshot()[0].stages] == [0, 1, 0]
 
 
 def lose(run: Running, rank: int) -> None:

@@ -13,8 +13,8 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.streams import OpenRequest
 from tests.head.engine.replica_rig import SECOND, ScriptedControl
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, Reader, ToyRules
 from tests.hellos import hello as hello_of

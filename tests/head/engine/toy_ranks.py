@@ -21,8 +21,8 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
 from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.library.local import LocalControlPlane, LocalLink
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline
 from tests.hellos import hello

@@ -13,7 +13,7 @@ from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
-from ppserve.head.engine.open_request import OpenRequest
+from ppserve.head.engine.streams import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
 from tests.core.artificial import account_of, plan
 

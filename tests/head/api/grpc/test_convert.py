@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from ppserve.head.api.grpc.messages import request_fields
 from ppserve.head.descriptions import Limits, RankDescription, StageDescription, Topology
-from ppserve.head.engine.open_request import TimingsOutput
+from ppserve.head.engine.streams import TimingsOutput
 from ppserve.v1 import generation_pb2 as pb
 from tests.head.api.test_requests import REFUSED, fields_refused, made
 

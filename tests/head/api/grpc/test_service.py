@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from ppserve.core.request import FinishReason
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import (

@@ -11,7 +11,7 @@ import pytest
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.head.api.http.logprobs import LogprobWriter
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.http.asking import Served, run
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ppserve.core.request import FinishReason
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.head.api.http.asking import Served, raw, run
 
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from ppserve.core.request import Request
 from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
-from ppserve.head.engine.open_request import Sink
+from ppserve.head.engine.streams import Sink
 from tests.fake_engine import FakeEngine
 from tests.head.api.http.asking import Served, served_http
 

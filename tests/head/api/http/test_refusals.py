@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from tests.head.api.http.asking import Served, run
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.

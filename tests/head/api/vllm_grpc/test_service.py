@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
 from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.engine.open_request import TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.fake_engine import CARD, EOS, FakeEngine, code_of, drawn_token, served

@@ -10,7 +10,7 @@ from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.errors import InvalidRequest
-from ppserve.head.engine.open_request import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from tests.fake_engine import EOS
 
 # What the model draws, one byte a token: characters of one to four bytes, beginnings of stop strings that come to

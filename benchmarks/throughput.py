@@ -33,9 +33,8 @@ import click
 from local_server import THIS_TREE, Address, model_or_random, running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.measure import ClosedLoop, Served, Until, introduce, measure, warm_up
+from ppserve.bench.measure import ClosedLoop, Lengths, Served, Until, Workload, introduce, measure, warm_up
 from ppserve.bench.summary import Summary, render_ledger, summarize
-from ppserve.bench.workload import Lengths, Workload
 from ppserve.core.ledger.account import StageTimes
 
 TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")

@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.bench", "ppserve.client", "ppserve.core", "ppserve.v1", "ppserve.errors"),
         "grpc",
     },
-    "ppserve.bench.scrape": {"prometheus_client"},
+    "ppserve.bench.top": {"prometheus_client"},
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),

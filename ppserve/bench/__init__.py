@@ -2,11 +2,9 @@
 
 Never anything of the server. The view is here because it reads a running server as a measurement does.
 
-    workload    requests: lengths, prompts, arrival times; from a seed, no clock
     caller      one connection; one request and when its tokens arrived
-    measure     one run: warm-up, a closed or an open loop, and the stages' ledger before and after
+    measure     one run: requests from a seed, warm-up, a closed or an open loop, and the ledger before and after
     summary     the figures that people compare, as a table and as JSON
     ledger      where the stages' time went, over an interval
-    scrape      reads the server's /metrics page
-    top         what `ppserve top` shows
+    top         what `ppserve top` reads and shows
 """

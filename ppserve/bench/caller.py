@@ -13,7 +13,6 @@ from typing import Any
 
 from grpc import aio
 
-from ppserve.bench.workload import Question
 from ppserve.client import AsyncClient, CallFailed, RetryPolicy
 from ppserve.client.connection import TimeLimit
 from ppserve.client.messages import read_failure
@@ -21,6 +20,15 @@ from ppserve.v1 import generation_pb2 as pb
 
 OK = "OK"
 _ENDS = frozenset((pb.Finish.MAX_TOKENS, pb.Finish.CONTEXT_LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class Caller(AsyncClient):
         super().__init__(target, retry=RetryPolicy(max_attempts=1, resume=False), **connection)
         self._timeout_s = timeout_s
 
-    async def ask(self, question: Question, intended_s: float) -> Answer:
+    async def send_question(self, question: Question, intended_s: float) -> Answer:
         """Sends a request and waits for its end. No behaviour of the server raises: the answer has it."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),

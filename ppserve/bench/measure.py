@@ -9,19 +9,71 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from ppserve.bench.caller import Answer, Caller
+from ppserve.bench.caller import Answer, Caller, Question
 from ppserve.bench.ledger import between, read_ledger
-from ppserve.bench.workload import Question, Workload
 from ppserve.client import CallFailed
 from ppserve.core.ledger.account import StageTimes
 
-Ask = Callable[[Question, float], Awaitable[Answer]]
-"""Sends a question; the second argument is when it was due (perf_counter, in seconds)."""
+SendQuestion = Callable[[Question, float], Awaitable[Answer]]
+"""The second argument is when the question was due (perf_counter, in seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A uniform distribution of numbers of tokens; both ends are included."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """`128` or `uniform:64:256`. Raises ValueError."""
+        match = re.fullmatch(r"\s*(?:uniform:(\d{1,9}):)?(\d{1,9})\s*", text)
+        most = int(match[2]) if match else 0
+        least = int(match[1]) if match and match[1] else most
+        if not 1 <= least <= most:
+            raise ValueError(f"{text!r} is not a length such as 128 or uniform:64:256")
+        return cls(least, most)
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.least, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Endless requests for a model."""
+
+    prompt: Lengths
+    new: Lengths
+    """Of answers; drawn independently of the prompts."""
+    vocab_size: int
+    seed: int = 0
+
+    def question(self, number: int) -> Question:
+        """The request of a number, always the same. Numbers below 0 are for the warm-up.
+
+        Prompts are random tokens, so no two share a prefix that the server could have cached.
+        """
+        rng = random.Random(f"question {self.seed} {number}")
+        num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
+        return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
+
+
+def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
+    """Endless arrival times in seconds after the start, `rate` a second on average. Infinite: all at once."""
+    rng = random.Random(f"arrivals {seed}")
+    at_s = 0.0
+    while True:
+        yield at_s
+        if not math.isinf(rate):
+            at_s += rng.expovariate(rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +83,29 @@ class Until:
     num_requests: int | None = None
     duration_s: float = math.inf
 
-    def numbers(self) -> Iterator[int]:
-        return iter(count() if self.num_requests is None else range(self.num_requests))
-
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """Callers with one request at a time each."""
 
     concurrency: int
+
+    async def run(
+        self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
+    ) -> None:
+        """Sends questions for so long, and appends each answer when it has come.
+
+        If this task is cancelled, so are the requests in flight.
+        """
+        ends_s = time.perf_counter() + duration_s
+
+        async def call_in_turn() -> None:
+            while time.perf_counter() < ends_s and (question := next(questions, None)) is not None:
+                answers.append(await send(question, time.perf_counter()))
+
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(self.concurrency):
+                callers.create_task(call_in_turn())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +116,25 @@ class OpenLoop:
     """Seconds after the start, ascending."""
     rate: float
     """Requests per second, for the report."""
+
+    async def run(
+        self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
+    ) -> None:
+        """As in a closed loop, but each question when it is due."""
+
+        async def call(question: Question, intended_s: float) -> None:
+            answers.append(await send(question, intended_s))
+
+        begun_s = time.perf_counter()
+        async with asyncio.TaskGroup() as calls:
+            # A question is made before it is due, so that making it adds no latency.
+            for at_s, question in zip(self.arrivals_s, questions, strict=False):
+                if at_s >= duration_s:
+                    return
+                intended_s = begun_s + at_s
+                # Also when late, for 0 s: without a pause the event loop would read no answers.
+                await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
+                calls.create_task(call(question, intended_s))
 
 
 Load = ClosedLoop | OpenLoop
@@ -109,12 +194,9 @@ async def introduce(caller: Caller, target: str) -> Served:
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
     """Sends requests that are not counted. Raises CallFailed if one fails: the others would fail as well."""
-
-    def question(number: int) -> Question:
-        return workload.question(-1 - number)
-
     answers: list[Answer] = []
-    await run_load(caller.ask, question, ClosedLoop(concurrency), Until(num_requests), answers)
+    questions = map(workload.question, range(-num_requests, 0))
+    await ClosedLoop(concurrency).run(caller.send_question, questions, math.inf, answers)
     for answer in answers:
         if not answer.is_ok:
             raise CallFailed(answer.status, f"while warming up: {answer.problem}")
@@ -125,12 +207,14 @@ async def measure(caller: Caller, served: Served, workload: Workload, load: Load
 
     If this task is cancelled (Ctrl-C), the measurement has the requests that were answered until then.
     """
+    numbers = count() if until.num_requests is None else range(until.num_requests)
+    questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     answers: list[Answer] = []
     was_interrupted = False
     try:
-        await run_load(caller.ask, workload.question, load, until, answers)
+        await load.run(caller.send_question, questions, until.duration_s, answers)
     except asyncio.CancelledError:
         was_interrupted = True
         task = asyncio.current_task()
@@ -142,48 +226,3 @@ async def measure(caller: Caller, served: Served, workload: Workload, load: Load
     return Measurement(
         served, load, workload.seed, answers, ended_s - begun_s, ledger, cpu_s, was_interrupted
     )  # fmt: skip
-
-
-async def run_load(
-    ask: Ask, question: Callable[[int], Question], load: Load, until: Until, answers: list[Answer]
-) -> None:
-    """Asks the questions from number 0 on, and appends each answer when it has come.
-
-    If this task is cancelled, so are the requests in flight.
-    """
-    if isinstance(load, ClosedLoop):
-        await _closed_loop(ask, question, load, until, answers)
-    else:
-        await _open_loop(ask, question, load, until, answers)
-
-
-async def _closed_loop(
-    ask: Ask, question: Callable[[int], Question], load: ClosedLoop, until: Until, answers: list[Answer]
-) -> None:
-    numbers, ends_s = until.numbers(), time.perf_counter() + until.duration_s
-
-    async def call_in_turn() -> None:
-        while (now_s := time.perf_counter()) < ends_s and (number := next(numbers, None)) is not None:
-            answers.append(await ask(question(number), now_s))
-
-    async with asyncio.TaskGroup() as callers:
-        for _ in range(load.concurrency):
-            callers.create_task(call_in_turn())
-
-
-async def _open_loop(
-    ask: Ask, question: Callable[[int], Question], load: OpenLoop, until: Until, answers: list[Answer]
-) -> None:
-    async def call(asked: Question, intended_s: float) -> None:
-        answers.append(await ask(asked, intended_s))
-
-    begun_s = time.perf_counter()
-    async with asyncio.TaskGroup() as calls:
-        for at_s, number in zip(load.arrivals_s, until.numbers(), strict=False):
-            if at_s >= until.duration_s:
-                return
-            # Made before it is due, so that making it adds no latency.
-            asked, intended_s = question(number), begun_s + at_s
-            # Also when late, for 0 s: without a pause the event loop would read no answers.
-            await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
-            calls.create_task(call(asked, intended_s))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from ppserve.bench.measure import ClosedLoop, Measurement, Served
@@ -35,10 +33,8 @@ class Distribution:
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> Distribution:
-        if not seconds:
-            return cls()
-        ordered = sorted(1e3 * value for value in seconds)
-        return cls(statistics.fmean(ordered), percentile(ordered, 50), percentile(ordered, 99))
+        ms = [1e3 * value for value in seconds]
+        return cls(statistics.fmean(ms), percentile(ms, 50), percentile(ms, 99)) if ms else cls()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +162,6 @@ def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list
         shares = (times.busy_share, times.bubble_share(), *map(times.bubble_share, CAUSES), times.idle_share)
         rows.append([name, *(f"{100 * share:.2f}" for share in shares)])
     return table(*rows)
-
-
-def write_json(path: Path, summary: Summary) -> None:
-    """Raises OSError."""
-    path.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
 
 
 def _counts(summary: Summary) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import secrets
 import shutil
@@ -17,19 +18,20 @@ import click
 from ppserve.bench.caller import Caller
 from ppserve.bench.measure import (
     ClosedLoop,
+    Lengths,
     Load,
     Measurement,
     OpenLoop,
     Served,
     Until,
+    Workload,
     introduce,
     measure,
+    poisson_arrivals,
     warm_up,
 )
-from ppserve.bench.scrape import ScrapeFailed
-from ppserve.bench.summary import render_table, summarize, write_json
-from ppserve.bench.top import View, read
-from ppserve.bench.workload import Lengths, Workload, poisson_arrivals
+from ppserve.bench.summary import render_table, summarize
+from ppserve.bench.top import ScrapeFailed, View, read
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, Number, Parsed
@@ -81,7 +83,7 @@ def bench(**flags: Any) -> None:
     say(render_table(summary))
     if json_path is not None:
         try:
-            write_json(json_path, summary)
+            json_path.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
         except OSError as error:
             raise ConfigError("--json", f"cannot write {json_path}: {error.strerror}") from None
     if measured.was_interrupted:

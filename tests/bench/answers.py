@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ppserve.bench.caller import OK, Answer
+from ppserve.bench.caller import OK, Answer, Question
 from ppserve.bench.measure import ClosedLoop, Load, Measurement, Served
-from ppserve.bench.workload import Question
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 

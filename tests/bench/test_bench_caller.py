@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from ppserve.bench.caller import Answer, Caller
+from ppserve.bench.caller import Answer, Caller, Question
 from ppserve.bench.ledger import read_ledger
-from ppserve.bench.workload import Question
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
 from ppserve.head.engine.streams import TokenOutput
@@ -20,7 +19,7 @@ QUESTION = Question(7, tuple(range(10)), 6)
 def ask(engine: FakeEngine, question: Question = QUESTION) -> Answer:
     async def main() -> Answer:
         async with served(engine) as (_, target), Caller(target) as caller:
-            return await caller.ask(question, 0.0)
+            return await caller.send_question(question, 0.0)
 
     return asyncio.run(main())
 
@@ -59,7 +58,7 @@ def by_hand(outputs: list[TokenOutput], timeout_s: float | None = None) -> Answe
     async def main() -> Answer:
         engine = FakeEngine(by_hand=True)
         async with served(engine) as (_, target), Caller(target, timeout_s=timeout_s) as caller:
-            asked = asyncio.create_task(caller.ask(QUESTION, 0.0))
+            asked = asyncio.create_task(caller.send_question(QUESTION, 0.0))
             await engine.until(lambda engine: bool(engine.sinks))
             (sink,) = engine.sinks.values()
             if outputs:

@@ -7,13 +7,12 @@ import math
 import random
 import statistics
 import time
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 
 import pytest
 
-from ppserve.bench.caller import OK, Answer
-from ppserve.bench.measure import ClosedLoop, Load, OpenLoop, Until, run_load
-from ppserve.bench.workload import Lengths, Question, Workload, poisson_arrivals
+from ppserve.bench.caller import OK, Answer, Question
+from ppserve.bench.measure import ClosedLoop, Lengths, Load, OpenLoop, Until, Workload, poisson_arrivals
 
 SIZES = Lengths(4, 40), Lengths(8, 8)
 
@@ -31,7 +30,7 @@ class Server:
         self.now = self.most = 0
         self.intended_s: dict[int, float] = {}
 
-    async def ask(self, asked: Question, intended_s: float) -> Answer:
+    async def send_question(self, asked: Question, intended_s: float) -> Answer:
         self.intended_s[asked.number] = intended_s
         self.now += 1
         self.most = max(self.most, self.now)
@@ -47,7 +46,8 @@ class Server:
 async def run(server: Server, load: Load, until: Until) -> list[Answer]:
     """All answers, in the order of their questions."""
     answers: list[Answer] = []
-    await run_load(server.ask, question, load, until, answers)
+    numbers = count() if until.num_requests is None else range(until.num_requests)
+    await load.run(server.send_question, map(question, numbers), until.duration_s, answers)
     return sorted(answers, key=lambda answer: answer.question.number)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ppserve.bench.scrape import ScrapeFailed, difference, fetch_metrics, parse_metrics, quantile
+from ppserve.bench.top import ScrapeFailed, difference, fetch_metrics, parse_metrics, quantile
 
 
 def test_values_and_labels() -> None:

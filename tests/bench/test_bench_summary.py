@@ -7,13 +7,12 @@ import math
 import random
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ppserve.bench.ledger import between
 from ppserve.bench.measure import OpenLoop
-from ppserve.bench.summary import Distribution, render_ledger, render_table, summarize, write_json
+from ppserve.bench.summary import Distribution, render_ledger, render_table, summarize
 from ppserve.core.ledger.causes import CAUSES
 from tests.bench.answers import LEDGER, SERVED, answer, failed, measurement, times_of
 
@@ -115,9 +114,8 @@ def test_stages_are_numbered_within_their_replica() -> None:
     assert [(each["replica"], each["stage"]) for each in summary.to_json()["stages"]] == [(0, 0), (1, 0)]
 
 
-def test_json(tmp_path: Path) -> None:
-    write_json(tmp_path / "one.json", summarize(measurement(FIRST, SECOND)))
-    one = json.loads((tmp_path / "one.json").read_text())
+def test_json() -> None:
+    one = json.loads(json.dumps(summarize(measurement(FIRST, SECOND)).to_json()))
     assert one["mean_ttft_ms"] == pytest.approx(300)
     assert {"p99_itl_ms", "median_tpot_ms", "mean_e2el_ms", "request_throughput", "output_throughput"} <= set(one)
     assert (one["completed"], one["total_output_tokens"], one["request_rate"]) == (2, 7, "inf")

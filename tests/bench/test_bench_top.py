@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.ledger import shares
-from ppserve.bench.scrape import MetricsReading, parse_metrics
-from ppserve.bench.top import ServerReading, View, bar
+from ppserve.bench.top import MetricsReading, ServerReading, View, bar, parse_metrics
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.v1 import generation_pb2 as pb

@@ -13,7 +13,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
-from ppserve.head.api.http.chat import ChatTemplate
+from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.binding import bound
 from ppserve.head.engine.placement import check_microbatches

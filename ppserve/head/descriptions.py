@@ -11,6 +11,8 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.figures import numbers
 from ppserve.head.engine.replica import ReplicaReading
 
+MAX_REQUEST_ID_BYTES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -27,7 +29,7 @@ class Limits:
     max_stop_token_ids: int = 64
     max_logprobs: int = 20
     max_logit_bias: int = 1024
-    max_request_id_bytes: int = 128
+    max_request_id_bytes: int = MAX_REQUEST_ID_BYTES
     max_message_bytes: int = 512 << 10
     max_metadata_bytes: int = 16 << 10
 
@@ -35,7 +37,6 @@ class Limits:
 # What the proto's integers hold.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
-MAX_PRIORITY = 2**31 - 1
 # Within these, arithmetic on logits stays finite. The temperature is 0 or in its range.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
@@ -50,7 +51,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "stop.min_tokens": (0, MAX_COUNT),
     "stop.max_tokens": (0, MAX_COUNT),
     "output.stream_interval": (1, MAX_COUNT),
-    "priority": (-MAX_PRIORITY - 1, MAX_PRIORITY),
 }
 """Inclusive; by the field's name in the proto."""
 

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Violation
+from ppserve.head.descriptions import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +56,12 @@ class Call:
         deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         return replace(self, deadline_s=deadline_s)
 
-    def named(self, request_id: str, max_bytes: int, field: str = "request_id") -> Call:
+    def named(self, request_id: str, field: str = "request_id") -> Call:
         """The call under its caller's own name for it, if it has one. Raises InvalidRequest, naming `field`, for a
         name that is not fit for logs and headers."""
-        if len(request_id) > max_bytes:
-            raise InvalidRequest([Violation(field, f"{len(request_id)} bytes; the limit is {max_bytes}")])
-        if not (request_id.isascii() and request_id.isprintable()):
-            raise InvalidRequest([Violation(field, "holds characters that are not printable ASCII")])
+        if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
+            problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
+            raise InvalidRequest([Violation(field, problem)])
         return replace(self, request_id=request_id) if request_id else self
 
     def another(self) -> Call:

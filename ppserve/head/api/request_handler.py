@@ -65,18 +65,18 @@ class RequestHandler:
     def check_key(self, key: str | None) -> None:
         """Raises Unauthenticated where keys are needed and this is none."""
         if self.keys is not None:
-            with self.counting_refusals():
-                self.keys.check(key)
+            self.keys.check(key)
 
     # ---- generating ---------------------------------------------------------------------------------
 
     @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
-        """Counts an error that ends the block as the end of a request."""
+    def counting_refusals(self, generates: bool = True) -> Iterator[None]:
+        """Counts an error that ends the block as the end of a request. generates: whether the call is one."""
         try:
             yield
         except RequestError as error:
-            self._count_refusal(error)
+            if generates:
+                self._count_refusal(error)
             raise
 
     @asynccontextmanager

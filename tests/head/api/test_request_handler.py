@@ -127,8 +127,9 @@ def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: 
             await text_of(handler, top_p=7)
         with pytest.raises(Overloaded):
             await text_of(handler, "a")
-        with pytest.raises(Unauthenticated):
-            handler.check_key("wrong")
+        for generates in (True, False):
+            with pytest.raises(Unauthenticated), handler.counting_refusals(generates):
+                handler.check_key("wrong")
         handler.check_key("0123456789abcdef")
         await handler.drain(0)
         with pytest.raises(Draining):

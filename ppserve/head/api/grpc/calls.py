@@ -1,24 +1,28 @@
-"""What surrounds every gRPC service's messages: whose call it is, whether it may enter, errors as statuses."""
+"""What surrounds every gRPC service's messages: whose call it is, whether it may enter, errors as statuses with
+`google.rpc` details."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import grpc
+from google.protobuf import any_pb2
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 from grpc import aio
 
-from ppserve.errors import InvalidRequest, Unauthenticated, Violation
+from ppserve.errors import InvalidRequest, Overloaded, RequestError, Unauthenticated, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.status import end_with
 from ppserve.head.api.request_handler import RequestHandler
 
 log = logging.getLogger(__name__)
@@ -27,8 +31,12 @@ Context = aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]] | None
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+DOMAIN = "ppserve"
+DETAILS_KEY = "grpc-status-details-bin"
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
+GENERATE = "Generate"
+"""The method of every service that generates."""
 LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
 
 
@@ -45,18 +53,19 @@ class KeyCheck(aio.ServerInterceptor):
     It stands before the method is even looked up, so a new method cannot be forgotten.
     """
 
-    def __init__(self, check_key: Callable[[str | None], None]) -> None:
-        """check_key: raises Unauthenticated."""
-        self._check_key = check_key
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MethodHandler | None:
-        if not handler_call_details.method.startswith(OPEN_SERVICES):
+        method = handler_call_details.method
+        if not method.startswith(OPEN_SERVICES):
             try:
-                self._check_key(_key(handler_call_details.invocation_metadata))
+                with self._handler.counting_refusals(method.endswith("/" + GENERATE)):
+                    self._handler.check_key(_key(handler_call_details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -83,14 +92,14 @@ def call_from(context: Context, keys_are_checked: bool) -> Call:
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
     """Bytes in, bytes out. The message is parsed here, not by gRPC, so that bad bytes get a proper status."""
     kind, answer = GetMessageClass(method.input_type), getattr(service, method.name)
-    max_id_bytes, has_keys = handler.description.limits.max_request_id_bytes, handler.keys is not None
+    generates = method.name == GENERATE
 
     async def answered(raw: bytes, context: Context) -> bytes:
-        call = call_from(context, has_keys)
+        call = call_from(context, handler.keys is not None)
         try:
-            with handler.counting_refusals() if method.server_streaming else nullcontext():
+            with handler.counting_refusals(generates):
                 message = _parsed(kind, raw)
-                call = call.named(getattr(message, "request_id", ""), max_id_bytes)
+                call = call.named(getattr(message, "request_id", ""))
             context.set_trailing_metadata(tuple(call.names))
             if not method.server_streaming:
                 content: bytes = (await answer(message, call)).SerializeToString()
@@ -135,3 +144,36 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
 
     # One that takes a stream of messages is asked before the first has come.
     return grpc.stream_unary_rpc_method_handler(refuse)
+
+
+def end_with(context: aio.ServicerContext[Any, Any], error: RequestError) -> None:
+    """The call ends with the status and details of `error` once its method returns.
+
+    `context.abort` does the same by raising, and what it raises refers to the call and the call to it: 46 objects
+    and the call's memory stay until the collector finds them, which under overload was a pause of all streams.
+    """
+    context.set_code(grpc.StatusCode[error.status])
+    context.set_details(str(error))
+    context.set_trailing_metadata(tuple(context.trailing_metadata() or ()) + _details(error))
+
+
+def _details(error: RequestError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata with the error's details: ErrorInfo always, what helps the caller besides."""
+    code: int = grpc.StatusCode[error.status].value[0]
+    status = Status(code=code, message=str(error))
+    status.details.append(_packed(ErrorInfo(reason=error.reason, domain=DOMAIN)))
+    match error:
+        case InvalidRequest(violations=violations):
+            fields = [BadRequest.FieldViolation(field=v.field, description=v.problem) for v in violations]
+            status.details.append(_packed(BadRequest(field_violations=fields)))
+        case Overloaded(retry_after_s=retry_after_s):
+            delay = Duration()
+            delay.FromNanoseconds(int(retry_after_s * 1e9))
+            status.details.append(_packed(RetryInfo(retry_delay=delay)))
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

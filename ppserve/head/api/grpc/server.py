@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.api.grpc.calls import KeyCheck, Service, registered
-from ppserve.head.api.grpc.health import HEALTH_NAME, Health
+from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
 from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 MAX_CALLS = 4096
 # After the drain: time for the last statuses to leave.
 CLOSING_S = 1.0
+
+HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HealthState: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class GrpcServer:
@@ -43,7 +46,7 @@ class GrpcServer:
         self.request_handler = request_handler
         self._tls = read_certificates(settings)
         self._server = aio.server(
-            interceptors=[KeyCheck(request_handler.check_key)] if request_handler.keys else [],
+            interceptors=[KeyCheck(request_handler)] if request_handler.keys else [],
             options=server_options(request_handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -91,6 +94,40 @@ class GrpcServer:
         await self.set_serving(False)
         await self.request_handler.drain(timeout_s)
         await self._server.stop(CLOSING_S)
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The state of the server (the empty name) and of its services by name. NOT_SERVING until told otherwise.
+
+    Not grpcio-health-checking's service for asyncio (1.81): when one of its watchers leaves, the others hear of no
+    further change, and one that does not read blocks every change.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._names = frozenset(("", *services))
+        self._state = HealthState.NOT_SERVING
+        self._changed = asyncio.Event()
+
+    def set_serving(self, serving: bool) -> None:
+        self._state = HealthState.SERVING if serving else HealthState.NOT_SERVING
+        # Watchers wait for the old event.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> HealthState:
+        if request.service not in self._names:
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+        return HealthState(status=self._state)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        known = request.service in self._names
+        sent = None
+        while True:
+            changed, state = self._changed, self._state if known else HealthState.SERVICE_UNKNOWN
+            if state != sent:
+                await context.write(HealthState(status=state))
+                sent = state
+            await changed.wait()
 
 
 def server_options(limits: Limits) -> list[tuple[str, Any]]:

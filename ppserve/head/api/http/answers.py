@@ -5,23 +5,28 @@ The fields are OpenAI's, and vLLM's `stop_reason`, `token_ids` and `prompt_token
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_float
 from typing import Any, ClassVar
 
-import msgspec
-
+from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.fields import Body
-from ppserve.head.api.http.logprobs import LogprobWriter, ScoredToken
+from ppserve.head.api.http.bodies import GenerationBody, StreamOptions
+from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
 
-Json = dict[str, Any]
+# JSON has no infinity; vLLM's value.
+_MIN_LOGPROB = -9999.0
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-_encode = msgspec.json.Encoder().encode
+Json = dict[str, Any]
+ScoredToken = tuple[int, Score]
+BytesOf = Callable[[int], bytes]
 
 
 class Answers:
@@ -31,21 +36,19 @@ class Answers:
     id_prefix: ClassVar[str] = "cmpl-"
 
     def __init__(
-        self, call: Call, body: Body, requests: Sequence[Request], request_handler: RequestHandler
+        self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler
     ) -> None:
-        options = body.get("stream_options", {})
-        self._has_usage, self._usage_on_all = options.get("include_usage"), options.get("continuous_usage_stats")
+        self._options = body.stream_options or StreamOptions()
         self._head = {
             "id": self.id_prefix + call.request_id,
             "created": int(time.time()),
-            "model": request_handler.description.name,
-            "system_fingerprint": request_handler.description.fingerprint,
-            "seed": body.get("seed", requests[0].sampling.seed),
+            "model": handler.description.name,
+            "system_fingerprint": handler.description.fingerprint,
+            "seed": requests[0].sampling.seed if body.seed is None else body.seed,
         }
-        as_ids = body.get("return_tokens_as_token_ids", False)
 
         def new_writer() -> LogprobWriter:
-            return LogprobWriter(request_handler.token_bytes, request_handler.text_bytes, as_ids)
+            return LogprobWriter(handler.token_bytes, handler.text_bytes, bool(body.return_tokens_as_token_ids))
 
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
@@ -53,22 +56,21 @@ class Answers:
         """All sequences as one answer. deltas: one for each of them, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         choices.sort(key=lambda choice: choice["index"])
-        return _encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
+        return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
     def event(self, place: int, delta: Delta) -> bytes:
         """What is new of a sequence of the prompt at `place`."""
-        prompt = self._prompts[place]
+        prompt, more = self._prompts[place], {}
         choice = self._choice(prompt, delta, is_whole=False)
-        if not self._has_usage:
-            return _encode(self._record(self.objects[1], (choice,)))
-        usage = _usage([prompt]) if self._usage_on_all else None
-        return _encode(self._record(self.objects[1], (choice,), usage=usage))
+        if self._options.include_usage:
+            more["usage"] = _usage([prompt]) if self._options.continuous_usage_stats else None
+        return encode(self._record(self.objects[1], (choice,), **more))
 
     def last_event(self) -> bytes | None:
         """The usage of all, where it is asked for."""
-        if not self._has_usage:
+        if not self._options.include_usage:
             return None
-        return _encode(self._record(self.objects[1], (), usage=_usage(self._prompts)))
+        return encode(self._record(self.objects[1], (), usage=_usage(self._prompts)))
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
@@ -127,3 +129,74 @@ def _usage(prompts: Sequence[PromptProgress]) -> Json:
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(prompt.num_cached for prompt in prompts)},
     }
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of one sequence, from its first token on.
+
+    as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
+    """
+
+    def __init__(self, token_bytes: BytesOf, text_bytes: BytesOf, as_ids: bool) -> None:
+        self._token_bytes = token_bytes
+        self._text_bytes = text_bytes
+        self._as_ids = as_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
+        """The sequence's next tokens, an entry for each in every list. prompt: those of the prompt where they are
+        asked for and come first; the first of them has no log-probability. `text_offset` counts the characters
+        before a token. Prompt and answer are decoded apart: a character is not completed across them."""
+        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
+        self._add(lists, prompt)
+        self._offset += len(self._decoder.decode(b"", final=True)) if lists["tokens"] else 0
+        self._add(lists, generated)
+        return lists
+
+    def _add(self, lists: dict[str, list[Any]], scored: Iterable[ScoredToken]) -> None:
+        for token_id, score in scored:
+            name = self._name(token_id)
+            logprob = None if score is None else _finite(score.logprob)
+            top = None if score is None else self._top(name, score)
+            for list_name, value in zip(_LISTS, (name, logprob, top, self._offset), strict=True):
+                lists[list_name].append(value)
+            self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
+
+    def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
+        """The likeliest come first: where two tokens have one name, the first of them keeps it."""
+        top: dict[str, float] = {}
+        for token_id, logprob in score.top:
+            top.setdefault(self._name(token_id), _finite(logprob))
+        top.setdefault(name, _finite(score.logprob))
+        return top
+
+    def chat(self, scored: Iterable[ScoredToken]) -> dict[str, list[Any]]:
+        """The sequence's next tokens, as chats show them."""
+        entries = []
+        for token_id, score in scored:
+            assert score is not None, "only the first token of a prompt has no score"
+            top = [self._entry(top_id, top_logprob) for top_id, top_logprob in score.top]
+            entries.append({**self._entry(token_id, score.logprob), "top_logprobs": top})
+        return {"content": entries}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        content = list(self._token_bytes(token_id))
+        return {"token": self._name(token_id), "logprob": _finite(logprob), "bytes": content}
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else token_name(self._token_bytes(token_id))
+
+
+def token_name(content: bytes) -> str:
+    r"""A token as text; one that is not whole characters as `bytes:\xe2\x80`, which is OpenAI's way: no two tokens
+    have one name."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _finite(logprob: float) -> float:
+    """As gRPC carries it (float32), and never an infinity."""
+    return max(c_float(logprob).value, _MIN_LOGPROB)

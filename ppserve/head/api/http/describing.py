@@ -9,20 +9,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ppserve.errors import Draining, InvalidRequest, Violation
-from ppserve.head.api.http.calls import JsonResponse, read_body
-from ppserve.head.api.http.fields import Field, Table, check_model
-from ppserve.head.api.http.logprobs import token_name
+from ppserve.head.api.http.answers import token_name
+from ppserve.head.api.http.bodies import Body, check_model, read_body
+from ppserve.head.api.http.responses import JsonResponse
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler, run_in_thread_if_long
 
 _STARTED_S = int(time.time())
 
-# return_token_strs: vLLM's.
-TOKENIZE: Table = {
-    "prompt": Field(str, is_needed=True),
-    "model": Field(str),
-    "return_token_strs": Field(bool),
-}
-DETOKENIZE: Table = {"tokens": Field(list[int], is_needed=True), "model": Field(str)}
+
+class TokenizeBody(Body, kw_only=True):
+    prompt: str
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    tokens: list[int]
 
 
 async def health(_request: Request, handler: RequestHandler) -> Response:
@@ -39,7 +40,7 @@ async def models(_request: Request, handler: RequestHandler) -> Response:
 
 async def model(request: Request, handler: RequestHandler) -> Response:
     """GET /v1/models/NAME."""
-    check_model(request.path_params["name"], handler.description.name)
+    check_model(request.path_params["name"], handler)
     return JsonResponse(_model(handler))
 
 
@@ -52,13 +53,11 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /tokenize. Other than in a prompt, the text of the end-of-text token is that token: this is how
     evaluation harnesses ask for its number."""
-    body = await read_body(request, TOKENIZE)
-    text = body["prompt"]
-    check_model(body.get("model"), handler.description.name)
+    body = await read_body(request, TokenizeBody, handler)
     special = handler.end_of_text
-    ids = await handler.tokenize("prompt", *(text.split(special) if special else [text]))
+    ids = await handler.tokenize("prompt", *(body.prompt.split(special) if special else [body.prompt]))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
-    if body.get("return_token_strs"):
+    if body.return_token_strs:
         answer["token_strs"] = await run_in_thread_if_long(
             len(ids), lambda: [token_name(handler.token_bytes(i)) for i in ids]
         )
@@ -67,9 +66,8 @@ async def tokenize(request: Request, handler: RequestHandler) -> Response:
 
 async def detokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /detokenize. Special tokens show their text."""
-    body = await read_body(request, DETOKENIZE)
-    check_model(body.get("model"), handler.description.name)
-    _, content = await handler.detokenize("tokens", body["tokens"])
+    body = await read_body(request, DetokenizeBody, handler)
+    _, content = await handler.detokenize("tokens", body.tokens)
     return JsonResponse({"prompt": content.decode("utf-8", "replace")})
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
@@ -16,11 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ppserve.config import ServerSettings
+from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
+from ppserve.head.api.auth import bearer_key, caller_name
+from ppserve.head.api.call import Call
+from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.http import describing
-from ppserve.head.api.http.calls import JsonResponse, begin_call, key_of, name_call, time_limit
-from ppserve.head.api.http.chat import ChatTemplate, chat_completions
-from ppserve.head.api.http.failures import HttpError, content_of, headers_of, status_of
-from ppserve.head.api.http.generating import completions
+from ppserve.head.api.http.chat import chat_completions
+from ppserve.head.api.http.completions import completions
+from ppserve.head.api.http.responses import HttpError, error_response
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.listener import Listener
@@ -28,7 +34,9 @@ from ppserve.head.listener import Listener
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
+MAX_TIMEOUT_S = 86_400.0
 OPEN_PATHS = ("/health",)
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
@@ -98,32 +106,68 @@ class HttpServer:
     async def _missing(self, request: Request, error: Exception) -> Response:
         """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
-        phrase, headers = HTTPStatus(error.status_code).phrase, error.headers
+        phrase = HTTPStatus(error.status_code).phrase
         reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
+        missing = HttpError(error.status_code, reason, message, headers=error.headers)
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
-            raise HttpError(error.status_code, reason, message, headers=headers)
+            raise missing
 
         return await self._answer(refuse, request)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The endpoint's answer, or its error as one; counted, and with the call's names."""
-        handler, path = self._request_handler, request.scope["path"]
-        request.state.call = begin_call(request, handler)
+        path, state = request.scope["path"], request.state
+        state.call = begin_call(request, self._request_handler.keys is not None)
         try:
-            if path not in OPEN_PATHS:
-                handler.check_key(key_of(request))
-            name_call(request, handler)
-            async with time_limit(request):
-                response = await endpoint(request, handler)
+            timeout_s = self._admit(request, path)
+            async with asyncio.timeout(timeout_s):
+                response = await endpoint(request, self._request_handler)
         except ClientDisconnect:
-            log.debug(
-                "request %s: its caller hung up", request.state.call.request_id, extra=request.state.call.trace
-            )
+            log.debug("request %s: its caller hung up", state.call.request_id, extra=state.call.trace)
             response = Response(status_code=_CALLER_GONE)
+        except TimeoutError:
+            response = error_response(state.call.refusal(DeadlinePassed("the caller's time limit passed")))
         except Exception as error:
-            told = request.state.call.refusal(error)
-            response = JsonResponse(content_of(told), status_of(told), dict(headers_of(told)))
-        response.headers.update(dict(request.state.call.names))
+            response = error_response(state.call.refusal(error))
+        response.headers.update(dict(state.call.names))
         self._count_answer(path if path in self._paths else _OTHER_PATHS, response.status_code)
         return response
+
+    def _admit(self, request: Request, path: str) -> float | None:
+        """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
+        handler, state = self._request_handler, request.state
+        with handler.counting_refusals(path in GENERATING_PATHS):
+            if path not in OPEN_PATHS:
+                handler.check_key(bearer_key(request.headers.get("authorization", "")))
+            # The caller, or a proxy, may have named the call.
+            state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")
+            timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
+        if timeout_s is not None:
+            state.call = state.call.within(timeout_s)
+        return timeout_s
+
+
+def begin_call(request: Request, keys_are_checked: bool) -> Call:
+    """The call as the request handler knows it, under a name of ours."""
+    key = bearer_key(request.headers.get("authorization", "")) if keys_are_checked else None
+    tls = request.state.transport.get_extra_info("ssl_object")
+    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    host = request.client.host if request.client is not None else ""
+    call = Call.begin(caller_name(key, certificate or b"", host), None, request.headers.get("traceparent"))
+    # Every reader of JSON holds 53 bits of a number.
+    return replace(call, seed=call.seed >> 11)
+
+
+def read_timeout(text: str) -> float | None:
+    """Seconds. Raises InvalidRequest."""
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        problem = f"not a number of seconds above 0, up to {MAX_TIMEOUT_S:g}"
+        raise InvalidRequest([Violation("x-request-timeout", problem)])
+    return seconds

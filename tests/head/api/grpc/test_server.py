@@ -107,6 +107,7 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
                         ),
                     ]
                     assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+                assert len(engine.refused) == 3, "only Generate is a request"
                 for key in ("0123456789abcdef", "fedcba9876543210"):
                     call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
                     assert await code_of(call) is grpc.StatusCode.OK

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ppserve.head.api.http import calls
-from ppserve.head.api.http.failures import HttpError, status_of
+from ppserve.head.api.http.bodies import MAX_BODY_BYTES
+from ppserve.head.api.http.responses import HttpError, status_of
 from ppserve.head.listener import Listener
 from tests.head.api.http.asking import Served, run
 
@@ -19,12 +19,12 @@ ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
 def test_bodies_have_a_limit() -> None:
     async def scenario(served: Served) -> None:
-        huge = {"prompt": "x" * calls.MAX_BODY_BYTES}
+        huge = {"prompt": "x" * MAX_BODY_BYTES}
         assert (await served.refusal(**huge))[0] == 413
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
         piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        for _ in range(calls.MAX_BODY_BYTES // 0x10000 + 2):
+        for _ in range(MAX_BODY_BYTES // 0x10000 + 2):
             writer.write(piece)
         assert b" 413 " in await reader.readline()
         writer.close()

@@ -13,7 +13,7 @@ import transformers
 from openai import AsyncOpenAI
 
 from ppserve.errors import ConfigError
-from ppserve.head.api.http.chat import ChatTemplate
+from ppserve.head.api.chat_template import ChatTemplate
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 from tests.head.api.http.asking import Served, served_http
 

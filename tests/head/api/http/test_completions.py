@@ -10,7 +10,7 @@ import pytest
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
-from ppserve.head.api.http.logprobs import LogprobWriter
+from ppserve.head.api.http.answers import LogprobWriter
 from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.http.asking import Served, run
@@ -47,7 +47,7 @@ def test_a_completion_is_what_openai_s_clients_expect() -> None:
 
 def test_events_say_what_a_whole_answer_says() -> None:
     async def scenario(served: Served) -> None:
-        parsed = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 6,
+        parsed = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 12,
                  "return_token_ids": True}  # fmt: skip
         whole = await served.complete(**parsed)
         events = await served.stream(**parsed, stream_options={"include_usage": True})

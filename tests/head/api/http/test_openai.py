@@ -55,8 +55,8 @@ def test_the_blocking_client_and_further_fields() -> None:
                 assert [model.id for model in client.models.list()] == ["fake"]
                 more = {"top_k": 5, "return_token_ids": True, "min_tokens": 2}
                 whole = client.completions.create(model="fake", prompt=[104, 105], max_tokens=3, extra_body=more)
-                stream = client.completions.create(model="fake", prompt="hi", max_tokens=3, stream=True)
-                assert len(list(stream)) == 3
+                stream = client.completions.create(model="fake", prompt="hi", max_tokens=9, stream=True)
+                assert len(list(stream)) > 3
                 extra = whole.choices[0].model_extra
                 assert extra is not None
                 assert extra["prompt_token_ids"] == [104, 105]

@@ -104,6 +104,7 @@ def test_every_path_but_health_wants_a_key(tmp_path: Path) -> None:
                     assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
                 assert (await served.ask("/v1/completions", {"prompt": "a"}, **wrong)).status == 401
             assert served.engine.requests == []
+            assert len(served.engine.refused) == 3, "of calls that generate"
             for key in ("0123456789abcdef", "fedcba9876543210"):
                 answer = await served.ask("/v1/completions", {"prompt": "a"}, authorization=f"Bearer {key}")
                 assert answer.status == 200

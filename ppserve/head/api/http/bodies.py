@@ -1,0 +1,202 @@
+"""What the bodies of requests hold. msgspec checks names and types here; `requests.to_request` checks values.
+
+Fields that no body declares are ignored, as clients expect. Those that would change the answer if they were served
+are refused by their names, unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import msgspec
+from starlette.requests import Request
+
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.http.responses import HttpError
+from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
+from ppserve.head.api.requests import refuse
+from ppserve.head.api.stream import AT_THE_END
+from ppserve.head.descriptions import MAX_SEED
+
+MAX_BODY_BYTES = 1 << 20
+MAX_PROMPTS = 256
+# OpenAI's default for completions; those of a chat may take what is left of the context.
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | Sequence[int]
+
+_PATH = re.compile(r"\$\.?([^`]*)`$")
+_FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """A JSON object. A field that is null is absent."""
+
+    unserved: ClassVar[Mapping[str, object]] = {}
+    """Fields that are refused, and the value of each that asks for nothing; None: false, or an empty one."""
+
+    model: str | None = None
+
+
+class Resume(msgspec.Struct, forbid_unknown_fields=True):
+    """A sequence whose stream broke, and the tokens of it that the caller holds."""
+
+    token_ids: list[int]
+    index: int = 0
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body, kw_only=True):
+    """What completions and chats have in common. Attributes are named as the proto's fields, where it has them."""
+
+    unserved: ClassVar[Mapping[str, object]] = {
+        **dict.fromkeys(
+            (
+                *("allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json"),
+                *("guided_regex", "kv_transfer_params", "logprob_token_ids", "logits_processors"),
+                *("prompt_logprobs", "repetition_detection", "structured_outputs", "truncate_prompt_tokens"),
+                *("use_beam_search", "vllm_xargs"),
+            )
+        ),
+        "best_of": 1,
+        "response_format": {"type": "text"},
+        "skip_special_tokens": True,
+    }
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop: bool | None = msgspec.field(default=None, name="include_stop_str_in_output")
+    token_ids: bool | None = msgspec.field(default=None, name="return_token_ids")
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    resume: Resume | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """What it asks for, as `to_request` takes it. Raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest([Violation("stream_options", "only with stream")])
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        if self.seed is not None and -(2**63) <= self.seed < 0:
+            given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds are signed; ours are the same 64 bits
+        if isinstance(self.stop, str):
+            given["stop"] = [self.stop]
+        if self.priority is not None:
+            given["priority"] = -self.priority  # in vLLM's interface the lowest comes first
+        if self.resume is not None:
+            given |= {"resume_index": self.resume.index, "resume_ids": self.resume.token_ids}
+        if not self.stream:
+            given["stream_interval"] = AT_THE_END
+        return given
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The proto's names of fields, and the body's where they are not the part after the dot."""
+        return {
+            "token_ids.ids": "prompt",
+            "output.prompt_logprobs": "logprobs",
+            "stop.include_stop": "include_stop_str_in_output",
+            "resume.generated_token_ids": "resume.token_ids",
+        }
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """The body of /v1/completions."""
+
+    unserved: ClassVar[Mapping[str, object]] = {**GenerationBody.unserved, "suffix": None, "prompt_embeds": None}
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        scores = self.logprobs if self.echo else None
+        return {"max_tokens": DEFAULT_MAX_TOKENS, **super().fields(), "prompt_logprobs": scores}
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Raises InvalidRequest."""
+        given = "" if self.prompt is None else self.prompt
+        kinds = {type(part) for part in given}
+        if isinstance(given, str) or kinds == {int}:
+            return [cast(Prompt, given)]
+        if len(kinds) > 1:
+            raise InvalidRequest([Violation("prompt", "mixes texts, token ids and lists of them")])
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise InvalidRequest([Violation("prompt", f"{len(given)} prompts; 1 to {MAX_PROMPTS} are allowed")])
+        if self.resume is not None and len(given) > 1:
+            raise InvalidRequest([Violation("resume", "with one prompt only")])
+        return cast("list[Prompt]", given)
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
+    """Raises InvalidRequest, and HttpError for a body that is too long or a model that is not served."""
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {MAX_BODY_BYTES} bytes")
+    # The limit counts characters to tokenize; decoding JSON is some 16 times as fast.
+    body = await run_in_thread_if_long(len(content) // 16, lambda: parse_body(content, kind))
+    check_model(body.model, handler)
+    return body
+
+
+def parse_body(content: bytearray, kind: type[B]) -> B:
+    """Raises InvalidRequest, naming the field that is wrong."""
+    try:
+        given = msgspec.json.decode(content, type=dict[str, Any])
+        asked = (name for name, neutral in kind.unserved.items() if _asks(given.get(name), neutral))
+        refuse(Violation(name, "not served") for name in asked)
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest([_violation(str(error))]) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest([Violation("body", f"not JSON: {error}")]) from error
+
+
+def check_model(name: str | None, handler: RequestHandler) -> None:
+    """Raises HttpError for a model that is not served. No name means the one that there is."""
+    served = handler.description.name
+    if name is not None and name != served:
+        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
+
+
+def _asks(value: Any, neutral: object) -> bool:
+    """Whether an unserved field asks for something."""
+    if neutral is None:
+        return not (value is None or value is False or value in ("", []))
+    return value is not None and value != neutral
+
+
+def _violation(problem: str) -> Violation:
+    """What msgspec says, with the field that it means."""
+    parts = [found[1] for found in (_PATH.search(problem), _FIELD.search(problem)) if found and found[1]]
+    return Violation(".".join(parts).removesuffix("[...]") or "body", problem.partition(" - at `")[0])

@@ -1,0 +1,113 @@
+"""Answers over HTTP: JSON, server-sent events, and errors as clients of OpenAI's interface read them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Unauthenticated
+
+encode = msgspec.json.Encoder().encode
+
+_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+# A server that drains, or has lost its stages, is replaced at an unknown time.
+_RETRY_UNAVAILABLE_S = 5.0
+
+
+class JsonResponse(Response):
+    """An answer that is complete. Its content is encoded already, or by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else encode(content)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Owns what they are made of, and closes it however the answer ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], owned: AsyncExitStack) -> None:
+        # The second header asks nginx not to wait for more before it hands an event on.
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        owned.push_async_callback(events.aclose)
+        self._owned = owned
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._owned:
+                await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server closes: what is waiting to be sent would keep the connection open.
+            scope["state"]["transport"].abort()
+
+
+class HttpError(RequestError):
+    """An error that only HTTP has."""
+
+    status = "INVALID_ARGUMENT"
+
+    def __init__(
+        self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        """The HTTP status."""
+        self.reason = reason
+        self.param = param
+        """The wrong field."""
+        self.headers = headers or {}
+        """Of the answer."""
+
+
+def error_response(error: RequestError) -> Response:
+    return JsonResponse(error_json(error), status_of(error), dict(_headers_of(error)))
+
+
+def error_json(error: RequestError) -> bytes:
+    """The error for programs: `code` is our `reason` in lower case, which does not change."""
+    status, param = status_of(error), getattr(error, "param", "")
+    if isinstance(error, InvalidRequest):
+        param = error.violations[0].field
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    told = {"message": str(error), "type": kind, "param": param or None, "code": error.reason.lower()}
+    return encode({"error": told})
+
+
+def status_of(error: RequestError) -> int:
+    return error.code if isinstance(error, HttpError) else _STATUSES[error.status]
+
+
+def _headers_of(error: RequestError) -> Mapping[str, str]:
+    """Whether and when to try again, and what to bring."""
+    match error:
+        case HttpError(headers=headers):
+            return headers
+        case Unauthenticated():
+            return {"www-authenticate": "Bearer"}
+        case RequestFailed() | DeadlinePassed():
+            # It would fail again, and openai-python repeats every 5xx unless told not to.
+            return {"x-should-retry": "false"}
+        case Overloaded(retry_after_s=seconds):
+            return _retry_after(seconds)
+    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else {}
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    """In whole seconds, as the standard has it, and exactly, as openai-python also reads it."""
+    return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

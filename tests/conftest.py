@@ -41,8 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--as-gpu"):
         as_gpu.choose()
-    if config.option.markexpr == "not slow":
-        config.pluginmanager.register(slow.NamesForgottenMarks())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,8 +1,8 @@
 """README and docs are true: commands run or at least parse, links lead somewhere, names exist.
 
-A ```console block is run, line by line, against a real server; one that cannot be says why in a comment before
-it (`<!-- not run: ... -->`), and is parsed like every other command on these pages. The Python examples of
-docs/client.md run in tests/client/test_documentation.py.
+A ```console block is run, line by line, against a real server, and so are the Python examples of the pages on
+client and library. A block that cannot be run says why in a comment before it (`<!-- not run: ... -->`), and is
+parsed like every other command on these pages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.cli.main import cli
 from ppserve.cli.serve import serve
 from ppserve.head.observe.metrics import Metrics
+from ppserve.library.pipeline import Settings
 from tests.core.artificial import account_of
 from tests.e2e.serving import Server
 from tools import make_dashboard, make_flag_table
@@ -152,6 +153,25 @@ def test_a_block_runs_as_it_stands(block: Block, shared_server: Server, tmp_path
 
 # ---- other blocks -------------------------------------------------------------------------------------
 
+WITH_EXAMPLES = ("docs/client.md", "docs/library.md")
+PYTHON = [block for block in ALL_BLOCKS if block.language == "python"]
+EXAMPLES = [block for block in PYTHON if block.place.startswith(WITH_EXAMPLES) and not block.reason]
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in EXAMPLES])
+def test_an_example_runs_as_it_stands(
+    block: Block, shared_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = block.text.replace("127.0.0.1:50051", shared_server.grpc)
+    source = source.replace("127.0.0.1:8000", shared_server.http)
+    exec(compile(source, block.place, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out or "print" not in source
+
+
+def test_every_setting_of_a_pipeline_is_in_its_table() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/library.md").read_text(), re.MULTILINE)
+    assert {name.strip("`") for row in rows for name in row.split(", ")} == set(Settings.__annotations__)
+
 
 def test_python_compiles_and_entries_of_a_config_file_are_flags() -> None:
     flags = {option.opts[0].removeprefix("--") for option in serve.params}
@@ -163,6 +183,9 @@ def test_python_compiles_and_entries_of_a_config_file_are_flags() -> None:
 
 
 def test_generated_parts_are_up_to_date() -> None:
+    stubs = [sys.executable, "tools/generate_stubs.py", "--check"]
+    done = subprocess.run(stubs, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
     page = make_flag_table.PAGE.read_text()
     assert make_flag_table.with_table(page) == page, "run python tools/make_flag_table.py"
     assert make_dashboard.dashboard() == json.loads(DASHBOARD.read_text()), "run python tools/make_dashboard.py"
@@ -206,6 +229,7 @@ def test_there_is_something_to_check() -> None:
     """The control: patterns that match nothing would find nothing wrong."""
     assert len(TO_RUN) >= 3
     assert len(ALL_COMMANDS) >= 20
+    assert len(EXAMPLES) >= 10
     named = set(paths_in((ROOT / "README.md").read_text()))
     assert {"core/scheduling/", "wire.py", "tour/", "stage/loop.py"} <= named
 

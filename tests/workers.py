@@ -20,8 +20,6 @@ SHARED = "shared_server"
 ANYWHERE = "pytest.mark.any_worker"
 """Each test of a file that has this mark is a group."""
 
-_worker_of: dict[str, str] = {}
-
 
 @cache
 def _text_of(file: str) -> str:
@@ -46,19 +44,3 @@ class GroupScheduling(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
     return GroupScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
-
-
-class GroupsStayTogether:
-    """In the process that starts the workers: a version of xdist that ignores the above is noticed at once."""
-
-    @pytest.hookimpl
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        worker = report.node.gateway.id
-        first = _worker_of.setdefault(group_of(report.nodeid), worker)
-        assert first == worker, f"{report.nodeid} ran in {worker}, others of its group in {first}"
-
-
-@pytest.hookimpl
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", None) == "loadgroup":
-        config.pluginmanager.register(GroupsStayTogether())

@@ -9,21 +9,35 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests import as_gpu
 from tests.forking import ForkedLauncher
 from tests.orphans import dying_with_us
 from tests.slow import require_slow_test
 
+T = TypeVar("T")
+
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 START_WITHIN_S = 90.0
 END_WITHIN_S = 30.0
+
+
+def wait_until(value_of: Callable[[], T], problem: Callable[[], str] = str, timeout_s: float = 60) -> T:
+    """The first true value. problem: what to say if there is none in time."""
+    until_s = time.monotonic() + timeout_s
+    while not (value := value_of()):
+        assert time.monotonic() < until_s, problem()
+        time.sleep(0.01)
+    return value
 
 
 def stage_below(rank: int) -> int | None:
@@ -63,10 +77,9 @@ class Server:
 
     def stage_pid(self, stage: int) -> int:
         """The process id of a stage; after its death that of the next."""
-        rank, until_s = self.rank_pid(stage), time.monotonic() + 10
-        while (pid := stage_below(rank)) is None:
-            assert time.monotonic() < until_s, f"no process of stage {stage}\n{self.log}"
-            time.sleep(0.005)
+        rank = self.rank_pid(stage)
+        pid = wait_until(lambda: stage_below(rank), lambda: f"no process of stage {stage}\n{self.log}")
+        assert pid is not None
         return pid
 
     def head_pid(self) -> int:
@@ -89,10 +102,18 @@ class Server:
 
     def wait_gone(self) -> None:
         """Until no process of this server is alive."""
-        until_s = time.monotonic() + 10
-        while left := self.left_over():
-            assert time.monotonic() < until_s, f"left over: {left}"
-            time.sleep(0.05)
+        wait_until(lambda: not self.left_over(), lambda: f"left over: {self.left_over()}")
+
+    def wait_for_line(self, pattern: str, since: int = 0) -> None:
+        """Until the log has such a line, behind its first `since` characters."""
+        wait_until(lambda: re.search(pattern, self.log[since:]), lambda: f"no line {pattern!r}\n{self.log}")
+
+    def metric(self, sample_name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as page:
+            families = text_string_to_metric_families(page.read().decode())
+            samples = [sample for family in families for sample in family.samples if sample.name == sample_name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def wait_exit(self, timeout_s: float = END_WITHIN_S) -> int:
         return self.process.wait(timeout_s)
@@ -183,12 +204,14 @@ def launch(
 
 def wait_ready(server: Server) -> Server:
     """Until the ready line; fails with the log when the server ends or takes too long."""
-    until_s = time.monotonic() + START_WITHIN_S
-    while (match := READY.search(server.log)) is None:
+
+    def match() -> re.Match[str] | None:
         assert server.process.poll() is None, f"the server ended with {server.process.poll()}\n{server.log}"
-        assert time.monotonic() < until_s, f"not ready in time\n{server.log}"
-        time.sleep(0.05)
-    server.grpc, server.metrics, server.http = match[1], match[2], match[4]
+        return READY.search(server.log)
+
+    ready = wait_until(match, lambda: f"not ready in time\n{server.log}", START_WITHIN_S)
+    assert ready is not None
+    server.grpc, server.metrics, server.http = ready[1], ready[2], ready[4]
     server.processes()
     return server
 

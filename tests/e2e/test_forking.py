@@ -6,9 +6,8 @@ import os
 import signal
 
 import psutil
-import pytest
 
-from tests.e2e.asking import ask, mixed_requests
+from tests.e2e.asking import ask, requests_with_everything
 from tests.e2e.serving import Forked, serving
 
 
@@ -19,11 +18,11 @@ def sockets_and_pipes(pid: int) -> set[str]:
 
 def test_a_forked_stage_shares_nothing_with_its_keeper_and_nothing_outlives_the_launcher() -> None:
     with serving(2, by=Forked) as server:
-        assert ask(server.grpc, mixed_requests(2, seed=1), at_once=2)
+        assert ask(server.grpc, requests_with_everything(2, seed=1), at_once=2)
         head, worker = server.rank_pid(0), server.rank_pid(1)
         killed = server.stage_pid(0)
         os.kill(killed, signal.SIGKILL)  # its successor was forked beside the head's threads
-        assert ask(server.grpc, mixed_requests(2, seed=1), at_once=2)
+        assert ask(server.grpc, requests_with_everything(2, seed=1), at_once=2)
         stage = server.stage_pid(0)
         assert stage != killed
         assert psutil.Process(stage).ppid() == head
@@ -32,10 +31,3 @@ def test_a_forked_stage_shares_nothing_with_its_keeper_and_nothing_outlives_the_
         os.kill(server.process.pid, signal.SIGKILL)
         assert server.process.wait(10) == -signal.SIGKILL
         server.wait_gone()
-
-
-def test_what_is_read_at_import_needs_fresh_interpreters() -> None:
-    other = "avx2" if os.environ.get("PPSERVE_CPU_KERNELS") == "portable" else "portable"
-    with pytest.raises(AssertionError, match="PPSERVE_CPU_KERNELS"):
-        with serving(1, by=Forked, env={"PPSERVE_CPU_KERNELS": other}):
-            pass

@@ -12,8 +12,7 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from ppserve.answers import completion_of
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
-from tests.e2e.serving import ForkedTorchrun, Server, serving
+from tests.e2e.serving import ForkedTorchrun, Server, serving, wait_until
 from tests.e2e.test_http import client_of, comparable
 from tests.e2e.test_vllm_grpc import ask_vllm, outputs
 
@@ -65,9 +64,9 @@ def everything_taken(server: Server) -> Iterator[None]:
                 return stub.GetLoads(pb.GetLoadsRequest()).loads[0]
 
             connections[0].request("POST", "/v1/completions", json.dumps(long))
-            until(lambda: loads().num_running_reqs == 16)
+            wait_until(lambda: loads().num_running_reqs == 16)
             connections[1].request("POST", "/v1/completions", json.dumps({"prompt": "a"}))
-            until(lambda: loads().num_waiting_reqs == 1)
+            wait_until(lambda: loads().num_waiting_reqs == 1)
         yield
     finally:
         for connection in connections:
@@ -76,21 +75,12 @@ def everything_taken(server: Server) -> Iterator[None]:
 
 def health_with(server: Server, status: int) -> tuple[dict[str, str], Any]:
     """Headers and JSON of the first answer that has this status."""
-    answers = []
 
-    def has_it() -> bool:
-        answers.append(answer_of(server, "GET", "/health"))
-        return answers[-1][0] == status
+    def matching() -> tuple[dict[str, str], Any] | None:
+        found, *rest = answer_of(server, "GET", "/health")
+        return tuple(rest) if found == status else None
 
-    until(has_it)
-    return answers[-1][1:]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    return wait_until(matching)
 
 
 def test_a_full_queue_says_when_to_come_back_and_openai_s_client_does(
@@ -111,7 +101,7 @@ def test_a_full_queue_says_when_to_come_back_and_openai_s_client_does(
             assert int(headers["retry-after"]) >= int(headers["retry-after-ms"]) / 1000 > 0
             patient = client.with_options(max_retries=20, http_client=watched)
             asking = pool.submit(patient.completions.create, **ASKED, max_tokens=8)
-            until(lambda: "Retrying request" in caplog.text)
+            wait_until(lambda: "Retrying request" in caplog.text)
         assert asking.result().choices == alone.choices
         watched.close()
     waits_s = [float(found) for found in re.findall(r"Retrying request .*?in ([0-9.]+) seconds", caplog.text)]
@@ -182,7 +172,7 @@ def test_a_server_that_ends_lets_streams_finish_says_when_to_come_back_and_leave
         server.processes()
         server.process.send_signal(signal.SIGTERM)
         health_with(server, 503)
-        until(lambda: not grpc_client.is_serving())
+        wait_until(lambda: not grpc_client.is_serving())
         status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
         assert (status, headers["retry-after"], said["error"]["code"]) == (503, "5", "draining")
         with pytest.raises(CallFailed) as refusal:

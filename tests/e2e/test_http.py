@@ -4,20 +4,13 @@ streamed, by openai-python."""
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.request import urlopen
 
-import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import CompletionChoice
-from prometheus_client.parser import text_string_to_metric_families
 
-from ppserve.core.request import FinishReason
 from ppserve.v1 import generation_pb2 as pb
 from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
 from tests.e2e.serving import Server
@@ -27,7 +20,8 @@ SAME = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval"),
 )
-OPENAI_S = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "n", "max_tokens"}
+OPENAI_S = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "n", "max_tokens")
+"""Those that openai-python knows."""
 
 
 def client_of(server: Server) -> OpenAI:
@@ -187,35 +181,6 @@ def test_chats_by_both_clients(shared_server: Server) -> None:
     assert [said for said, _, _ in whole] == [choice.text for choice in texts]
     scores = [choice.logprobs.token_logprobs for choice in texts if choice.logprobs]
     assert [[token.logprob for token in tokens] for _, _, tokens in whole] == scores
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_the_request_of_a_caller_who_hangs_up_is_cancelled(shared_server: Server, stream: bool) -> None:
-    """It has so many tokens before it that it would not end by itself before the server hears of it."""
-
-    def reading(metric: str, **labels: str) -> float:
-        with urlopen(f"http://{shared_server.metrics}/metrics", timeout=20) as page:
-            families = text_string_to_metric_families(page.read().decode())
-            samples = [sample for family in families for sample in family.samples if sample.name == metric]
-            return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
-
-    def until(running: int) -> None:
-        until_s = time.monotonic() + 60
-        while reading("ppserve_requests_running") != running:
-            assert time.monotonic() < until_s
-
-    def cancelled() -> float:
-        return reading("ppserve_requests_total", reason=FinishReason.CANCELLED)
-
-    until(0)
-    before = cancelled()
-    connection = http.client.HTTPConnection(shared_server.http, timeout=20)
-    asked = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": stream, "n": 8}
-    connection.request("POST", "/v1/completions", json.dumps(asked))
-    until(8)
-    connection.close()
-    until(0)
-    assert cancelled() == before + 1
 
 
 def test_a_stream_is_resumed_with_the_rest_of_it(shared_server: Server) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.core.ledger.causes import KINDS
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import ask, mixed_requests
+from tests.e2e.asking import ask, requests_with_everything
 from tests.e2e.serving import Forked, Server, serving
 
 Ledger = dict[str, dict[str, float]]
@@ -64,7 +64,7 @@ def check(earlier: Reading, later: Reading) -> None:
 def cancel_some(server: Server) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
         stub = GenerationServiceStub(channel)
-        for request in mixed_requests(6, seed=5):
+        for request in requests_with_everything(6, seed=5):
             request.stop.max_tokens, request.stop.ignore_eos = 400, True
             call = stub.Generate(request)
             next(call)
@@ -76,10 +76,10 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     with serving(2, "--layers", "4,4", "--trace", str(trace), by=Forked) as server:
         readings = [read(server)]
-        assert ask(server.grpc, mixed_requests(12, seed=1), at_once=6)
+        assert ask(server.grpc, requests_with_everything(12, seed=1), at_once=6)
         readings.append(read(server))
         loads = [
-            threading.Thread(target=ask, args=(server.grpc, mixed_requests(24, seed=2), 12)),
+            threading.Thread(target=ask, args=(server.grpc, requests_with_everything(24, seed=2), 12)),
             threading.Thread(target=cancel_some, args=(server,)),
         ]
         for load in loads:

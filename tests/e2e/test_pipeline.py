@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import time
-import urllib.request
+import http.client
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask_all, ask_one, requests_with_everything
-from tests.e2e.serving import Server
+from tests.e2e.serving import Server, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_streams_sentences(stub: GenerationServiceStub) -> None:
     request = pb.GenerateRequest(text="Once upon a time")
     request.sampling.temperature = 0.0
     request.stop.max_tokens = 40
-    answer = ask_one(stub, request)
+    (answer,) = ask_one(stub, request)
     words = answer.text.split()
     assert len(words) > 15
     assert sum(word.strip('.,"!?').isalpha() for word in words) / len(words) > 0.9, answer.text
@@ -51,29 +51,37 @@ def test_all_parameters_mixed_equal_each_request_alone(shared_server: Server) ->
     assert any(len({a.token_ids for a in answers}) > 1 for answers in several), "n sequences never differ"
 
 
-def await_gauge(server: Server, name: str, *, is_zero: bool) -> None:
-    """Until a metric of the only replica is zero, or is not."""
-    until_s = time.monotonic() + 20
-    while True:
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:
-            found = re.search(rf'^ppserve_{name}{{replica="0"}} (\S+)$', page.read().decode(), re.MULTILINE)
-        assert found is not None
-        if (float(found[1]) == 0) is is_zero:
-            return
-        assert time.monotonic() < until_s, f"{name} is {found[1]}"
-        time.sleep(0.02)
+@pytest.mark.parametrize("door", ["grpc", "http", "http stream"])
+def test_a_caller_who_hangs_up_cancels_its_request_which_frees_its_blocks(
+    shared_server: Server, stub: GenerationServiceStub, door: str
+) -> None:
+    """It has so many tokens before it that it would not end by itself before the server hears of it."""
 
+    def wait_for(**gauges: float) -> None:
+        def are_so() -> bool:
+            return all(shared_server.metric(f"ppserve_{name}") == value for name, value in gauges.items())
 
-def test_a_cancelled_call_frees_its_blocks(shared_server: Server, stub: GenerationServiceStub) -> None:
-    request = pb.GenerateRequest(text="Once upon a time")
-    request.stop.max_tokens = 900
-    request.stop.ignore_eos = True
-    call = stub.Generate(request)
-    next(iter(call))
-    await_gauge(shared_server, "kv_usage_ratio", is_zero=False)
-    call.cancel()
-    for name in ("kv_usage_ratio", "requests_running", "microbatches_in_flight"):
-        await_gauge(shared_server, name, is_zero=True)
+        wait_until(are_so, lambda: str(gauges))
+
+    def count_cancelled() -> float:
+        return shared_server.metric("ppserve_requests_total", reason="CANCELLED")
+
+    wait_for(requests_running=0)
+    before = count_cancelled()
+    asked: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+    connection = http.client.HTTPConnection(shared_server.http, timeout=20)
+    if door == "grpc":
+        request = pb.GenerateRequest(text="Once", sampling=pb.SamplingParams(n=8), stop=pb.StopConditions(**asked))
+        hang_up = stub.Generate(request).cancel
+    else:
+        asked |= {"prompt": "Once", "n": 8, "stream": door == "http stream"}
+        connection.request("POST", "/v1/completions", json.dumps(asked))
+        hang_up = connection.close
+    wait_for(requests_running=8)
+    assert shared_server.metric("ppserve_kv_usage_ratio") > 0
+    hang_up()
+    wait_for(requests_running=0, kv_usage_ratio=0, microbatches_in_flight=0)
+    assert count_cancelled() == before + 1
 
 
 def test_a_bad_field_is_named_and_others_are_served(stub: GenerationServiceStub) -> None:
@@ -81,7 +89,7 @@ def test_a_bad_field_is_named_and_others_are_served(stub: GenerationServiceStub)
     good.stop.max_tokens = 30
     good.sampling.seed = 3
     good.output.token_ids = True
-    undisturbed = ask_one(stub, good)
+    (undisturbed,) = ask_one(stub, good)
     running = stub.Generate(good)
     with pytest.raises(grpc.RpcError) as error:
         list(stub.Generate(pb.GenerateRequest(text="The lamp", sampling=pb.SamplingParams(top_p=2.0))))

@@ -12,7 +12,6 @@ import psutil
 
 from tests.certificates import make_certificates, needs_openssl
 from tests.e2e.serving import plain_shell, serving
-from tests.e2e.test_losing_stages import wait_for_line
 
 # Runs a command in a terminal of its own, which is closed when this process ends.
 _TERMINAL = """
@@ -43,12 +42,12 @@ def test_a_certificate_that_was_replaced_is_shown_after_a_sighup_to_the_launcher
         make_certificates(tmp_path)
         shown.append(ssl.get_server_certificate((host, int(port))))
         os.kill(launcher.pid, signal.SIGHUP)
-        wait_for_line(server, "certificates read again")
+        server.wait_for_line("certificates read again")
         shown.append(ssl.get_server_certificate((host, int(port))))
         os.kill(launcher.pid, signal.SIGUSR1)
-        wait_for_line(server, "trace written to")
+        server.wait_for_line("trace written to")
         os.killpg(server.head_pid(), signal.SIGHUP)  # torchrun's way, which meets the stage as well
-        wait_for_line(server, "certificates read again(.|\n)*certificates read again")
+        server.wait_for_line("certificates read again(.|\n)*certificates read again")
         assert server.stage_pid(0) == stage, "a stage died of a signal that is for the head"
         server.process.kill()
         server.wait_gone()

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import Answer, ask, await_tokens
-from tests.e2e.serving import Forked, Server, serving
-from tests.e2e.test_losing_stages import TINY, long_requests, wait_for_line
+from tests.e2e.serving import Forked, Server, serving, wait_until
+from tests.e2e.test_losing_stages import TINY, asking, long_requests
+
+pytestmark = pytest.mark.timeout(240)
 
 # So long that they are under way when a stage is killed, however slowly this process reads.
 REQUESTS = long_requests(16, max_tokens=300)
@@ -46,23 +46,11 @@ def undisturbed(server: Server) -> list[Answer]:
     return answers
 
 
-def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
-    answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.extend(ask(server.grpc, REQUESTS, at_once=16)))
-    thread.start()
-    with grpc.insecure_channel(server.grpc) as channel:
-        # Not before the streams are well under way: the witness has had many tokens by then.
-        await_tokens(GenerationServiceStub(channel).Generate(long_requests(1)[0]))
-    return thread, answers
-
-
-@pytest.mark.timeout(240)
 def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(
     server: Server, undisturbed: list[Answer]
 ) -> None:
-    thread, answers = asking(server)
-    os.kill(server.stage_pid(0), signal.SIGKILL)
-    thread.join()
+    with asking(server, REQUESTS) as answers:
+        os.kill(server.stage_pid(0), signal.SIGKILL)
     assert answers == undisturbed
     assert "sequences go back to the queue" in server.log
     assert "replica 0 stage 0 died" in server.log
@@ -71,27 +59,24 @@ def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(
     # Waits until replica 0 has come back by itself, by restarting it again.
     subprocess.run([*restart, "0"], check=True)
     before = server.stage_pid(1)
-    thread, answers = asking(server)
-    subprocess.run([*restart, "1"], check=True)
-    thread.join()
+    with asking(server, REQUESTS) as answers:
+        subprocess.run([*restart, "1"], check=True)
     assert answers == undisturbed
     assert server.stage_pid(1) != before
     refused = subprocess.run([*restart, "2"], capture_output=True, text=True, check=False)
     assert (refused.returncode, "there is no replica 2" in refused.stderr) == (1, True)
-    topology = topology_of(server)
-    assert [replica.serves for replica in topology.replicas] == [True, True]
-    assert [stage.replica for stage in topology.stages] == [0, 1]
+    assert [stage.replica for stage in topology_of(server).stages] == [0, 1]
+    assert serves(server) == [True, True]
 
 
-@pytest.mark.timeout(240)
 def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server, undisturbed: list[Answer]) -> None:
-    """The one that does not compute the only stream is killed, three times."""
+    """The one that does not compute the only stream is killed, twice."""
     since = len(server.log)
-    for _ in range(3):
+    for _ in range(2):
         with grpc.insecure_channel(server.grpc) as channel:
             witness = GenerationServiceStub(channel).Generate(long_requests(1, max_tokens=900)[0])
             await_tokens(witness)
-            idle = idle_replica(server)
+            (idle,) = wait_until(lambda: idle_replicas(server), lambda: server.log)
             killed = server.stage_pid(idle)
             os.kill(killed, signal.SIGKILL)
             await_serving(server, [replica != idle for replica in (0, 1)])
@@ -100,23 +85,21 @@ def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server, u
         assert ask(server.grpc, REQUESTS[:1], at_once=1) == undisturbed[:1]
         await_serving(server, [True, True])
         assert server.stage_pid(idle) != killed
-    assert len(re.findall(r"replica \d stage 0 died", server.log[since:])) == 3
+    assert len(re.findall(r"replica \d stage 0 died", server.log[since:])) == 2
     assert "move to other replicas" not in server.log[since:], "it was idle"
     assert server.process.poll() is None
 
 
-@pytest.mark.timeout(240)
 def test_a_replica_that_comes_back_with_other_weights_is_refused_by_name(
     server: Server, model: Path, undisturbed: list[Answer]
 ) -> None:
     """The last test of this server: one of its replicas is gone."""
     train_on(model / "model.safetensors")
-    thread, answers = asking(server)
-    os.kill(server.stage_pid(1), signal.SIGKILL)
-    wait_for_line(server, "replica 1 has ended: replica 1 stage 0 came back with other weights in .*model")
-    thread.join()
+    with asking(server, REQUESTS) as answers:
+        os.kill(server.stage_pid(1), signal.SIGKILL)
+        server.wait_for_line("replica 1 has ended: replica 1 stage 0 came back with other weights in .*model")
     assert answers == undisturbed
-    assert [replica.serves for replica in topology_of(server).replicas] == [True, False]
+    assert serves(server) == [True, False]
 
 
 def train_on(weights: Path) -> None:
@@ -132,17 +115,13 @@ def topology_of(server: Server) -> pb.GetTopologyResponse:
         return GenerationServiceStub(channel).GetTopology(pb.GetTopologyRequest())
 
 
-def idle_replica(server: Server) -> int:
-    """The number of the one replica that computes nothing, as soon as the other alone computes something."""
-    until_s = time.monotonic() + 60
-    while len(idle := [replica.replica for replica in topology_of(server).replicas if not replica.running]) != 1:
-        assert time.monotonic() < until_s, server.log
-        time.sleep(0.01)
-    return int(idle[0])
+def serves(server: Server) -> list[bool]:
+    return [replica.serves for replica in topology_of(server).replicas]
 
 
-def await_serving(server: Server, serves: list[bool]) -> None:
-    until_s = time.monotonic() + 60
-    while [replica.serves for replica in topology_of(server).replicas] != serves:
-        assert time.monotonic() < until_s, server.log
-        time.sleep(0.01)
+def await_serving(server: Server, expected: list[bool]) -> None:
+    wait_until(lambda: serves(server) == expected, lambda: server.log)
+
+
+def idle_replicas(server: Server) -> list[int]:
+    return [replica.replica for replica in topology_of(server).replicas if not replica.running]

@@ -30,40 +30,27 @@ _NO_PORT = 0
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
-class AloneRendezvous:
+def _make_rendezvous(parameters: Any) -> Any:
     """A torch `RendezvousHandler` for one agent. Its store is memory of this process.
 
     torchrun's `--standalone` would open a store to the network, on all interfaces, that anyone may read and write.
     """
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    use_agent_store = False
+    class LocalRendezvous(StaticTCPRendezvous):
+        def get_backend(self) -> str:
+            return "ppserve"
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        @property
+        def use_agent_store(self) -> bool:
+            return False
 
-    def get_backend(self) -> str:
-        return "ppserve"
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", _NO_PORT))
 
-    def next_rendezvous(self) -> Any:
-        from torch.distributed import HashStore
-        from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
-
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", _NO_PORT))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """No other agent could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    return LocalRendezvous("127.0.0.1", _NO_PORT, 0, 1, parameters.run_id, 0)
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
@@ -85,8 +72,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     logging.disable(logging.CRITICAL)
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
     _hand_on_signals()
-    make: Any = lambda parameters: AloneRendezvous(parameters.run_id)  # noqa: E731
-    rendezvous_handler_registry.register("ppserve", make)
+    rendezvous_handler_registry.register("ppserve", _make_rendezvous)
     launcher = [
         *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "ppserve"),

@@ -20,8 +20,8 @@ from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription
-from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.control import SocketControlPlane
+from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
 from ppserve.head.handle import EngineHandle, describe_model
 from ppserve.head.observe.banner import banner

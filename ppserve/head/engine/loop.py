@@ -19,16 +19,19 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ppserve import wire
+from ppserve.config import ServeConfig
 from ppserve.core.request import FinishReason
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed, StagesLost, Violation
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import FatalError, Formed
+from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observers
-from ppserve.head.engine.placement import difference
+from ppserve.head.engine.placement import Placement, difference
 from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
 from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams
-from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
+from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, this_machine
 
 log = logging.getLogger("ppserve.engine")
 
@@ -37,6 +40,25 @@ T = TypeVar("T")
 _TICK_S = 0.1
 _GOODBYE_S = 5.0
 _ANSWER_WITHIN_S = 5.0
+
+
+def build_engine(
+    config: ServeConfig,
+    world_size: int,
+    control: ControlPlane,
+    hand_over: HandOver,
+    observers: Observers = (),
+    in_process: bool = False,
+) -> Engine:
+    """An engine of as many replicas as the configuration says. Its thread is not started.
+
+    in_process: stages are threads of this process.
+    """
+    grid = config.pipeline.grid(world_size)
+    machine, rules, request_queue = this_machine(), Placement(config, in_process), RequestQueue()
+    pipelines = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
+    replicas = [Replica(members, control, observers, time.monotonic_ns, request_queue) for members in pipelines]
+    return Engine(replicas, control, observers, hand_over)
 
 
 class Engine(threading.Thread):

@@ -193,17 +193,22 @@ class Members:
         # Before the first epoch a rank may take any time to download; its keeper says if it dies.
         patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
         for member in self.all:
-            silent_ns = now_ns - self._heard_ns[member.rank]
             if member.state is StageState.ABSENT:
                 if self.epoch and now_ns - member.since_ns > patience_ns:
                     return [FatalError(f"{self.grid.name(member.rank)} did not come back in time", usage=False)]
-            elif silent_ns > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
-                self._control.drop(member.rank, "frozen")
-            elif member.due_ns and now_ns > member.due_ns:
-                self._control.drop(member.rank, "late" if member.state is StageState.FORMING else "stuck")
-            elif member.state is StageState.READY and silent_ns > _SILENT_NS:
+            elif cause := self._overdue(member, now_ns):
+                self._control.drop(member.rank, cause)
+            elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > _SILENT_NS:
                 events += self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns)
         return [*events, *self._form_if_complete(now_ns)]
+
+    def _overdue(self, member: Member, now_ns: int) -> str | None:
+        """Why a connected rank must be cut off, in one word; None if it need not be."""
+        if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
+            return "frozen"
+        if member.due_ns and now_ns > member.due_ns:
+            return "late" if member.state is StageState.FORMING else "stuck"
+        return None
 
     def head_paused(self, now_ns: int) -> bool:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""

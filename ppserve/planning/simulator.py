@@ -22,8 +22,7 @@ from ppserve.core.cost_model import Coefficients, PipelineCosts, StepSize
 from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.causes import CAUSES
-from ppserve.core.ledger.overheads import OverheadTimes
-from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.steps import OverheadTimes, Steps
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager

@@ -11,7 +11,7 @@ import pytest
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.cost_model import Coefficients, StepSize
-from ppserve.core.ledger.overheads import OverheadTimes
+from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.simulator import CostSheet, read_costs
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.cost_model import Coefficients
-from ppserve.core.ledger.overheads import OverheadTimes
+from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.planning.shapes import round_seconds
 from ppserve.planning.simulator import Outcome, Simulator, render_outcome

@@ -84,11 +84,12 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A span whose kind is final. step_id: the step computed or waited for; None for a wait without a step."""
+    """A span whose kind is final."""
 
     stage: int
     span: Span
     step_id: int | None
+    """The step computed or waited for; None for a wait without a step."""
 
 
 def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
@@ -97,28 +98,25 @@ def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
 
 
 class _Unsettled:
-    """A step until it is settled at every stage.
-
-    trigger: the step that had returned last when this one was sent. visits: of each stage, None until settled.
-    """
+    """A step until it is settled at every stage."""
 
     def __init__(self, step: Step, trigger: _Unsettled | None, num_stages: int) -> None:
         self.step = step
-        self.trigger = trigger
-        self.visits: list[StageVisit | None] = [None] * num_stages
+        self.trigger = trigger  # the step that had returned last when this one was sent
+        self.visits: list[StageVisit | None] = [None] * num_stages  # of each stage, None until settled
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The server's state changed at `at`. demand: it has work. live: all stages are there.
-
-    last: the step that had returned last before the change.
-    """
+    """The server's state changed at `at`."""
 
     at: int
     demand: bool
+    """It has work."""
     live: bool
+    """All stages are there."""
     last: _Unsettled | None
+    """The step that had returned last before the change."""
 
 
 class _Timeline:
@@ -135,12 +133,10 @@ class _Timeline:
 
 
 class TimeAccount:
-    """Busy, bubble and idle time of every stage. The replica calls it; it reads stamps from the book of steps.
-
-    observer: called with every span when it is settled, in order of time for each stage.
-    """
+    """Busy, bubble and idle time of every stage. The replica calls it; it reads stamps from the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
+        """observer: called with every span when it is settled, in order of time for each stage."""
         self.steps = steps
         self.num_stages = steps.num_stages
         self._observer = observer

@@ -17,6 +17,7 @@ _REMEDIES = {
     FILL_DRAIN: "fewer sequences are ready than there are stages; more concurrent requests would fill them",
     TRANSFER: "stages wait for hidden states to arrive; stages on one host (--transport shm) or fewer of them"
     " would help",
+    TOKEN_RETURN: "stages wait for tokens on their way back; larger steps (more concurrent requests) would help",
     HOST: "stages wait for the head or for their inputs; a free core for the head, or fewer and larger steps"
     " (more concurrent requests) would help",
     GATHER: "tensor ranks wait for each other; a core of its own for each, or stages in place of tensor ranks,"
@@ -37,16 +38,13 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
     share = lost_ns[cause] / demand_ns
     if share < _WORTHWHILE_SHARE:
         return ""
-    if cause == IMBALANCE:
-        remedy = _rebalance(stages, layouts)
-    elif cause == TOKEN_RETURN:
-        remedy = _hide_return(len(stages), microbatches)
-    else:
-        remedy = _REMEDIES[cause]
+    remedy = _rebalance(stages, layouts) if cause == IMBALANCE else _REMEDIES[cause]
+    if cause == TOKEN_RETURN and microbatches <= len(stages):
+        remedy = f"stages wait for tokens on their way back; --microbatches {len(stages) + 1} would hide it"
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> PartCosts:
+def _measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> PartCosts:
     """Useful time of a layer and of the LM head, which takes two stages to tell apart.
 
     The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
@@ -62,15 +60,9 @@ def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...])
     slowest = max(range(len(busy)), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
-    parts = measured_parts(stages, layouts)
+    parts = _measured_parts(stages, layouts)
     better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:
         return f"{finding}; no other split would be better"
     return f"{finding}; --layers {better} predicts {then:.0%} instead of {now:.0%}"
-
-
-def _hide_return(num_stages: int, microbatches: int) -> str:
-    if microbatches <= num_stages:
-        return f"stages wait for tokens on their way back; --microbatches {num_stages + 1} would hide it"
-    return "stages wait for tokens on their way back; larger steps (more concurrent requests) would hide it"

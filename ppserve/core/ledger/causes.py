@@ -71,15 +71,14 @@ def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class UpstreamWait:
-    """A wait until the stage before has computed a step. The three parts follow each other in time.
-
-    shared: the stage before waited too. inherited: it computed; this part is as long as it had waited before this
-    wait began, and has the same causes. excess: it computed for longer than that.
-    """
+    """A wait until the stage before has computed a step. The three parts follow each other in time."""
 
     shared: tuple[Span, ...]
+    """The stage before waited too."""
     inherited: tuple[Span, ...]
+    """It computed; this part is as long as it had waited before this wait began, and has the same causes."""
     excess: tuple[Span, ...]
+    """It computed for longer than that."""
 
 
 def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> UpstreamWait:

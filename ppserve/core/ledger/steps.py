@@ -1,5 +1,7 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
+What steps take beside computing is measured from their stamps (`Overheads`).
+
 The replica alone writes into it. A step is *in flight* until the last stage has reported it, because only then are
 its tokens known. It stays in the book until every stage has reported it.
 
@@ -8,8 +10,10 @@ All times are nanoseconds on the head's monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
+from statistics import fmean
 
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
@@ -17,42 +21,36 @@ STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
 _DEADLINE_FACTOR = 5
 """How much longer a step may take than its rows at the highest cost of a row that was seen."""
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The hidden states of one step between two stages. sender: the stage that computed them.
-
-    sending_ns: how long the sender was occupied with handing them on. waited_ns: from computed, or from the
-    receiver being ready for them if that was later, to received (the ledger's `transfer` on the receiver; what
-    the sender itself loses is sending_ns). latency_ns: from sent to received; None where the receiver was not
-    waiting, because then the time of arrival is not known.
-    """
+    """The hidden states of one step between two stages."""
 
     sender: int
+    """The stage that computed them."""
     num_bytes: int
     sending_ns: int
+    """How long the sender was occupied with handing them on."""
     waited_ns: int
+    """From computed, or from the receiver being ready if later, to received: the receiver's `transfer`."""
     latency_ns: int | None
+    """From sent to received; None where the receiver was not waiting, so that the time of arrival is not known."""
 
 
 class Step:
-    """A step from its dispatch until every stage has reported it. Only `Steps` writes to it.
-
-    woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
-    fills_pipeline: with this step, at least as many steps were in flight as there are stages. fills_slots: at
-    least as many as there are slots. returned_ns: when the head had the last stage's result.
-    """
+    """A step from its dispatch until every stage has reported it. Only `Steps` writes to it."""
 
     def __init__(
         self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int, fills_pipeline: bool, fills_slots: bool
     ) -> None:
         self.plan = plan
-        self.woken_ns = woken_ns
-        self.sent_ns = sent_ns
-        self.fills_pipeline = fills_pipeline
-        self.fills_slots = fills_slots
-        self.returned_ns: int | None = None
+        self.woken_ns = woken_ns  # when the engine's turn that made it began
+        self.sent_ns = sent_ns  # when its plan had been sent to all stages
+        self.fills_pipeline = fills_pipeline  # with it at least as many were in flight as there are stages
+        self.fills_slots = fills_slots  # at least as many as there are slots
+        self.returned_ns: int | None = None  # when the head had the last stage's result
         self._results: list[StepResult | None] = [None] * num_stages
 
     @property
@@ -164,3 +162,64 @@ def _transfer(sent: StepResult, received: StepResult) -> Transfer:
         waited_ns=max(0, into.received - max(out.ended, into.awaited)),
         latency_ns=into.received - out.sent if into.awaited <= out.sent else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadTimes:
+    """What a step takes beside computing, in seconds; zero where nothing was measured."""
+
+    head_s: float = 0.0
+    """From the head's waking up to the plan being sent; what it does then (text, accounts) is in none of these."""
+    control_s: float = 0.0
+    """From there to stage 0 having read it."""
+    prepare_s: float = 0.0
+    """From a stage being free and having the plan to its being ready for hidden states."""
+    sending_s: float = 0.0
+    """The sender is occupied with handing them on."""
+    transfer_s: float = 0.0
+    """From sent to received, where the receiver was waiting."""
+    return_s: float = 0.0
+    """From the end of the last stage's computation to the head having the result."""
+
+
+class Overheads:
+    """Means of overheads over the last 256 steps without the longest 2%. The replica says when a step has stamps.
+
+    Means, because throughput depends on them. The longest are left out because one pause of a second, which has
+    nothing to do with steps, would outweigh hundreds of them.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._last_stage = steps.num_stages - 1
+        self._last_sent_ns: int | None = None
+        self._free_ns = [0] * steps.num_stages
+        self._ns = {field.name: deque[int](maxlen=_REMEMBERED) for field in fields(OverheadTimes)}
+
+    def dispatched(self, step: Step) -> None:
+        self._ns["head_s"].append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
+        self._last_sent_ns = step.sent_ns
+
+    def reported(self, step: Step, stage: int) -> None:
+        stamps = step.stamps(stage)
+        assert stamps is not None
+        self._ns["prepare_s"].append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
+        self._free_ns[stage] = stamps.sent
+        if stage == 0:
+            self._ns["control_s"].append(stamps.planned - step.sent_ns)
+        if stage == self._last_stage and step.returned_ns is not None:
+            self._ns["return_s"].append(step.returned_ns - stamps.ended)
+        for transfer in step.transfers(stage):
+            self._ns["sending_s"].append(transfer.sending_ns)
+            if transfer.latency_ns is not None:
+                self._ns["transfer_s"].append(transfer.latency_ns)
+
+    @property
+    def times(self) -> OverheadTimes:
+        return OverheadTimes(**{name: _trimmed_mean_s(times_ns) for name, times_ns in self._ns.items()})
+
+
+def _trimmed_mean_s(times_ns: Collection[int]) -> float:
+    if not times_ns:
+        return 0.0
+    shortest = sorted(times_ns)[: len(times_ns) - len(times_ns) // 50]
+    return max(0.0, fmean(shortest) / 1e9)

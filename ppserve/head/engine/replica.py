@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from ppserve import wire
 from ppserve.core.cost_model import Coefficients, PipelineCosts
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
-from ppserve.core.ledger.overheads import Overheads, OverheadTimes
-from ppserve.core.ledger.steps import Step, Steps
+from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.sampling_state import NO_UPDATE, SamplingEncoder

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ppserve.core.ledger.account import Settled, StageTimes, in_head_clock
+from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.plan import StepResult, StepStamps
 from tests.core.artificial import ArtificialPipeline, account_of, plan, report, send
@@ -38,12 +38,6 @@ def test_fill_drain_of_m_microbatches(num_stages, num_microbatches):
             assert times.wall_ns == wall
             assert times.bubble_ns["fill_drain"] * (num_microbatches + num_stages - 1) == wall * (num_stages - 1)
         assert set(bubbles(times)) == {"fill_drain"}
-
-
-def test_one_sequence_is_fill_drain():
-    for times in account_for(ArtificialPipeline((S, S), slots=1), 20):
-        assert bubbles(times) == {"fill_drain": 20 * S}
-        assert times.busy_ns == {"prefill": 0, "decode": 20 * S, "mixed": 0}
 
 
 def steady(pipeline: ArtificialPipeline, num_steps: int = 40) -> list[dict[str, int]]:
@@ -242,7 +236,3 @@ def test_stamps_that_contradict_each_other_still_sum_to_the_wall():
     account.demand_ended(400)
     assert {t.wall_ns for t in account.snapshot(400)} == {400}
     assert {t.wall_ns for t in account.settled()} == {400}
-
-
-def test_stamps_move_into_the_heads_clock():
-    assert in_head_clock(StepStamps(10, 11, 12, 13, 14, 15), 10) == StepStamps(0, 1, 2, 3, 4, 5)

@@ -1,12 +1,19 @@
-"""The book of steps: which are in flight, which stages owe results, what was transferred."""
+"""The book of steps: which are in flight, which stages owe results, what was transferred, what else takes time."""
 
 from __future__ import annotations
 
-from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
-from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import plan
+from dataclasses import asdict, replace
+
+import pytest
+
+from ppserve.core.ledger.account import in_head_clock
+from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Overheads, OverheadTimes, Steps, Transfer
+from ppserve.core.ledger.tensor_ranks import TensorRanks
+from ppserve.core.plan import Drawn, StepResult, StepStamps
+from tests.core.artificial import ArtificialPipeline, plan
 
 S = 1_000_000_000
+MS = 1_000_000
 
 
 def result(
@@ -77,3 +84,92 @@ def test_the_first_stage_that_owes_the_oldest_step_is_stuck_once_nothing_has_mov
     assert steps.stuck(35 * S) is None
     steps.lost()
     assert steps.stuck(10**18) is None
+
+
+# ---- what a step takes beside computing -----------------------------------------------------------------
+
+
+def report(steps: Steps, overheads: Overheads, result: StepResult, at: int) -> None:
+    step = steps.reported(result, at)
+    assert step is not None
+    overheads.reported(step, result.stage)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_every_overhead_is_found(num_stages: int) -> None:
+    pipeline = ArtificialPipeline(
+        (20 * MS,) * num_stages, 1,
+        transfer_ns=1 * MS, sending_ns=2 * MS, token_return_ns=4 * MS, schedule_ns=5 * MS,
+    )  # fmt: skip
+    steps = Steps(num_stages)
+    overheads = Overheads(steps)
+    assert overheads.times == OverheadTimes(), "nothing was seen"
+    for at, _, what, k, i in pipeline.run(20).events():
+        if what == "dispatched":
+            overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_slots=1))
+        else:
+            report(steps, overheads, StepResult(1, k, i, pipeline.stamps[i, k]), at)
+    expected = OverheadTimes(head_s=0.005, sending_s=0.002, transfer_s=0.001, return_s=0.004)
+    assert asdict(overheads.times) == pytest.approx(asdict(expected))
+
+
+def test_preparing_and_the_way_to_a_stage() -> None:
+    steps = Steps(1)
+    overheads = Overheads(steps)
+    for k in range(100):
+        at = 100 * MS * k
+        overheads.dispatched(steps.sent(plan(k), at, at, num_slots=1))
+        stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
+        if k == 50:  # a pause, which says nothing about steps
+            stamps = in_head_clock(stamps, -(10**12))
+        report(steps, overheads, StepResult(1, k, 0, stamps), at + 9 * MS)
+    assert overheads.times.control_s == pytest.approx(0.001)
+    assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
+
+
+# ---- the results of a stage's tensor ranks as one: computing and waiting are the whole step -----------------
+
+
+def rank_result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn, ...] = ()) -> StepResult:
+    stamps = StepStamps(begun - 3, begun - 2, begun - 1, begun, ended, ended + 1)
+    return StepResult(1, 7, place, stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered)
+
+
+def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
+    ranks = TensorRanks(2, 3)
+    assert ranks.add_result(rank_result(4, 100, 200, 20)) is None
+    assert ranks.owing(7, 1) == (0, 2)
+    assert ranks.add_result(rank_result(3, 90, 210, 30, (Drawn(1, 5),))) is None
+    assert ranks.owing(7, 1) == (2,)
+    stage = ranks.add_result(rank_result(5, 110, 190, 0))
+    assert stage is not None
+    assert (stage.stage, stage.drawn, stage.bytes_sent) == (1, (Drawn(1, 5),), 30)
+    assert (stage.stamps.begun, stage.stamps.ended, stage.stamps.planned) == (90, 210, 87)
+    # Each rank computed 90, 80 and 80 of the stage's 120.
+    assert ranks.gathered_ns == [[0, 0, 0], [30, 40, 40]]
+    assert (stage.gathered_ns, stage.computed_ns) == (36, 84)
+
+
+def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
+    """The second rank begins its next step at 160, while the first computes until 200."""
+    ranks, stages = TensorRanks(1, 2), []
+    steps = (1, (100, 200), (100, 150)), (2, (210, 300), (160, 300)), (3, (300, 400), (300, 360))
+    for step_id, first, second in steps:
+        for place, (begun, ended) in enumerate((first, second)):
+            stage = ranks.add_result(replace(rank_result(place, begun, ended, 0), step_id=step_id))
+        assert stage is not None
+        stages.append(stage)
+    assert [(stage.stamps.begun, stage.stamps.ended) for stage in stages] == [(100, 200), (200, 300), (300, 400)]
+    # Of the 300 from 100 to 400 the first rank computed 290, the second 250: 50, 140 and 60.
+    assert ranks.gathered_ns == [[10, 50]]
+    # The second step's 100 hold 115 of computing on average: the third has waited 15 less than its own 20.
+    assert [stage.gathered_ns for stage in stages] == [25, 0, 5]
+
+
+def test_what_a_lost_epoch_left_is_forgotten() -> None:
+    ranks = TensorRanks(1, 2)
+    assert TensorRanks(2, 1).add_result(one := rank_result(1, 100, 200, 0)) is one, "one rank is its stage"
+    assert ranks.add_result(rank_result(0, 100, 200, 0)) is None
+    ranks.lost()
+    assert ranks.add_result(rank_result(1, 100, 200, 0)) is None
+    assert ranks.add_result(rank_result(0, 100, 200, 0)) is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from ppserve.core.ledger.steps import Steps
@@ -16,7 +18,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
-from ppserve.core.scheduling.speculation import Drafter, PromptLookup
+from ppserve.core.scheduling.speculation import Drafter, DraftToken, PromptLookup
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
@@ -123,6 +125,15 @@ class SchedulerRig:
                 assert not self.has_work, "work, but nothing to do"
             check_scheduler(self.scheduler)
 
+    def turn(self) -> list[SequenceEvent]:
+        """Fill the pipeline, and get one step back."""
+        fill(self)
+        return self.commit_one()
+
+    def finish(self) -> None:
+        self.drain()
+        self.check_answers()
+
     def check_answers(self) -> None:
         """Every sequence had exactly one terminal event, and the tokens that it has when it runs alone."""
         for request in self.requests.values():
@@ -166,6 +177,22 @@ def _filled(sent: StepPlan, drawn: tuple[Drawn, ...]) -> StepPlan:
             draw = replace(draw, output_ids=(*draw.output_ids, *piece.token_ids))
         slices.append(replace(piece, draw=draw))
     return replace(sent, slices=tuple(slices))
+
+
+class Oracle:
+    """Draft tokens from the undisturbed run: each is right as often as `rate` says."""
+
+    def __init__(self, sequence: Sequence, rate: float, probability: float | None = None) -> None:
+        self._first = len(sequence.request.prompt_ids)
+        self._answer = expected_answer(sequence.request, sequence.index).token_ids
+        self._rng = random.Random(sequence.index)
+        self._rate, self._probability = rate, rate if probability is None else probability
+
+    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
+        place = len(token_ids) + len(draft_ids) - self._first
+        right = self._answer[place] if place < len(self._answer) else EOS_ID
+        token_id = right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE
+        return DraftToken(token_id, self._probability)
 
 
 def a_rig(num_stages: int = 2, num_blocks: int = 400, **config: object) -> SchedulerRig:

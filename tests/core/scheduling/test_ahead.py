@@ -9,8 +9,7 @@ import pytest
 
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
-from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
-from tests.core.scheduling.test_scheduler_walk import Oracle
+from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
 
@@ -35,19 +34,9 @@ def test_the_next_step_is_sent_before_its_token_is_drawn() -> None:
         assert ids(ahead) == [(DRAWN,)]
     rig.commit_one()
     assert fill(rig) == [], "the last token is drawn by the step in flight"
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     assert [len(plan.slices) for plan in rig.pipeline.plans] == [1] * 4
     assert set(rig.scheduler.num_draft_tokens.values()) == {0}, "it is no draft token"
-
-
-def test_what_draws_from_the_history_has_the_token_in_it() -> None:
-    rig = a_rig_ahead()
-    rig.submit(a_request("a", max_tokens=20, sampling=SamplingParams(seed=3, presence_penalty=0.5)))
-    rig.submit(a_request("b", max_tokens=20, num_sequences=2, sampling=SamplingParams(seed=4)))
-    rig.drain()
-    rig.check_answers()
-    assert rig.num_ahead > 10
 
 
 def ends_early() -> tuple[Any, int]:
@@ -65,8 +54,7 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_slot() -> None
     request, num_tokens = ends_early()
     rig.submit(request)
     for _ in range(num_tokens):
-        fill(rig)
-        events = rig.commit_one()
+        events = rig.turn()
     assert events[-1].finish is FinishReason.EOS
     cancelled_steps = rig.scheduler.slots.take_cancelled()
     assert len(cancelled_steps) == 1
@@ -76,8 +64,7 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_slot() -> None
     assert prompt.phase == "prefill", "it need not wait for the step that nobody needs"
     rig.pipeline.skipped |= set(cancelled_steps)
     assert rig.commit_one() == []
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
 
 
 def test_others_go_on_in_a_step_in_which_one_has_ended() -> None:
@@ -86,11 +73,9 @@ def test_others_go_on_in_a_step_in_which_one_has_ended() -> None:
     rig.submit(request)
     rig.submit(a_request("other", max_tokens=30))
     for _ in range(num_tokens):
-        fill(rig)
-        rig.commit_one()
+        rig.turn()
     assert rig.scheduler.slots.take_cancelled() == ()
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     assert rig.scheduler.kv_usage == 0
 
 
@@ -99,8 +84,7 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
     rig = a_rig_ahead()
     rig.skips = lambda: hears_in_time
     rig.submit(a_request("stream", max_tokens=30))
-    fill(rig)
-    rig.commit_one()
+    rig.turn()
     (ahead,) = fill(rig)
     rig.submit(a_request("new_client", max_tokens=2))
     assert fill(rig) == [], "the step in flight is computed"
@@ -109,8 +93,7 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
     (both,) = fill(rig)
     assert both.phase == "mixed"
     assert DRAWN not in both.slices[0].token_ids
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
 
 
 def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
@@ -124,18 +107,7 @@ def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
 
     rig.submit(a_request("long", num_prompt=900, max_tokens=4))
     assert len(fill(rig)) == 1, "the next chunk of the prompt"
-    rig.drain()
-
-    rig.submit(a_request("b", max_tokens=2, caller="b"))
-    rig.submit(a_request("c", max_tokens=30, caller="c"))
-    fill(rig)
-    rig.submit(a_request("d", max_tokens=2, caller="c"))
-    rig.commit_one()
-    rig.commit_one()
-    assert fill(rig)
-    assert not rig.scheduler.request_queue.num_waiting
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
 
 
 def test_nothing_is_sent_ahead_of_a_place_that_becomes_free() -> None:
@@ -148,8 +120,7 @@ def test_nothing_is_sent_ahead_of_a_place_that_becomes_free() -> None:
     assert fill(rig) == [], "a's last token is being drawn"
     rig.commit_one()
     assert fill(rig)[0].phase == "mixed"
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
 
 
 def test_a_step_with_draft_tokens_is_not_sent_ahead() -> None:
@@ -157,8 +128,7 @@ def test_a_step_with_draft_tokens_is_not_sent_ahead() -> None:
     rig.new_drafter = lambda sequence: Oracle(sequence, rate=1.0)
     rig.__post_init__()
     rig.submit(a_request("a", max_tokens=40))
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     assert rig.num_ahead == 0
     assert rig.scheduler.num_draft_tokens["accepted"] > 20
 
@@ -167,10 +137,8 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     """A stop string ends an answer when steps are in flight; one of them fills a block that was published."""
     rig = a_rig_ahead(block_size=1, prefix_cache=True)
     rig.submit(a_request("a", num_prompt=4, max_tokens=30))
-    fill(rig)
-    rig.commit_one()
-    fill(rig)
-    rig.commit_one()
+    rig.turn()
+    rig.turn()
     fill(rig)
     (sequence,) = rig.scheduler._running.values()
     assert sequence.num_published == len(sequence.token_ids)
@@ -178,26 +146,9 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     rig.ended_by_engine.add(("a", 0))
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     (of_b,) = [events for (name, _), events in rig.events.items() if name == "b"]
     assert of_b[0].cached_tokens == len(follows)
-
-
-def test_who_waits_is_admitted_while_steps_are_sent_ahead() -> None:
-    rig = a_rig_ahead(max_num_seqs=2)
-    rig.submit(a_request("ends", max_tokens=4))
-    rig.submit(a_request("continues", max_tokens=60))
-    for _ in range(3):
-        fill(rig)
-        rig.commit_one()
-    rig.submit(a_request("waits", max_tokens=3))
-    for _ in range(3):
-        fill(rig)
-        rig.commit_one()
-    assert rig.events["waits", 0], "a place was free, and the first token is there three steps later"
-    rig.drain()
-    rig.check_answers()
 
 
 def test_nothing_is_sent_ahead_while_a_suspect_is_computed_alone() -> None:
@@ -214,5 +165,4 @@ def test_nothing_is_sent_ahead_while_a_suspect_is_computed_alone() -> None:
         fill(rig)
         assert rig.num_ahead == num_ahead
         rig.commit_one()
-    rig.drain()
-    rig.check_answers()
+    rig.finish()

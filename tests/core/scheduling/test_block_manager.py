@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.sequence import block_digest
 from tests.core.scheduling.invariants import check_blocks
 
@@ -18,9 +18,21 @@ def chain(*blocks: tuple[int, ...]) -> list[bytes]:
     return digests
 
 
+def allocate(
+    blocks: BlockManager, sequence_id: int, num_blocks: int, digests: list[bytes], shared: BlockTable = ()
+) -> BlockTable:
+    """A table whose first blocks are full, and known by these digests."""
+    table = blocks.try_allocate(sequence_id, num_blocks, shared)
+    assert table is not None
+    for block, digest in zip(table, digests, strict=False):
+        blocks.publish(block, digest)
+    check_blocks(blocks)
+    return table
+
+
 def test_a_table_that_does_not_fit_takes_nothing() -> None:
     blocks = BlockManager(4, 16)
-    assert blocks.try_allocate(1, 3) is not None
+    allocate(blocks, 1, 3, [])
     assert blocks.try_allocate(2, 2) is None
     assert blocks.num_free == 1
     check_blocks(blocks)
@@ -29,21 +41,14 @@ def test_a_table_that_does_not_fit_takes_nothing() -> None:
 
 def test_a_released_prefix_is_found_again_and_shared() -> None:
     blocks = BlockManager(8, 2)
-    a, b = chain((1, 2), (3, 4))
-    table = blocks.try_allocate(1, 3)
-    assert table is not None
-    blocks.publish(table[0], a)
-    blocks.publish(table[1], b)
-    assert blocks.match([a, b]) == table[:2]
+    digests = chain((1, 2), (3, 4))
+    table = allocate(blocks, 1, 3, digests)
+    assert blocks.match(digests) == table[:2]
     blocks.release(1)
     assert (blocks.num_held, len(blocks._cached), blocks.num_free) == (0, 2, 8)
-    first = blocks.try_allocate(2, 3, blocks.match([a, b]))
-    second = blocks.try_allocate(3, 3, blocks.match([a, b]))
-    assert first is not None
-    assert second is not None
+    first, second = (allocate(blocks, i, 3, [], blocks.match(digests)) for i in (2, 3))
     assert first[:2] == second[:2] == table[:2]
     assert first[2] != second[2]
-    check_blocks(blocks)
     blocks.release(2)
     assert len(blocks._cached) == 0, "the other still holds it"
     blocks.release(3)
@@ -59,9 +64,7 @@ def test_a_digest_names_everything_before_it_too() -> None:
 def test_the_match_ends_at_the_first_unknown_block() -> None:
     blocks = BlockManager(8, 2)
     a, b, c = chain((1, 2), (3, 4), (5, 6))
-    table = blocks.try_allocate(1, 3)
-    assert table is not None
-    blocks.publish(table[0], a)
+    table = allocate(blocks, 1, 3, [a])
     blocks.publish(table[2], c)
     assert blocks.match([a, b, c]) == table[:1]
 
@@ -70,27 +73,18 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_b
     blocks = BlockManager(4, 2)
     old, new = chain((1, 2), (3, 4)), chain((5, 6), (7, 8))
     for sequence_id, digests in ((1, old), (2, new)):
-        table = blocks.try_allocate(sequence_id, 2)
-        assert table is not None
-        for block, digest in zip(table, digests, strict=True):
-            blocks.publish(block, digest)
+        allocate(blocks, sequence_id, 2, digests)
         blocks.release(sequence_id)
-    assert blocks.try_allocate(3, 1) is not None
-    assert len(blocks.match(old)) == 1
-    assert len(blocks.match(new)) == 2
-    assert blocks.try_allocate(4, 2) is not None
-    assert len(blocks.match(old)) == 0
-    assert len(blocks.match(new)) == 1
-    check_blocks(blocks)
+    allocate(blocks, 3, 1, [])
+    assert (len(blocks.match(old)), len(blocks.match(new))) == (1, 2)
+    allocate(blocks, 4, 2, [])
+    assert (len(blocks.match(old)), len(blocks.match(new))) == (0, 1)
 
 
 def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
     blocks = BlockManager(3, 2)
     digests = chain((1, 2), (3, 4))
-    table = blocks.try_allocate(1, 2)
-    assert table is not None
-    for block, digest in zip(table, digests, strict=True):
-        blocks.publish(block, digest)
+    allocate(blocks, 1, 2, digests)
     blocks.release(1)
     shared = blocks.match(digests)
     assert blocks.num_free == 3
@@ -102,11 +96,10 @@ def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
 
 def test_a_table_begins_with_blocks_that_another_fills_unless_its_own_are_shared() -> None:
     blocks = BlockManager(9, 2)
-    filled, alone, leader = (blocks.try_allocate(i, 2) for i in range(3))
-    assert filled is not None and alone is not None and leader is not None  # noqa: PT018
+    filled, alone, leader = (allocate(blocks, i, 2, []) for i in range(3))
     assert blocks.share_beginning(1, filled[:1]) == (filled[0], alone[1])
     assert blocks.num_held == 5
-    assert blocks.try_allocate(3, 2, leader[:1]) is not None
+    allocate(blocks, 3, 2, [], leader[:1])
     assert blocks.share_beginning(2, filled[:1]) == leader
     check_blocks(blocks)
 
@@ -115,9 +108,7 @@ def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
     blocks = BlockManager(4, 2)
     digests = chain((1, 2))
     for sequence_id in (1, 2):
-        table = blocks.try_allocate(sequence_id, 1)
-        assert table is not None
-        blocks.publish(table[0], digests[0])
+        allocate(blocks, sequence_id, 1, digests)
     blocks.release(1)
     blocks.forget_contents()
     assert blocks.match(digests) == ()
@@ -134,21 +125,17 @@ def test_sizes_must_be_positive() -> None:
 def test_a_random_walk_keeps_every_block_in_one_state(seed: int) -> None:
     rng = random.Random(seed)
     blocks = BlockManager(24, 2)
-    content: dict[int, list[tuple[int, ...]]] = {}
+    live: list[int] = []
     for sequence_id in range(400):
-        tokens = [(rng.randrange(2), rng.randrange(2)) for _ in range(rng.randrange(1, 7))]
-        digests = chain(*tokens)
+        digests = chain(*((rng.randrange(2), rng.randrange(2)) for _ in range(rng.randrange(1, 7))))
         shared = blocks.match(digests)
-        table = blocks.try_allocate(sequence_id, len(tokens), shared)
-        if table is not None:
-            content[sequence_id] = tokens
-            for block, digest in zip(table, digests, strict=True):
-                blocks.publish(block, digest)
-        while content and (table is None or rng.random() < 0.4):
-            victim = rng.choice(list(content))
-            del content[victim]
-            blocks.release(victim)
-            table = ()
+        fits = blocks.fits(len(digests) - len(shared), shared)
+        if fits:
+            allocate(blocks, sequence_id, len(digests), digests, shared)
+            live.append(sequence_id)
+        while live and (not fits or rng.random() < 0.4):
+            blocks.release(live.pop(rng.randrange(len(live))))
+            fits = True
         if rng.random() < 0.01:
             blocks.forget_contents()
         check_blocks(blocks)
@@ -156,7 +143,7 @@ def test_a_random_walk_keeps_every_block_in_one_state(seed: int) -> None:
 
 def test_the_invariants_notice_a_leak() -> None:
     blocks = BlockManager(4, 2)
-    blocks.try_allocate(1, 2)
+    allocate(blocks, 1, 2, [])
     blocks._tables.clear()  # the control: a table dropped without giving its blocks back
     with pytest.raises(AssertionError):
         check_blocks(blocks)

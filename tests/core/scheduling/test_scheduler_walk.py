@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +12,9 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
-from ppserve.core.scheduling.speculation import Drafter, DraftToken, PromptLookup
+from ppserve.core.scheduling.speculation import Drafter, PromptLookup
 from tests.core.scheduling.invariants import check_scheduler
-from tests.core.scheduling.rig import SchedulerRig
+from tests.core.scheduling.rig import Oracle, SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 from tests.slow import quick_first
 
@@ -48,17 +48,8 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
     if rng.random() < 0.2:
         index = rng.randrange(request.num_sequences)
         answer = expected_answer(request, index).token_ids
-        return Request(
-            name,
-            prompt,
-            stop,
-            sampling,
-            output,
-            num_sequences=request.num_sequences,
-            resume_index=index,
-            resume_ids=answer[: rng.randrange(len(answer) + 1)],
-            limited_by_context=request.limited_by_context,
-        )
+        resume_ids = answer[: rng.randrange(len(answer) + 1)]
+        return replace(request, resume_index=index, resume_ids=resume_ids, deadline_s=None)
     return request
 
 
@@ -70,22 +61,6 @@ class RandomCosts:
 
     def predict_each(self, size: StepSize) -> tuple[float, ...]:
         return (self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled),) * 4
-
-
-class Oracle:
-    """Draft tokens from the undisturbed run: each is right as often as `rate` says. None of them may change a
-    token."""
-
-    def __init__(self, sequence: Sequence, rate: float) -> None:
-        self._first = len(sequence.request.prompt_ids)
-        self._answer = expected_answer(sequence.request, sequence.index).token_ids
-        self._rng = random.Random(sequence.index)
-        self._rate = rate
-
-    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
-        place = len(token_ids) + len(draft_ids) - self._first
-        right = self._answer[place] if place < len(self._answer) else EOS_ID
-        return DraftToken(right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE, self._rate)
 
 
 def walk(
@@ -198,12 +173,5 @@ def test_the_walks_reach_every_feature() -> None:
         seen |= {f"epoch {plan.epoch}" for plan in rig.pipeline.plans}
         seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
     reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
-    features = {"ahead", "cached", "scored", "ended by engine", "resumed"}
-    assert seen >= reasons | features | {
-        "prefill",
-        "decode",
-        "mixed",
-        "epoch 0",
-        "epoch 1",
-        "epoch 2",
-    }
+    features = {"ahead", "cached", "scored", "ended by engine", "resumed", "prefill", "decode", "mixed"}
+    assert seen >= reasons | features | {"epoch 0", "epoch 1", "epoch 2"}

@@ -8,7 +8,7 @@ import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceGroup, SequenceStatus
+from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceStatus
 
 EOS_ID = 7
 CONFIG = SchedulerConfig(1, block_size=2, eos_id=EOS_ID)
@@ -44,14 +44,6 @@ def test_slices_follow_one_another_and_only_the_last_draws() -> None:
     assert sequence.remaining == 0
     with pytest.raises(AssertionError):
         sequence.schedule(1)
-
-
-def test_a_plain_draw_is_the_same_object_every_time() -> None:
-    sequence = sequence_for()
-    first = sequence.schedule(5)
-    sequence.commit_token(9)
-    second = sequence.schedule(1)
-    assert first.draw is second.draw
 
 
 def test_a_draw_with_penalties_carries_the_history() -> None:
@@ -91,39 +83,9 @@ def test_why_an_answer_ends(
     assert sequence.commit_token(token_id) is finish
 
 
-def test_what_is_resumed_complete_draws_nothing() -> None:
-    sequence = sequence_for(resume_index=0, resume_ids=(9, EOS_ID))
-    assert sequence.known_end is FinishReason.EOS
-    assert sequence.schedule(7).draw is None
-
-
-def test_a_resumed_answer_goes_on_where_it_stood() -> None:
-    sequence = sequence_for(resume_index=0, resume_ids=(9, 8))
-    assert sequence.num_generated == 2
-    draw = sequence.schedule(7).draw
-    assert draw is not None
-    sequence.commit_token(6)
-    assert SequenceGroup(sequence.request, 0, CONFIG, 0.0).event(sequence, 6).offset == 2
-
-
 def test_targets_are_the_tokens_that_follow_in_the_prompt() -> None:
     sequence = sequence_for(output=OutputOptions(prompt_logprobs=2))
     first, second = sequence.schedule(2), sequence.schedule(3)
     assert (first.targets, first.num_prompt_logprobs) == ((2, 3), 2)
     assert second.targets == (4, 5)
     assert len(second.targets) == len(second.token_ids) - 1
-
-
-def test_worst_case_positions() -> None:
-    assert sequence_for(StopConditions(4)).max_positions == 5 + 4 - 1
-    assert sequence_for(StopConditions(0)).max_positions == 5
-
-
-def test_a_sequence_that_is_given_back_keeps_its_tokens() -> None:
-    sequence = sequence_for()
-    sequence.schedule(5)
-    sequence.commit_token(9)
-    sequence.give_back()
-    assert (sequence.scheduled, sequence.computed) == (0, 0)
-    assert sequence.loss_mark == 6
-    assert sequence.schedule(6).token_ids == (1, 2, 3, 4, 5, 9)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
 from ppserve.core.cost_model import StepSize
-from ppserve.core.request import OutputOptions, SamplingParams, StopConditions
+from ppserve.core.request import StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import (
     MAX_DRAFT_TOKENS,
     MAX_LEARNED,
     MAX_MATCH,
     MIN_PROBABILITY,
-    Drafter,
     DraftToken,
     PromptLookup,
 )
-from tests.core.scheduling.rig import SchedulerRig, a_request, fill
+from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, expected_answer
 
 SURE = 0.9
@@ -38,41 +36,19 @@ class Costs:
         return [0.01 * (1 + self.row * (size.rows - 1))] * self.num_stages
 
 
-class Always:
-    """right: the answer that it knows; without it, it drafts some token."""
-
-    def __init__(self, sequence: Sequence, right: Seq[int]) -> None:
-        self._known = (*sequence.request.prompt_ids, *right)
-
-    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
-        place = len(token_ids) + len(draft_ids)
-        return DraftToken(self._known[place] if place < len(self._known) else 1, SURE)
+WRONG = partial(Oracle, rate=0.0, probability=SURE)
 
 
-def some(sequence: Sequence) -> Drafter:
-    return Always(sequence, ())
-
-
-def right(sequence: Sequence) -> Drafter:
-    return Always(sequence, expected_answer(sequence.request, sequence.index).token_ids)
-
-
-NewDrafter = Callable[[Sequence], Drafter]
-
-
-def a_rig(
-    speculate: int | None, row: float | None = None, num_stages: int = 1, new_drafter: NewDrafter = some
-) -> SchedulerRig:
+def a_rig(speculate: int | None, row: float | None = None, num_stages: int = 1, **config: int) -> SchedulerRig:
     """row: of the costs; None = no costs are known."""
-    config = SchedulerConfig(num_stages, block_size=4, eos_id=EOS_ID, speculate=speculate)
-    return SchedulerRig(config, 400, None if row is None else Costs(row, num_stages), new_drafter)
+    settings = SchedulerConfig(num_stages, block_size=4, eos_id=EOS_ID, speculate=speculate, **config)
+    return SchedulerRig(settings, 400, None if row is None else Costs(row, num_stages), WRONG)
 
 
 def num_drafted(rig: SchedulerRig) -> int:
     """In the second step of a lone sequence; the first computes its prompt."""
     rig.submit(a_request("lone", max_tokens=90))
-    fill(rig)
-    rig.commit_one()
+    rig.turn()
     (plan,) = fill(rig)
     return sum(piece.num_draft_tokens for piece in plan.slices)
 
@@ -96,15 +72,13 @@ def test_only_while_one_sequence_runs_or_fewer_than_stages(num_stages: int, most
         before = rig.num_draft_tokens
         rig.submit(a_request(f"r{number}", max_tokens=200))
         for _ in range(8):
-            fill(rig)
-            rig.commit_one()
+            rig.turn()
         assert (rig.num_draft_tokens - before > 50) == (number < most)
 
 
 def test_none_beside_tokens_of_prompts() -> None:
     """A slice of one token may still be a part of a prompt, which draws nothing."""
-    config = SchedulerConfig(1, block_size=4, eos_id=EOS_ID, speculate=3, prefill_chunk=1)
-    rig = SchedulerRig(config, 400, None, some)
+    rig = a_rig(3, prefill_chunk=1)
     rig.submit(a_request("r", num_prompt=3))
     widths = []
     while rig.has_work:
@@ -130,39 +104,10 @@ def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
     rig.check_answers()
 
 
-LINES = {
-    "the end token": (StopConditions(20), {}),
-    "a stop token": (StopConditions(20, stop_token_ids=(40,), ignore_eos=True), {}),
-    "the length": (StopConditions(5, ignore_eos=True), {}),
-    "the context": (StopConditions(5, ignore_eos=True), {"limited_by_context": True}),
-    "min_tokens": (StopConditions(20, min_tokens=12, stop_token_ids=tuple(range(0, 41, 3))), {}),
-    "penalties": (StopConditions(12, ignore_eos=True), {"sampling": SamplingParams(repetition_penalty=1.3)}),
-    "log-probabilities of the prompt": (StopConditions(5), {"output": OutputOptions(prompt_logprobs=1)}),
-    "several answers": (StopConditions(9), {"num_sequences": 3}),
-}
-
-
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("num_stages", [1, 4])
-@pytest.mark.parametrize("new_drafter", [some, right])
-def test_what_a_request_asks_for_holds_among_draft_tokens(
-    line: str, num_stages: int, new_drafter: NewDrafter
-) -> None:
-    stop, fields = LINES[line]
-    rig = a_rig(6, num_stages=num_stages, new_drafter=new_drafter)
-    request = a_request("v", stop=stop, **fields)  # EOS is its sixth token
-    rig.submit(request)
-    rig.drain()
-    rig.check_answers()
-    assert (rig.scheduler.num_draft_tokens["accepted"] > 0) == (new_drafter is right)
-    longest = max(len(expected_answer(request, index).token_ids) for index in range(request.num_sequences))
-    assert longest > 3, "there was room for draft tokens"
-
-
 def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     """The pipeline has as many as the request needs, without draft tokens."""
     config = SchedulerConfig(2, block_size=4, eos_id=EOS_ID, speculate=16)
-    rig = SchedulerRig(config, num_blocks=4, new_drafter=some)
+    rig = SchedulerRig(config, num_blocks=4, new_drafter=WRONG)
     rig.submit(a_request("r", num_prompt=5, max_tokens=12))  # 16 positions: the last token has none
     ends = []
     while rig.has_work:
@@ -172,19 +117,6 @@ def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
             ends.append(piece.end)
         rig.commit_one()
     assert max(ends) == 16
-    rig.check_answers()
-
-
-def test_a_loss_among_draft_tokens_costs_no_token() -> None:
-    rig = a_rig(3, num_stages=2, new_drafter=right)
-    rig.submit(a_request("r", max_tokens=30))
-    while len(rig.events["r", 0]) < 7:
-        fill(rig)
-        rig.commit_one()
-    (plan,) = fill(rig)
-    assert plan.slices[0].num_draft_tokens
-    rig.lose_stage()
-    rig.drain()
     rig.check_answers()
 
 

@@ -11,8 +11,7 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, LayerNorm, Linear
-from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from ppserve.config import ServeConfig
 from ppserve.core.partition import PartCosts
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.fingerprint import fingerprint
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.tensors import fingerprint
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.calibrate import costs_for_shape, costs_for_split
 from ppserve.stage.device import Compute, choose

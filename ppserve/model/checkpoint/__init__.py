@@ -1,14 +1,7 @@
 """Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
-Canonical names (global layer index i), linear weights always as (out, in), V' = padded_vocab_size:
-
-    wte.weight (V', D)              wpe.weight (T, D)
-    h.{i}.ln_1.weight|bias (D)      h.{i}.attn.c_attn.weight (3D, D) |bias    h.{i}.attn.c_proj.weight (D, D) |bias
-    h.{i}.ln_2.weight|bias (D)      h.{i}.mlp.c_fc.weight (F, D) |bias        h.{i}.mlp.c_proj.weight (D, F) |bias
-    ln_f.weight|bias (D)            lm_head.weight (V', D): the stored one, or wte when tied
-
-A format is one file (`hf`, `torch_save`, `llmc`, `nanogpt`) that lists its tensors as `StoredTensor`s. A family of
-models is a table of tensor names (`names`) and one of config keys (`config_json`).
+A format is one file (`hf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s. A family of models is
+a table of canonical names (`tensor_shapes`) and one of config keys (`config_json`).
 """
 
 from __future__ import annotations
@@ -22,6 +15,41 @@ from ppserve.core.architecture import Architecture
 
 if TYPE_CHECKING:
     import torch
+
+
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
+    width, vocabulary = arch.width, arch.padded_vocab_size
+    return {
+        "wte.weight": (vocabulary, width),
+        "wpe.weight": (arch.max_positions, width),
+        **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layer_shapes(arch).items()},
+        **_with_biases(arch, {"ln_f": (width,)}),
+        "lm_head.weight": (vocabulary, width),
+    }
+
+
+def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
+    width, inner = arch.width, arch.inner_width
+    weights = {
+        "ln_1": (width,),
+        "attn.c_attn": (3 * width, width),
+        "attn.c_proj": (width, width),
+        "ln_2": (width,),
+        "mlp.c_fc": (inner, width),
+        "mlp.c_proj": (width, inner),
+    }
+    return _with_biases(arch, weights)
+
+
+def _with_biases(arch: Architecture, weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in weights.items():
+        shapes[f"{name}.weight"] = shape
+        if arch.biases:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -16,17 +16,16 @@ from msgspec import Meta
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, is_file, read_json, shown
-from ppserve.model.checkpoint.fields import (
+from ppserve.model.checkpoint.settings import (
     END_OF_TEXT,
     InnerWidth,
     Layers,
     Positions,
     Rows,
     Width,
-    check_heads,
-    known_id,
+    real_vocabulary,
+    settled,
 )
-from ppserve.model.checkpoint.vocabulary import real_vocabulary
 
 ACTIVATIONS = {
     "gelu_new": "gelu_new",
@@ -44,14 +43,12 @@ ACTIVATIONS = {
 """Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 
 
-class EndOfText(TypedDict, total=False):
-    """The id that ends a text: null for none, the first of several."""
-
-    eos_token_id: int | Annotated[list[int], Meta(min_length=1)] | None
+EndOfText = int | Annotated[list[int], Meta(min_length=1)] | None
+"""The id that ends a text: null for none, the first of several."""
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The other keys that are read. Absent ones have GPT-2 small's values, as in transformers."""
+    """The keys that are read. Absent ones have GPT-2 small's values, as in transformers."""
 
     model_type: str = "gpt2"
     architectures: list[str] = []
@@ -68,6 +65,13 @@ class Config(msgspec.Struct, frozen=True):
     # It only moves the scale and the precision of the scores, which are always computed in float32 here.
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
+    eos_token_id: EndOfText = END_OF_TEXT
+
+
+class GenerationConfig(msgspec.Struct, frozen=True):
+    """What is read of generation_config.json."""
+
+    eos_token_id: EndOfText = None
 
 
 SYNONYMS = {
@@ -98,11 +102,13 @@ HARMLESS = frozenset(
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
 
+ONLY = {"position_embedding_type": "absolute", "attention_bias": True, "use_bias": True, "bias": True}
+"""Keys that may only say what is so of every GPT-2."""
+
 MODEL_CLASS = re.compile(
     r"(TF|Flax)?GPT2(LMHeadModel|LMHead|Model|DoubleHeadsModel|PreTrainedModel"
     r"|ForSequenceClassification|ForTokenClassification|ForQuestionAnswering)"
 )
-
 
 _MAX_BYTES = 16 << 20
 
@@ -111,20 +117,19 @@ def read_config(directory: Path) -> Architecture:
     """The architecture that config.json declares. Raises CheckpointError naming the file and the field.
 
     `vocab_size` there counts rows of the embedding; how many are real tokens is settled by the tokenizer
-    beside it (see `vocabulary`). `tied_embeddings` is what the config says; the weights may overrule it.
+    beside it. `tied_embeddings` is what the config says; the weights may overrule it.
     """
     path = directory / "config.json"
-    values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
-    given = _given(path, values)
+    given = _given(path, read_json(path, dict[str, Any], limit=_MAX_BYTES))
     config = _config(path, given)
-    eos_id = _eos_id(path, values)
-    vocab_size = real_vocabulary(directory, config.vocab_size, eos_id)
+    _check_other_keys(path, given)
+    eos_id = _eos_id(path, config)
     arch = Architecture(
         num_layers=config.n_layer,
         width=config.n_embd,
         num_heads=config.n_head,
         max_positions=config.n_positions,
-        vocab_size=vocab_size,
+        vocab_size=real_vocabulary(directory, config.vocab_size, eos_id),
         padded_vocab_size=config.vocab_size,
         inner_width=config.n_inner or 4 * config.n_embd,
         activation=ACTIVATIONS[config.activation_function],
@@ -132,16 +137,14 @@ def read_config(directory: Path) -> Architecture:
         scale_attn_weights=config.scale_attn_weights,
         scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
         tied_embeddings=config.tie_word_embeddings,
-        eos_id=known_id(eos_id, vocab_size),
+        eos_id=eos_id,
     )
-    check_heads(path, arch, "n_head")
-    _check_others(path, given, arch)
-    return arch
+    return settled(path, arch, "n_head")
 
 
 def _given(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What is set, under GPT-2's own names. null counts as absent, as it does for transformers."""
-    given = {name: value for name, value in values.items() if value is not None}
+    """What is set, under GPT-2's own names. null counts as absent, as it does for transformers, but for an id."""
+    given = {name: value for name, value in values.items() if value is not None or name == "eos_token_id"}
     for name, own in SYNONYMS.items():
         if name in given:
             value = given.pop(name)
@@ -166,44 +169,23 @@ def _config(path: Path, given: dict[str, Any]) -> Config:
     return config
 
 
-def _check_others(path: Path, given: dict[str, Any], arch: Architecture) -> None:
-    """Keys that are not read may only say what is so anyway."""
-    so_anyway: dict[str, Any] = {
-        "add_cross_attention": False,
-        "is_encoder_decoder": False,
-        "tie_encoder_decoder": False,
-        "cross_attention_hidden_size": None,
-        "pruned_heads": {},
-        "position_embedding_type": "absolute",
-        "attention_bias": True,
-        "use_bias": True,
-        "bias": True,
-        # Names that other families use.
-        "hidden_act": arch.activation,
-        "intermediate_size": arch.inner_width,
-        "layer_norm_eps": arch.layer_norm_epsilon,
-        "head_dim": arch.head_size,
-        "num_key_value_heads": arch.num_heads,
-    }
-    known = {*Config.__struct_fields__, *EndOfText.__annotations__, *HARMLESS}
+def _check_other_keys(path: Path, given: dict[str, Any]) -> None:
+    """Keys that are not read may only be harmless, say what is so anyway, or be false or empty."""
     for name, value in given.items():
-        if name in known or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
+        is_harmless = name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, "")
+        if is_harmless or name in Config.__struct_fields__:
             continue
-        if name in so_anyway:
-            if value != so_anyway[name]:
-                problem = f"is {shown(value)}, but only {shown(so_anyway[name])} is served with the other fields"
-                raise CheckpointError(path, problem, field=name)
-        elif value is not False:
-            problem = "an unknown key that may change what is computed; remove it if it does not"
+        if name in ONLY and value != ONLY[name]:
+            raise CheckpointError(path, f"is {shown(value)}; only {shown(ONLY[name])} is served", field=name)
+        if name not in ONLY and value is not False:
+            problem = "not a key that is served, and it may change what is computed; remove it if it does not"
             raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
 
 
-def _eos_id(config: Path, values: dict[str, Any]) -> int | None:
+def _eos_id(config_file: Path, config: Config) -> int | None:
     """generation_config.json overrules, as it does in transformers' generate."""
-    ids = EndOfText(eos_token_id=END_OF_TEXT) | checked(config, values, EndOfText)
-    path = config.with_name("generation_config.json")
+    eos, path = config.eos_token_id, config_file.with_name("generation_config.json")
     if is_file(path):
-        overruling = read_json(path, dict[str, Any], limit=_MAX_BYTES)
-        ids |= checked(path, {name: value for name, value in overruling.items() if value is not None}, EndOfText)
-    eos = ids["eos_token_id"]
+        overruling = read_json(path, GenerationConfig, limit=_MAX_BYTES).eos_token_id
+        eos = eos if overruling is None else overruling
     return eos[0] if isinstance(eos, list) else eos

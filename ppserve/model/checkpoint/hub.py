@@ -7,13 +7,15 @@ configuration and the tokenizer are fetched, with huggingface-hub's own progress
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.files import read_json, reason, within
+from ppserve.files import is_file, read_json, reason, shown, within
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 ANSWER_TIMEOUT_S = 5.0
@@ -34,15 +36,20 @@ WEIGHT_FILES = (
 
 
 class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Which file holds each tensor, as an index says. Raises CheckpointError."""
-    weight_map = read_json(path, _Index).weight_map
-    if not weight_map:
-        raise CheckpointError(path, "names no tensors", field="weight_map")
-    return weight_map
+def weight_files(directory: Path) -> list[Path]:
+    """The file with the weights, or an index and then the files that it names. Raises CheckpointError."""
+    path = next((directory / name for name in WEIGHT_FILES if is_file(directory / name)), None)
+    if path is None:
+        raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}")
+    suffix = ".safetensors" if ".safetensors" in path.suffixes else ".bin"
+    names = sorted(set(read_json(path, _Index).weight_map.values())) if path.suffix == ".json" else []
+    for name in names:
+        if not re.fullmatch(r"[\w][\w.+-]{0,254}", name) or not name.endswith(suffix):
+            raise CheckpointError(path, f"{shown(name)} is not the plain name of a {suffix} file", "weight_map")
+    return [path, *(directory / name for name in names)]
 
 
 def is_hub_id(name: str) -> bool:
@@ -62,13 +69,13 @@ def fetch(model: str, weights: bool = True) -> Path:
         problem = "no such file or directory, and hub ids need the hub extra: pip install 'ppserve[hub]'"
         raise CheckpointError(model, problem) from error
     cached = hub.try_to_load_from_cache(model, REQUIRED)
-    if isinstance(cached, str) and _is_complete(Path(cached).parent, weights):
+    if isinstance(cached, str) and (not weights or _has_weights(Path(cached).parent)):
         return Path(cached).parent
     try:
         # One question without retries: a download would repeat it for 23 s.
         answer = within(ANSWER_TIMEOUT_S, lambda: hub.HfApi().model_info(model))
-        names = _needed(model, {file.rfilename for file in answer.siblings or ()}, weights)
-        paths = [Path(hub.hf_hub_download(model, name)) for name in names]
+        offered = {file.rfilename for file in answer.siblings or ()}
+        return _download(partial(hub.hf_hub_download, model), model, offered, weights)
     except CheckpointError:
         raise
     except errors.RepositoryNotFoundError as error:
@@ -77,30 +84,22 @@ def fetch(model: str, weights: bool = True) -> Path:
     except Exception as error:  # of several HTTP libraries, by the version of huggingface-hub
         problem = "no such file or directory, not in the local hub cache, and the hub cannot be asked"
         raise CheckpointError(model, f"{problem} ({reason(error)})") from error
-    return paths[0].parent
 
 
-def _is_complete(directory: Path, weights: bool) -> bool:
-    """Whether all that `open_directory` reads is there; the configuration is."""
-    main = next((directory / name for name in WEIGHT_FILES if (directory / name).exists()), None)
-    if not weights or main is None:
-        return not weights
-    parts = set(read_index(main).values()) if main.suffix == ".json" else set()
-    return all((directory / part).exists() for part in parts)
+def _has_weights(directory: Path) -> bool:
+    is_any = any((directory / name).exists() for name in WEIGHT_FILES)
+    return is_any and all(path.exists() for path in weight_files(directory))
 
 
-def _needed(model: str, offered: set[str], weights: bool) -> Iterator[str]:
-    """Which of the files that the hub offers are downloaded, the configuration first."""
-    if REQUIRED not in offered:
-        raise CheckpointError(model, f"the hub's model has no {REQUIRED}")
-    yield REQUIRED
-    yield from (name for name in OPTIONAL if name in offered)
-    if not weights:
-        return
-    main = next((name for name in WEIGHT_FILES if name in offered), None)
-    if main is None:
-        raise CheckpointError(model, f"the hub's model has none of {', '.join(WEIGHT_FILES)}")
-    yield main
-    stem, suffix, *index = main.split(".", 2)
-    if index:
-        yield from sorted(name for name in offered if re.fullmatch(rf"{stem}-[\d-]+of-\d+\.{suffix}", name))
+def _download(download: Callable[[str], str], model: str, offered: set[str], weights: bool) -> Path:
+    """The directory of what is needed of the files that the hub offers, the configuration first."""
+    main = [name for name in WEIGHT_FILES if name in offered][:1]
+    if REQUIRED not in offered or (weights and not main):
+        problem = f"the hub's model has no {REQUIRED}, or none of {', '.join(WEIGHT_FILES)}"
+        raise CheckpointError(model, problem)
+    directory = Path(download(REQUIRED)).parent
+    for name in (*offered.intersection(OPTIONAL), *(main if weights else ())):
+        download(name)
+    for part in weight_files(directory)[1:] if weights else ():
+        download(part.name)
+    return directory

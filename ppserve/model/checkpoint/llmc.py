@@ -17,8 +17,8 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, read_start
-from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
-from ppserve.model.checkpoint.names import layer_shapes, tensor_shapes
+from ppserve.model.checkpoint import layer_shapes, tensor_shapes
+from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
 MAGIC = 20240326
@@ -42,6 +42,12 @@ class Header(msgspec.Struct, frozen=True):
     """Rows of the embedding."""
 
 
+def open_llmc(path: Path) -> FileCheckpoint:
+    """Open a .bin of version 3 (float32) or 5 (bfloat16). Raises CheckpointError."""
+    arch, dtype = _read_header(path)
+    return FileCheckpoint(path, arch, _stored_tensors(path, arch, dtype))
+
+
 def _read_header(path: Path) -> tuple[Architecture, str]:
     """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
     content = read_start(path, HEADER_BYTES)
@@ -57,12 +63,6 @@ def _read_header(path: Path) -> tuple[Architecture, str]:
     return _architecture(path, checked(path, numbers, Header)), STORED_DTYPES[version]
 
 
-def open_llmc(path: Path) -> FileCheckpoint:
-    """Open a .bin of version 3 (float32) or 5 (bfloat16). Raises CheckpointError."""
-    arch, dtype = _read_header(path)
-    return FileCheckpoint(path, arch, _stored_tensors(path, arch, dtype))
-
-
 def _architecture(path: Path, header: Header) -> Architecture:
     if header.Vp < header.V:
         raise CheckpointError(path, f"is {header.Vp}, less than the {header.V} of V", field="Vp")
@@ -75,10 +75,9 @@ def _architecture(path: Path, header: Header) -> Architecture:
         padded_vocab_size=header.Vp,
         inner_width=4 * header.C,
         activation="gelu_new",
-        eos_id=known_id(END_OF_TEXT, header.V),
+        eos_id=END_OF_TEXT,
     )
-    check_heads(path, arch, "NH")
-    return arch
+    return settled(path, arch, "NH")
 
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:

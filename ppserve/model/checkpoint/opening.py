@@ -51,18 +51,16 @@ def find_model(path: str, weights: bool = True) -> Path:
     """
     if path == "tiny":
         return TINY
-    place = Path(path).expanduser()
     try:
+        place = Path(path).expanduser()
         found = is_file(place)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user's home
         raise CheckpointError(shown(path), "is not a usable path") from error
+    if not found and hub.is_hub_id(path):
+        return hub.fetch(path, weights=weights)
     if not found:
-        if hub.is_hub_id(path):
-            return hub.fetch(path, weights=weights)
         raise CheckpointError(shown(path), "no such file or directory (a model on the hub is called org/name)")
-    if place.is_dir():
-        return place if is_file(place / "config.json") else _only_file(place)
-    return place
+    return _only_file(place) if place.is_dir() and not is_file(place / "config.json") else place
 
 
 def _only_file(directory: Path) -> Path:
@@ -84,7 +82,7 @@ def _open_file(path: Path) -> FileCheckpoint:
     if path.suffix == ".safetensors" or path.name in {"config.json", "pytorch_model.bin"}:
         raise CheckpointError(path, "name the directory that holds it, config.json and the tokenizer")
     if path.suffix in {".pt", ".pth"} or zipfile.is_zipfile(path):
-        from ppserve.model.checkpoint.nanogpt import open_nanogpt
+        from ppserve.model.checkpoint.torch_save import open_nanogpt
 
         return open_nanogpt(path)
     from ppserve.model.checkpoint.llmc import open_llmc

@@ -5,6 +5,7 @@ Files are mapped, not read: opening one costs no memory, and a stage's own tenso
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,8 +19,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, shown
-from ppserve.model.checkpoint import WHOLE, TensorPart
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -149,3 +149,29 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     else:
         return
     raise CheckpointError(tensor.path, problem, field=tensor.name)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash by which ranks see that they opened the same weights, in whatever format. Raises CheckpointError.
+
+    It covers all layers: three squares of each matrix and all of every vector. Weights that were trained further
+    differ there, even by adapters of queries or values alone. Weights of which a few numbers were changed may not.
+    """
+    digest = hashlib.sha256()
+    for name, shape in tensor_shapes(checkpoint.architecture).items():
+        sample = checkpoint.tensor(name, _squares(shape) if len(shape) > 1 else WHOLE)
+        digest.update(f"{name} {shape} {sample.dtype}".encode())
+        digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _squares(shape: tuple[int, ...]) -> TensorPart:
+    """In the middle of each third of the rows: queries, keys and values, where these are joined. Squares are quick
+    to read also from a transposed matrix."""
+    rows, columns = shape
+    thirds = tuple(_around(rows * sixths // 6, rows) for sixths in (1, 3, 5))
+    return TensorPart(thirds, _around(columns // 2, columns))
+
+
+def _around(middle: int, size: int) -> slice:
+    return slice(max(0, middle - 4), min(size, middle + 4))

@@ -1,4 +1,9 @@
-"""Files that torch.save wrote, mapped into memory: an optimizer state beside the weights costs nothing."""
+"""Files that torch.save wrote, mapped into memory: Hugging Face's `.bin`, and nanoGPT's `ckpt.pt`.
+
+A `ckpt.pt` holds model_args and a state dict, beside an optimizer state that is never read. Linears are (out, in),
+GELU is the exact one, layer norm's epsilon is 1e-5, and with `bias=False` there is no bias anywhere, layer norms
+included. (Layout: karpathy/nanoGPT, train.py, model.py.)
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,80 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, reason, shown
-from ppserve.model.checkpoint.tensors import StoredTensor
+from ppserve.files import checked, file_size, reason, shown
+from ppserve.model.checkpoint.settings import (
+    END_OF_TEXT,
+    GPT2_VOCABULARY,
+    Layers,
+    Positions,
+    Rows,
+    Width,
+    real_vocabulary,
+    settled,
+)
+from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
+
+CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")
+"""A buffer in files of older torch."""
 
 
-def load_objects(path: Path) -> Any:
+class ModelArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What nanoGPT builds its model from; an argument that it does not have may change what is computed."""
+
+    n_layer: Layers
+    n_head: Width
+    n_embd: Width
+    block_size: Positions
+    vocab_size: Rows
+    bias: bool = True
+    dropout: Any = None
+
+
+def open_nanogpt(path: Path) -> FileCheckpoint:
+    """Open a ckpt.pt. Raises CheckpointError."""
+    objects = _load(path)
+    if not isinstance(objects, dict) or not {"model", "model_args"} <= objects.keys():
+        raise CheckpointError(path, "holds no model_args and model: not a checkpoint of nanoGPT")
+    arch = _architecture(path, checked(path, objects["model_args"], ModelArgs))
+    return FileCheckpoint(path, arch, _stored_tensors(path, objects["model"], field="model"), _canonical)
+
+
+def read_state_dict(path: Path) -> list[StoredTensor]:
+    """The tensors of a file that holds nothing else. Raises CheckpointError."""
+    return _stored_tensors(path, _load(path))
+
+
+def _architecture(path: Path, args: ModelArgs) -> Architecture:
+    vocab_size = real_vocabulary(path.parent, args.vocab_size, END_OF_TEXT)
+    arch = Architecture(
+        num_layers=args.n_layer,
+        width=args.n_embd,
+        num_heads=args.n_head,
+        max_positions=args.block_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=args.vocab_size,
+        inner_width=4 * args.n_embd,
+        activation="gelu",
+        biases=args.bias,
+        eos_id=END_OF_TEXT if vocab_size == GPT2_VOCABULARY else None,
+    )
+    return settled(path, arch, "n_head")
+
+
+def _canonical(stored_name: str) -> str | None:
+    """Without what torch.compile and DistributedDataParallel put in front."""
+    name = stored_name
+    for prefix in ("module.", "_orig_mod.", "module.", "transformer."):
+        name = name.removeprefix(prefix)
+    return None if CAUSAL_MASK.fullmatch(name) else name
+
+
+def _load(path: Path) -> Any:
     """What torch.save was given. Tensors are mapped; those of the old format, which is no zip, are in memory.
 
     Raises CheckpointError for a file that is damaged or that holds more than tensors and plain values.
@@ -31,26 +102,10 @@ def load_objects(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything: it is a program
-        raise CheckpointError(path, f"cannot be read as a file of torch.save ({_cause(error)})") from error
-
-
-def stored_tensors(path: Path, state: object, field: str | None = None) -> list[StoredTensor]:
-    """The tensors of a state dict. field: where in the file it was found. Raises CheckpointError."""
-    if not isinstance(state, dict):
-        raise CheckpointError(path, f"holds a {type(state).__name__}, not a dict of tensors", field=field)
-    return [_stored(path, name, tensor, field) for name, tensor in state.items()]
-
-
-def _stored(path: Path, name: object, tensor: object, field: str | None) -> StoredTensor:
-    if not isinstance(name, str):
-        raise CheckpointError(path, f"a tensor's name is {shown(name)}, not text", field=field)
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise CheckpointError(path, "is not a plain tensor", field=shown(name))
-    # A stride of 0 lets one number stand for any number of them.
-    if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor(path, name, tuple(tensor.shape), dtype, tensor)
+        # Of torch's explanation the line that names the cause: the rest tells how to load the file carelessly.
+        cause = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", str(error))
+        problem = shown(cause[1], 120) if cause else reason(error)
+        raise CheckpointError(path, f"cannot be read as a file of torch.save ({problem})") from error
 
 
 def _check_archive(path: Path) -> None:
@@ -61,7 +116,20 @@ def _check_archive(path: Path) -> None:
                 raise CheckpointError(path, "is compressed, which torch.save never does", shown(entry.filename))
 
 
-def _cause(error: Exception) -> str:
-    """One line of torch's explanation, which otherwise tells how to load the file carelessly."""
-    match = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", str(error))
-    return shown(match[1], 120) if match else reason(error)
+def _stored_tensors(path: Path, state: object, field: str | None = None) -> list[StoredTensor]:
+    """The tensors of a state dict. field: where in the file it was found. Raises CheckpointError."""
+    if not isinstance(state, dict):
+        raise CheckpointError(path, f"holds a {type(state).__name__}, not a dict of tensors", field=field)
+    return [_stored(path, name, tensor) for name, tensor in state.items()]
+
+
+def _stored(path: Path, name: object, tensor: object) -> StoredTensor:
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(path, "is not a tensor under its name", field=shown(name))
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise CheckpointError(path, "is not a plain tensor", field=shown(name))
+    # A stride of 0 lets one number stand for any number of them.
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return StoredTensor(path, name, tuple(tensor.shape), dtype, tensor)

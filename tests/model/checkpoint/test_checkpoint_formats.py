@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import Checkpoint, tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from tests.model.checkpoint.writers import (
     Tensors,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.damage import refusal
 from tests.model.checkpoint.writers import architecture, hf_state, random_tensors, write_hf

@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import Checkpoint, tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
 
 pytestmark = pytest.mark.slow

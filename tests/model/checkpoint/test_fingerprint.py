@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
-from ppserve.model.checkpoint.fingerprint import fingerprint
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.tensors import fingerprint
 from tests.model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.random_checkpoint import RandomCheckpoint
 from tests.model.random_checkpoint import architecture as of_random

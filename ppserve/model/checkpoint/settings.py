@@ -1,4 +1,7 @@
-"""How many rows of an embedding are real tokens.
+"""What every format says of a GPT-2: its sizes, within bounds, the end of a text, and how many tokens are real.
+
+The bounds leave room above every GPT-2 in existence and keep sizes computed from them far below anything
+that could exhaust the memory before the tensors themselves have been compared with the file.
 
 Embeddings are padded to a round number of rows for speed; the rows beyond the vocabulary are untrained, so
 their logits stay near zero while those of real tokens may be near -70: they must never be drawn.
@@ -8,28 +11,36 @@ the padding of GPT-2's 50257 (what nanoGPT and llm.c do), and any other number a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from ppserve.core.architecture import MAX_LAYERS, Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import is_file, read_bytes, read_json
 
+Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+Width = Annotated[int, Meta(ge=1, le=1 << 17)]
+Positions = Annotated[int, Meta(ge=1, le=1 << 20)]
+Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
+InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
+Id = Annotated[int, Meta(ge=0)]
+
+END_OF_TEXT = 50256
+"""The id of GPT-2's end of text."""
 GPT2_VOCABULARY = 50257
 GPT2_PADDED = 50304
-LLMC_TOKENIZER_MAGIC = 20240328
-
-
-_Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _ListedToken(msgspec.Struct, frozen=True):
-    id: _Id
+    id: Id
 
 
 class _Model(msgspec.Struct, frozen=True):
-    vocab: dict[str, _Id]
+    vocab: dict[str, Id]
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
@@ -37,13 +48,24 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
     added_tokens: list[_ListedToken] | None = None
 
 
-class _AddedById(msgspec.Struct, frozen=True):
-    added_tokens_decoder: dict[_Id, Any] | None = None
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    added_tokens_decoder: dict[Id, Any] | None = None
+
+
+def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
+    """Without an end of text beyond the vocabulary. heads: what the file calls their number.
+
+    Raises CheckpointError unless the heads divide the width.
+    """
+    if arch.width % arch.num_heads:
+        raise CheckpointError(path, f"{arch.num_heads} heads do not divide the width {arch.width}", field=heads)
+    has_end = arch.eos_id is not None and 0 <= arch.eos_id < arch.vocab_size
+    return arch if has_end else replace(arch, eos_id=None)
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
     """Real tokens among `num_rows`. Raises CheckpointError when a tokenizer file is damaged."""
-    count = _json_vocabulary(directory) or _ranked_vocabulary(directory, eos_id) or _llmc_vocabulary(directory)
+    count = _json_vocabulary(directory) or _ranked_vocabulary(directory, eos_id)
     if count is None:
         return GPT2_VOCABULARY if num_rows == GPT2_PADDED else num_rows
     return min(count, num_rows)
@@ -52,16 +74,14 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
 def _json_vocabulary(directory: Path) -> int | None:
     """One past the highest id in tokenizer.json, vocab.json and what lists added tokens beside them, together."""
     ids: list[int] = []
-    path = directory / "tokenizer.json"
-    if is_file(path):
+    if is_file(path := directory / "tokenizer.json"):
         tokenizer = read_json(path, _TokenizerJson)
         ids += [*tokenizer.model.vocab.values(), *(token.id for token in tokenizer.added_tokens or ())]
     for name in ("vocab.json", "added_tokens.json"):
-        if is_file(directory / name):
-            ids += read_json(directory / name, dict[str, _Id]).values()
-    path = directory / "tokenizer_config.json"
-    if ids and is_file(path):
-        ids += read_json(path, _AddedById).added_tokens_decoder or ()
+        if is_file(path := directory / name):
+            ids += read_json(path, dict[str, Id]).values()
+    if ids and is_file(path := directory / "tokenizer_config.json"):
+        ids += read_json(path, _TokenizerConfig).added_tokens_decoder or ()
     return max(ids) + 1 if ids else None
 
 
@@ -76,14 +96,3 @@ def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:
     except ValueError as error:
         raise CheckpointError(paths[0], "is not a list of tokens and their ranks") from error
     return count + 1 if eos_id == count else count
-
-
-def _llmc_vocabulary(directory: Path) -> int | None:
-    path = directory / "gpt2_tokenizer.bin"
-    if not is_file(path):
-        return None
-    header = read_bytes(path, 64 << 20)[:12]
-    magic, _, count = (int.from_bytes(header[i : i + 4], "little") for i in (0, 4, 8))
-    if magic != LLMC_TOKENIZER_MAGIC or count == 0:
-        raise CheckpointError(path, "is not a tokenizer of llm.c", field="magic")
-    return count

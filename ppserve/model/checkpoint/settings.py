@@ -48,7 +48,7 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
     added_tokens: list[_ListedToken] | None = None
 
 
-class _TokenizerConfig(msgspec.Struct, frozen=True):
+class _AddedById(msgspec.Struct, frozen=True):
     added_tokens_decoder: dict[Id, Any] | None = None
 
 
@@ -81,7 +81,7 @@ def _json_vocabulary(directory: Path) -> int | None:
         if is_file(path := directory / name):
             ids += read_json(path, dict[str, Id]).values()
     if ids and is_file(path := directory / "tokenizer_config.json"):
-        ids += read_json(path, _TokenizerConfig).added_tokens_decoder or ()
+        ids += read_json(path, _AddedById).added_tokens_decoder or ()
     return max(ids) + 1 if ids else None
 
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -54,16 +53,8 @@ def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     return keeper.run()
 
 
-@dataclass
-class Life:
-    """What a stage process reported about itself."""
-
-    is_connected: bool = False
-    """It has found the head."""
-    is_ready: bool = False
-    """It has entered an epoch."""
-    served: bool = False
-    """It has computed a step."""
+Reported = set[str]
+"""The lines that a stage process has written (`StageProcess`)."""
 
 
 class RestartPolicy:
@@ -73,13 +64,13 @@ class RestartPolicy:
         self._name = name
         self._deaths, self._had_head_s = 0, now_s
 
-    def count_death(self, life: Life, code: int, now_s: float) -> str | None:
+    def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
         """A stage process ended with this code. Returns why no other is started; None if one is."""
-        if life.is_connected or code != EXIT_HEAD_GONE:
+        if "connected" in reported or code != EXIT_HEAD_GONE:
             # A stage that was ready and lost the head counts as one that served: it may only have had no work.
-            would_serve = life.served or (life.is_ready and code == EXIT_HEAD_GONE)
+            would_serve = "served" in reported or ("ready" in reported and code == EXIT_HEAD_GONE)
             self._deaths = 1 if would_serve else self._deaths + 1
-        if life.is_connected:
+        if "connected" in reported:
             self._had_head_s = now_s
         if self._deaths == MAX_DEATHS:
             return f"{self._name} died {MAX_DEATHS} times in a row (last code {code})"
@@ -87,9 +78,9 @@ class RestartPolicy:
             return f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s"
         return None
 
-    def pause_s(self, life: Life) -> float:
-        """How long to wait after this life before another is started."""
-        return 0.0 if life.is_connected else _LONGER_S * max(0, self._deaths - 1)
+    def pause_s(self, reported: Reported) -> float:
+        """How long to wait after a process that reported this before another is started."""
+        return 0.0 if "connected" in reported else _LONGER_S * max(0, self._deaths - 1)
 
 
 class Keeper:
@@ -138,7 +129,7 @@ class Keeper:
     def _keep(self) -> int:
         policy = RestartPolicy(self._name, self._clock())
         while True:
-            life, code = self._run_stage()
+            reported, code = self._run_stage()
             if code == 0:
                 return 0
             if code == EXIT_HEAD_GONE:
@@ -149,45 +140,42 @@ class Keeper:
                 return self._final_code(EXIT_USAGE)
             if code == EXIT_FAILED:
                 return 1
-            if reason := policy.count_death(life, code, self._clock()):
+            if reason := policy.count_death(reported, code, self._clock()):
                 return self._give_up(reason)
-            until_s = self._clock() + policy.pause_s(life)
+            until_s = self._clock() + policy.pause_s(reported)
             while self._clock() < until_s and not self._is_overdue():
                 self._sleep(_CHECK_EVERY_S)
 
-    def _run_stage(self) -> tuple[Life, int]:
+    def _run_stage(self) -> tuple[Reported, int]:
         """Starts a stage and waits for its end. Returns what it reported, and its exit code."""
         try:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
             print(f"ppserve: {self._name} cannot be started now: {error}", file=sys.stderr, flush=True)
-            return Life(), os.EX_OSERR
+            return set(), os.EX_OSERR
         child.start(self._start)
-        life = self._watch(child)
+        reported = self._watch(child)
         code = child.reap()
         self._child = None
-        return life, code
+        return reported, code
 
-    def _watch(self, child: StageProcess) -> Life:
+    def _watch(self, child: StageProcess) -> Reported:
         """Listens to the stage until it has ended; kills a frozen one."""
-        life = Life()
+        reported: Reported = set()
         last_sign_s = self._clock()
         while True:
             # Before listening: if this process was suspended, the signs of life are in the pipe by now.
             now_s = self._clock()
             lines = child.listen(_CHECK_EVERY_S)
             if lines is None:
-                return life
+                return reported
             if lines:
                 last_sign_s = self._clock()
-            for line in lines:
-                if line == "connected":
-                    self._found_head = life.is_connected = True
-                elif line == "ready":
-                    self._was_ready = life.is_ready = True
-                elif line == "served":
-                    life.served = True
-            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if life.is_connected else FROZEN_WHILE_PREPARING_S)
+            reported.update(lines)
+            self._found_head |= "connected" in reported
+            self._was_ready |= "ready" in reported
+            limit_s = FROZEN_AFTER_S if "connected" in reported else FROZEN_WHILE_PREPARING_S
+            frozen = now_s - last_sign_s > limit_s
             if frozen or self._is_overdue():
                 child.kill()
 

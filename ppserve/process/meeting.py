@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppserve import wire
-from ppserve.config import NetworkSettings, ServeConfig
+from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError, WireError
 from ppserve.process.environment import RankEnvironment, number_of
-from ppserve.process.network import answers, connect, listen
+from ppserve.process.network import connect, listen
 from ppserve.process.tls import TlsConnection, stage_context
 from ppserve.wire import Meeting, StageTls, TcpAddress, UnixAddress
 
@@ -54,7 +54,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     port = config.network.control_port or number_of("MASTER_PORT") + 1
     if config.network.secret_file is None:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
-    tls = _stage_tls(config.network)
+    cert, key, ca = config.network.stage_tls_cert, config.network.stage_tls_key, config.network.stage_tls_ca
+    tls = StageTls(cert, key, ca) if cert and key and ca else None
     return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False, tls=tls)
 
 
@@ -64,13 +65,12 @@ def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
     On one host it makes a new secret. A killed head's files are removed before it listens, so that no rank takes
     an old secret to a new head.
     """
-    place = meeting.secret_file.parent
     if meeting.is_ours:
-        for directory in (place.parent, place):
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir(0o700)
-            _check_private(directory)
-        if answers(meeting.address):
+        directory = meeting.secret_file.parent
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(0o700)
+        _check_private(directory)
+        with contextlib.suppress(OSError), connect(meeting.address, timeout_s=1.0):
             raise UsageError(f"another server listens on {meeting.address}")
         meeting.secret_file.unlink(missing_ok=True)
     try:
@@ -95,8 +95,7 @@ def read_secret(meeting: Meeting) -> bytes:
     """Raises UsageError, and FileNotFoundError while the head has not begun."""
     path = meeting.secret_file
     if meeting.is_ours:
-        for directory in (path.parent.parent, path.parent):
-            _check_private(directory)
+        _check_private(path.parent)
         return path.read_bytes()
     try:
         secret = path.read_bytes().strip()
@@ -107,25 +106,16 @@ def read_secret(meeting: Meeting) -> bytes:
     return secret
 
 
-def _stage_tls(network: NetworkSettings) -> StageTls | None:
-    cert, key, ca = network.stage_tls_cert, network.stage_tls_key, network.stage_tls_ca
-    return StageTls(cert, key, ca) if cert and key and ca else None
-
-
 def _directory_of_launcher() -> Path:
     """Named for what only this launcher tells its ranks in this network namespace."""
     told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     with contextlib.suppress(OSError):  # only Linux has network namespaces
         told.append(os.readlink("/proc/self/ns/net"))
     name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
-    return _place_for_sockets() / f"ppserve-{os.getuid()}" / name
-
-
-def _place_for_sockets() -> Path:
-    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
-        if os.access(name, os.W_OK) and len(os.fsencode(name)) <= _MAX_PLACE_BYTES:
-            return Path(name)
-    return Path("/tmp")
+    for place in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
+        if os.access(place, os.W_OK) and len(os.fsencode(place)) <= _MAX_PLACE_BYTES:
+            return Path(place, f"ppserve-{os.getuid()}-{name}")
+    return Path(f"/tmp/ppserve-{os.getuid()}-{name}")
 
 
 def _check_private(directory: Path) -> None:

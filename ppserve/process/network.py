@@ -123,30 +123,15 @@ def prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def answers(address: Address) -> bool:
-    """Whether a process listens there."""
-    try:
-        connect(address, timeout_s=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def _listen_to_hosts(address: TcpAddress) -> socket.socket:
     """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
+    is_this_host_alone = address.host.startswith(("127.", "::1", "localhost"))
     for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.
-        if is_loopback(str(where[0]).partition("%")[0]) and not _means_this_host_alone(address.host):
+        if is_loopback(str(where[0]).partition("%")[0]) and not is_this_host_alone:
             continue
         with contextlib.suppress(OSError):
             return socket.create_server(where, family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", address.port))
-
-
-def _means_this_host_alone(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"

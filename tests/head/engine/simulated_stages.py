@@ -18,7 +18,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
-from ppserve.process.keeper import Life, RestartPolicy
+from ppserve.process.keeper import Reported, RestartPolicy
 from ppserve.stage.link import _SILENCE_S, Link
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
@@ -64,7 +64,8 @@ class Host:
         self.num_deaths += 1
         if code in (0, EXIT_USAGE):
             return
-        if reason := self._policies[rank].count_death(self.processes[rank].life, code, self.world.now_ns / SECOND):
+        reported, now_s = self.processes[rank].reported, self.world.now_ns / SECOND
+        if reason := self._policies[rank].count_death(reported, code, now_s):
             self.world.note(reason)
             self._give_up(rank, reason)
             return
@@ -103,7 +104,7 @@ class StageProcess:
         at = host.grid.place(rank)
         self.stage, self.tensor = at.stage, at.tensor
         self.place = at.stage * host.grid.tensor + at.tensor
-        self.life = Life()
+        self.reported: Reported = set()
         self.is_alive = True
         self.is_frozen = False
         self.spins = False
@@ -173,7 +174,7 @@ class StageProcess:
         if not self._host.control.accepts(self.rank):
             self.later(_RETRY_EVERY_S, self.connect)
             return
-        self.life.is_connected = True
+        self.reported.add("connected")
         self._groups = self._host.groups
         self._link = SimulatedLink(self._host.control, self.rank, lambda said: self.do(partial(self._read, said)))
         self._heard_ns = self._world.now_ns
@@ -238,7 +239,8 @@ class StageProcess:
         if self._host.network.stages_are_cut:
             self.later(1.0, lambda: self._give_up_joining(epoch))
             return
-        self._is_ready = self.life.is_ready = True
+        self._is_ready = True
+        self.reported.add("ready")
         self._say(wire.Ready(epoch))
         self._compute()
 
@@ -324,7 +326,8 @@ class StageProcess:
         if self._gathers is None:  # it has left the epoch
             return
         (plan, begun_ns, skipped), self._gathers = self._gathers, None
-        self._computes, self.life.served = False, True
+        self._computes = False
+        self.reported.add("served")
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
         result = StepResult(plan.epoch, plan.step_id, self.place, stamps)

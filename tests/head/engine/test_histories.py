@@ -19,7 +19,7 @@ from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.head.engine.member import EpochLost, Formed, MemberEvent
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.process.keeper import Life, RestartPolicy
+from ppserve.process.keeper import Reported, RestartPolicy
 from tests.head.engine.history import History
 from tests.head.engine.simulated_stages import Host
 from tests.slow import quick_first
@@ -73,11 +73,11 @@ class ForgetsSlowDeaths(RestartPolicy):
 
     _died_s = 0.0
 
-    def count_death(self, life: Life, code: int, now_s: float) -> str | None:
+    def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
         if now_s - self._died_s > 10.0:
             self._deaths = 0
         self._died_s = now_s
-        return super().count_death(life, code, now_s)
+        return super().count_death(reported, code, now_s)
 
 
 class IsForgetful(Host):

@@ -223,6 +223,5 @@ async def measure(caller: Caller, served: Served, workload: Workload, load: Load
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     ledger = between(before, read_ledger(await caller.topology()))
-    return Measurement(
-        served, load, workload.seed, answers, ended_s - begun_s, ledger, cpu_s, was_interrupted
-    )  # fmt: skip
+    duration_s = ended_s - begun_s
+    return Measurement(served, load, workload.seed, answers, duration_s, ledger, cpu_s, was_interrupted)

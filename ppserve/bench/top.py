@@ -186,7 +186,9 @@ class View:
             return max(0.0, after.value(name) - before.value(name)) / interval_s
 
         def latency(name: str) -> str:
-            return _quantiles(difference(before.buckets(name), after.buckets(name)))
+            seconds = difference(before.buckets(name), after.buckets(name))
+            p50_s, p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
+            return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
         # The mean: each replica has its own.
         kv_usage = after.value("ppserve_kv_usage_ratio") / max(1, after.num("ppserve_kv_usage_ratio"))
@@ -223,8 +225,3 @@ def _waits(times: StageTimes) -> list[str]:
     """Bubbles that are large enough to be seen, and the idle time, as shares of wall time."""
     waits = {kind: share for kind, share in shares(times).items() if kind != BUSY}
     return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]
-
-
-def _quantiles(seconds: Buckets) -> str:
-    p50_s, p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
-    return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"

@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from click.testing import CliRunner
 
 from ppserve.cli.check import check
-from ppserve.cli.main import cli
 from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
 from ppserve.head.app import warn_of_short_grace
+from tests.commands import run
 
 FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
 FINE = ServeConfig(server=FREE)
 
 
-def test_the_defaults_are_fine() -> None:
+def test_the_defaults_are_fine_and_what_needs_a_download_is_left_to_the_stages() -> None:
     check(FINE, 2)
+    check(dataclasses.replace(FINE, model=ModelSettings(path="someone/some-model")), 2)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +47,10 @@ def test_what_the_model_cannot_do(change: dict[str, object], says: str, world: i
         check(dataclasses.replace(FINE, **change), world)  # type: ignore[arg-type]
 
 
-def test_a_broken_configuration(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UsageError, match=r"config\.json"):
         check(dataclasses.replace(FINE, model=ModelSettings(path=str(tmp_path))), 1)
-
-
-def test_what_needs_a_download_is_left_to_the_stages() -> None:
-    check(dataclasses.replace(FINE, model=ModelSettings(path="someone/some-model")), 2)
-
-
-def test_certificates_and_keys_that_cannot_be_used(tmp_path: Path) -> None:
     nonsense, no_keys = tmp_path / "cert.pem", tmp_path / "keys"
     nonsense.write_text("nonsense")
     no_keys.write_text("# nobody\n")
@@ -67,24 +62,14 @@ def test_certificates_and_keys_that_cannot_be_used(tmp_path: Path) -> None:
             check(ServeConfig(server=settings), 1)
 
 
-@pytest.mark.parametrize(
-    ("field", "flag"),
-    [("port", "--port"), ("metrics_port", "--metrics-port"), ("http_port", "--http-port")],
-)
-def test_a_port_in_use(field: str, flag: str) -> None:
+def test_a_port_in_use_or_wanted_twice() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = dataclasses.replace(FREE, **{field: port})
-        with pytest.raises(UsageError, match=f"^{flag}: .*{port}"):
-            check(ServeConfig(server=settings), 1)
-
-
-def test_one_port_for_two_servers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port = once.getsockname()[1]
-    settings = ServerSettings(port=port, metrics_port=port)
+        for field in ("port", "metrics_port", "http_port"):
+            with pytest.raises(UsageError, match=f"^--{field.replace('_', '-')}: .*{port}"):
+                check(ServeConfig(server=dataclasses.replace(FREE, **{field: port})), 1)
     with pytest.raises(UsageError, match=r"--metrics-port: .* is taken by --port"):
-        check(ServeConfig(server=settings), 1)
+        check(ServeConfig(server=ServerSettings(port=port, metrics_port=port)), 1)
 
 
 @pytest.mark.parametrize(
@@ -98,31 +83,23 @@ def test_one_port_for_two_servers() -> None:
     ],
 )
 def test_a_launcher_that_would_cut_the_drain_short(
-    environment: dict[str, str],
-    timeout_s: float,
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str], timeout_s: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.WARNING):
+    with mock.patch.dict(os.environ, environment), caplog.at_level(logging.WARNING):
         warn_of_short_grace(ServeConfig(server=dataclasses.replace(FREE, shutdown_timeout_s=timeout_s)))
     assert ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in caplog.text) == warns
 
 
-def test_sizes_that_do_not_multiply_to_the_world_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    asked = ["serve", "--stages", "2", "--tensor-parallel", "2"]
-    with pytest.raises(UsageError, match="--stages: 2 stages need 4 ranks, but torchrun started 2"):
-        CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)
-
-
-def test_a_slip_of_the_finger_does_not_fill_the_host_with_processes() -> None:
-    """The model, which is refused too, only keeps a failing test from trying."""
-    asked = ["serve", "--stages", "2", "--replicas", "1000000", "--model", "/no/such/place"]
-    with pytest.raises(UsageError, match="--replicas: 2000000 ranks; on this host at most"):
-        CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--stages", "2", "--tensor-parallel", "2"), "--stages: 2 stages need 4 ranks, but torchrun started 2"),
+        # The model, which is refused too, only keeps a failing test from filling the host with processes.
+        (("--stages", "2", "--replicas", "1000000", "--model", "/no/such/place"), "--replicas: 2000000 ranks; on"),
+    ],
+)
+def test_a_number_of_ranks_that_cannot_be(flags: tuple[str, ...], problem: str) -> None:
+    launcher = {"RANK": "0", "WORLD_SIZE": "2"} if "torchrun" in problem else {}
+    done = run("serve", *flags, **launcher)
+    assert done.returncode == 2
+    assert problem in done.one_line

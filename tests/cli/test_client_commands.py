@@ -1,4 +1,4 @@
-"""`ppserve generate` and `ppserve health` as processes of their own, against a server in this one."""
+"""`ppserve generate`, `health` and `restart`, against a server without a model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.streams import TokenOutput
+from tests.commands import Ended, run
 from tests.fake_engine import FakeEngine, served, served_in_thread
-
-pytestmark = pytest.mark.slow
 
 SEED_7_TEXT_LENGTH = 6
 
 
-def command(target: str, *arguments: str) -> list[str]:
-    name, *rest = arguments
-    return [sys.executable, "-m", "ppserve", name, "--target", target, *rest]
-
-
-def ppserve(target: str, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def ppserve(target: str, name: str, *arguments: str, **more: Any) -> Ended:
     """Run a command to its end."""
-    return subprocess.run(
-        command(target, *arguments),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
+    return run(name, "--target", target, *arguments, **more)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,7 @@ def test_text_is_printed_and_reproducible(target: str) -> None:
     assert done[0].stderr == ""
     whole = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7", "--no-stream", "--echo")
     assert whole.stdout == "hello" + done[0].stdout
-    typed = ppserve(target, "generate", "-", "--max-tokens", "6", "--seed", "7", stdin="hello\n")
+    typed = ppserve(target, "generate", "-", "--max-tokens", "6", "--seed", "7", stdin=b"hello\n")
     assert typed.stdout == done[0].stdout
 
 
@@ -98,34 +86,29 @@ def test_json_has_an_object_per_message(target: str) -> None:
 )
 def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
     done = ppserve(target, "generate", *arguments)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert all(word in done.one_line for word in words), done.stderr
 
 
 def test_a_key_that_grpc_could_not_send_is_refused(target: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("schlüssel\n", encoding="utf-8")
     done = ppserve(target, "generate", "hello", "--api-key-file", str(keys))
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 2
     assert done.stderr == "ppserve: error: --api-key-file: the key may only have printable ASCII characters\n"
 
 
 def test_a_prompt_that_is_not_utf_8_is_named(target: str) -> None:
-    done = subprocess.run(command(target, "generate", "-"), input=b"\xff", capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"ppserve: error: standard input: not UTF-8 text\n"
+    done = ppserve(target, "generate", "-", stdin=b"\xff")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ppserve: error: standard input: not UTF-8 text\n"
 
 
 def test_a_terminal_that_lacks_a_character_shows_a_question_mark(target: str) -> None:
-    flags = ("--max-tokens", "2", "--seed", "7", "--echo")
-    whole = ppserve(target, "generate", "caf\xe9 \u6f22", *flags, PYTHONIOENCODING="utf-8")
-    words = command(target, "generate", "caf\xe9 \u6f22", *flags)
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run(words, capture_output=True, timeout=60, env=environment)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.decode("latin-1") == whole.stdout.replace("\u6f22", "?")
+    flags = ("generate", "caf\xe9 \u6f22", "--max-tokens", "2", "--seed", "7", "--echo")
+    whole, done = ppserve(target, *flags), ppserve(target, *flags, encoding="latin-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == whole.stdout.replace("\u6f22", "?")
 
 
 def test_several_answers_are_told_apart(target: str) -> None:
@@ -138,8 +121,7 @@ def test_no_server_is_told_at_once() -> None:
     for name, arguments in (("generate", ("hello",)), ("health", ())):
         done = ppserve("127.0.0.1:1", name, *arguments)
         assert done.returncode == 1
-        assert "127.0.0.1:1" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        assert "127.0.0.1:1" in done.one_line
 
 
 @pytest.mark.parametrize("seconds", ["1e12", "inf"])
@@ -148,23 +130,20 @@ def test_a_time_limit_in_the_far_future_has_not_passed(target: str, seconds: str
     assert ppserve(target, "health", "--timeout", seconds).returncode == 0
 
 
-def test_an_answer_that_its_time_limit_has_cut_is_no_success() -> None:
-    async def main(*flags: str) -> str:
+@pytest.mark.parametrize(("flags", "printed"), [((), "A\n"), (("--json", "--no-stream"), '"DEADLINE"')])
+def test_an_answer_that_its_time_limit_has_cut_is_no_success(flags: tuple[str, ...], printed: str) -> None:
+    async def main() -> Ended:
         engine = FakeEngine(by_hand=True)
         async with served(engine) as (_, target):
-            process = await asyncio.create_subprocess_exec(
-                *command(target, "generate", "hello", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            command = asyncio.create_task(asyncio.to_thread(ppserve, target, "generate", "hello", *flags))
             await engine.until(lambda engine: bool(engine.sinks), 60)
             _, sink = engine.sinks.popitem()
             sink.push([TokenOutput(0, 0, 65, "A"), TokenOutput(0, 1, finish=FinishReason.DEADLINE)])
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
-            assert process.returncode == 1
-            assert errors.decode() == "ppserve: error: --timeout passed before the answer's end\n"
-            return output.decode()
+            return await command
 
-    assert asyncio.run(main()) == "A\n"
-    assert '"DEADLINE"' in asyncio.run(main("--json", "--no-stream"))
+    done = asyncio.run(main())
+    assert (done.returncode, done.stderr) == (1, "ppserve: error: --timeout passed before the answer's end\n")
+    assert printed in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -179,6 +158,7 @@ def test_a_broken_stream_goes_on_and_every_retry_says_why(error: RequestError, a
     assert done.stderr.splitlines() == ["ppserve: trying again: UNAVAILABLE: it ends"] * breaks
 
 
+@pytest.mark.slow
 def test_the_interrupt_key_cancels_cleanly() -> None:
     """Ctrl-C in mid-stream: the engine hears of it, exit code 130, nothing on standard error."""
 
@@ -186,7 +166,9 @@ def test_the_interrupt_key_cancels_cleanly() -> None:
         engine = FakeEngine(by_hand=True)
         async with served(engine) as (_, target):
             process = await asyncio.create_subprocess_exec(
-                *command(target, "generate", "hello"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                *(sys.executable, "-m", "ppserve", "generate", "--target", target, "hello"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             await engine.until(lambda engine: bool(engine.requests), 60)
             process.send_signal(signal.SIGINT)
@@ -226,5 +208,32 @@ def test_a_refused_restart_names_the_flag(target: str) -> None:
     assert refused.returncode == 1
     assert refused.stderr == "ppserve: error: --pause is wanted: no other replica serves\n"
     assert "there is no replica 3" in ppserve(target, "restart", "--replica", "3", "--pause").stderr
-    assert len(ppserve(target, "restart", "--replica", str(2**32)).stderr.splitlines()) == 1
+    assert "--replica" in ppserve(target, "restart", "--replica", str(2**32)).one_line
     assert ppserve(target, "restart", "--replica", "0", "--pause").stdout == "replica 0 serves again\n"
+
+
+# ---- standard output that cannot be written to ------------------------------------------------------------
+
+PLAN = [sys.executable, "-m", "ppserve", "plan"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="wants /dev/full, the disk that is always full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr == "ppserve: error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_pipe_without_a_reader_ends_the_command_in_silence() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as pipe:
+        done = subprocess.run(PLAN, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_without_standard_output_a_command_does_its_work() -> None:
+    without = ["sh", "-c", 'exec "$@" >&-', "sh", *PLAN]
+    done = subprocess.run(without, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

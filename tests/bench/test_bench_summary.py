@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import random
-import statistics
 from dataclasses import replace
 
 import pytest
 
 from ppserve.bench.ledger import between
 from ppserve.bench.measure import OpenLoop
-from ppserve.bench.summary import Distribution, render_ledger, render_table, summarize
+from ppserve.bench.summary import render_ledger, render_table, summarize
 from ppserve.core.ledger.causes import CAUSES
 from tests.bench.answers import LEDGER, SERVED, answer, failed, measurement, times_of
 
 # Sent at 1 and 2; the first waits 0.5 s for its first token, then 0.1 s for each; the second gets three at once.
 FIRST = answer(0, 1.0, [(1.5, 1), (1.6, 1), (1.7, 1)])
 SECOND = answer(1, 2.0, [(2.1, 1), (3.1, 3)], prompt=7)
-
-
-def test_distributions_are_those_of_the_standard_library() -> None:
-    rng = random.Random(0)
-    values = [rng.lognormvariate(0, 1) for _ in range(37)]
-    found = Distribution.from_seconds(values)
-    assert found.mean == pytest.approx(1e3 * statistics.fmean(values))
-    assert found.median == pytest.approx(1e3 * statistics.median(values))
-    assert Distribution.from_seconds([]) == Distribution()
 
 
 def test_latencies_and_throughput() -> None:

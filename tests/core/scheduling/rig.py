@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -28,21 +28,20 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 
 @dataclass
 class SchedulerRig:
-    """See the module. ended_by_engine: sequences ended with `finish`, which has no event. skips: whether the
-    pipeline hears in time of a cancelled step. num_draft_tokens: that were sent. num_ahead: steps sent ahead."""
+    """See the module."""
 
     config: SchedulerConfig
     num_blocks: int = 48
     costs: CostModel | None = None
     new_drafter: Callable[[Sequence], Drafter] = PromptLookup
-    skips: Callable[[], bool] = lambda: True
+    skips: Callable[[], bool] = lambda: True  # whether the pipeline hears in time of a cancelled step
     request_queue: RequestQueue | None = None
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
-    ended_by_engine: set[tuple[str, int]] = field(default_factory=set)
-    num_draft_tokens: int = 0
-    num_ahead: int = 0
+    ended_by_engine: set[tuple[str, int]] = field(default_factory=set)  # without an event
+    num_draft_tokens: int = 0  # sent
+    num_ahead: int = 0  # steps sent ahead
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
@@ -108,11 +107,18 @@ class SchedulerRig:
         assert len(self.pipeline.memory) <= self.config.max_num_seqs + len(sent.slices)
 
     def lose_stage(self) -> None:
+        self.lose()
+        self.form()
+
+    def lose(self, failed: Set[int] = frozenset({0})) -> list[SequenceEvent]:
+        """These ranks failed: there is no pipeline until another one forms."""
         self.pipeline.lose()
         self._sent.clear()
         self.sampling = SamplingEncoder()
         self.steps.lost()
-        self.tell(self.scheduler.request_queue.record_loss(self.scheduler.give_back(), {0}))
+        return self.tell(self.scheduler.request_queue.record_loss(self.scheduler.give_back(), failed))
+
+    def form(self) -> None:
         self.scheduler.open(self.scheduler.slots.epoch)
 
     def drain(self) -> None:

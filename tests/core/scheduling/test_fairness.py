@@ -126,21 +126,6 @@ def test_before_a_caller_s_next_request_go_as_many_of_every_other() -> None:
         assert queue.tokens_ahead(entry("next", caller).request) == tokens_ahead
 
 
-def test_tokens_are_counted_as_they_come_and_go() -> None:
-    queue = FairQueue()
-    a, b = entry("a", num_tokens=5, priority=1), entry("b", num_tokens=7)
-    queue.push(a)
-    queue.push(b)
-    assert queue.num_tokens == 12
-    later = [entry("c", priority=priority).request for priority in (0, 1, 2)]
-    assert [queue.tokens_ahead(request) for request in later] == [12, 5, 0]
-    queue.remove(a)
-    assert (queue.num_tokens, queue.tokens_ahead(later[1])) == (7, 0)
-    assert a not in queue
-    assert b in queue
-    assert len(queue) == 1
-
-
 def test_idle_callers_are_forgotten() -> None:
     queue = FairQueue()
     for i in range(3 * MAX_IDLE_CALLERS):

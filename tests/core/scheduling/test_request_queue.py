@@ -11,7 +11,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
-from tests.core.scheduling.rig import SchedulerRig, a_request
+from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID
 
 
@@ -38,25 +38,17 @@ class Replicas:
         """Every replica sends what it can, and gets one step back."""
         events: list[SequenceEvent] = []
         for rig in self.rigs:
-            while rig.scheduler.is_open and rig.schedule_one() is not None:
-                pass
+            if rig.scheduler.is_open:
+                fill(rig)
             if rig.pipeline.num_in_flight:
                 events += rig.commit_one()
             self.check()
         return events
 
     def lose(self, replica: int, failed: frozenset[int] = frozenset({0})) -> list[SequenceEvent]:
-        rig = self.rigs[replica]
-        rig.pipeline.lose()
-        rig.sampling = type(rig.sampling)()
-        rig.steps.lost()
-        events = rig.tell(self.request_queue.record_loss(rig.scheduler.give_back(), failed))
+        events = self.rigs[replica].lose(failed)
         self.check()
         return events
-
-    def form(self, replica: int) -> None:
-        scheduler = self.rigs[replica].scheduler
-        scheduler.open(scheduler.slots.epoch)
 
     def drain(self) -> None:
         while self.request_queue.groups:
@@ -136,7 +128,7 @@ def test_requests_of_a_lost_replica_go_on_at_another_before_all_that_wait(lost: 
     replicas.turn()
     assert replicas.at(lost) == set()
     assert replicas.request_queue.num_waiting == 3, "the other replica is full"
-    replicas.form(lost)
+    replicas.rigs[lost].form()
     replicas.turn()
     assert replicas.at(lost) == moved, "before the one that had waited all the time"
     replicas.finish()
@@ -184,10 +176,9 @@ def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -
         assert turns < 500
         for number, rig in enumerate(replicas.rigs):
             if not rig.scheduler.is_open:
-                replicas.form(number)
+                rig.form()
                 continue
-            while rig.schedule_one() is not None:
-                pass
+            fill(rig)
             if poison in {s.request.id for _, owned in rig.scheduler.slots._steps.values() for s, _ in owned}:
                 tried_at += [number] * (replicas.request_queue.poison_isolation.lone == poison)
                 convicted += [event.request_id for event in replicas.lose(number)]
@@ -206,8 +197,7 @@ def test_a_loss_elsewhere_neither_accuses_nor_clears() -> None:
         replicas.submit(f"r{number}", max_tokens=30)
     replicas.turn()
     for rig in replicas.rigs:
-        while rig.schedule_one() is not None:
-            pass
+        fill(rig)
     replicas.lose(0)
     assert replicas.request_queue.poison_isolation.watches("r0")
     replicas.lose(2)
@@ -234,12 +224,12 @@ def test_a_walk(seed: int) -> None:
             replicas.turn()
         replica = chance.randrange(len(replicas.rigs))
         if not replicas.rigs[replica].scheduler.is_open:
-            replicas.form(replica)
+            replicas.rigs[replica].form()
         elif chance.random() < 0.2:
             replicas.lose(replica, frozenset())
         if chance.random() < 0.05:
             replicas.first.tell(replicas.request_queue.abort(f"r{number}", FinishReason.CANCELLED))
-    for number, rig in enumerate(replicas.rigs):
+    for rig in replicas.rigs:
         if not rig.scheduler.is_open:
-            replicas.form(number)
+            rig.form()
     replicas.finish()

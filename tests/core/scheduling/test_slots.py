@@ -10,18 +10,12 @@ from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
-def test_as_many_steps_in_flight_as_stages() -> None:
-    rig = a_rig(num_stages=3, prefill_chunk=4)
-    rig.submit(a_request("long", num_prompt=40))
-    plans = fill(rig)
-    assert [plan.slot for plan in plans] == [0, 1, 2]
-    assert rig.steps.num_in_flight == 3
-
-
-def test_consecutive_chunks_of_one_prompt_are_in_flight_together() -> None:
+def test_as_many_steps_are_in_flight_as_stages_also_with_chunks_of_one_prompt() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=5)
     rig.submit(a_request("r", num_prompt=9))
+    rig.submit(a_request("waits", num_prompt=9))
     first, second = fill(rig)
+    assert (first.slot, second.slot, rig.steps.num_in_flight) == (0, 1, 2)
     assert (first.slices[0].start, first.slices[0].end, first.slices[0].draw) == (0, 5, None)
     assert (second.slices[0].start, second.slices[0].end) == (5, 9)
     assert second.slices[0].draw is not None
@@ -36,12 +30,6 @@ def test_a_lone_long_prompt_is_cut_so_that_every_stage_gets_work() -> None:
     sizes = [plan.num_tokens for plan in plans]
     assert max(sizes) <= 900 // 4
     assert max(sizes) <= 2 * min(sizes)
-
-
-def test_one_stage_cuts_no_prompt_that_fits_a_step() -> None:
-    rig = a_rig(num_stages=1, block_size=16)
-    rig.submit(a_request("r", num_prompt=500))
-    assert [plan.num_tokens for plan in fill(rig)] == [500]
 
 
 def test_many_short_prompts_pack_into_steps_and_leave_some_for_the_other_slots() -> None:
@@ -174,8 +162,9 @@ def test_near_the_limit_the_number_that_is_used_stays() -> None:
     assert machine.run(3 * HELD_STEPS).count(3) > 2 * HELD_STEPS
 
 
-def test_want_of_work_decides_nothing() -> None:
-    assert set(Machine(2, waiting=400, fixed=0).run(HELD_STEPS, was_full=False)) == {2}
+@pytest.mark.parametrize(("num_steps", "was_full"), [(HELD_STEPS, False), (MEASURED_STEPS, True)])
+def test_want_of_work_and_few_steps_decide_nothing(num_steps: int, was_full: bool) -> None:
+    assert set(Machine(2, waiting=400, fixed=0).run(num_steps, was_full)) == {2}
 
 
 def test_the_pause_after_a_loss_does_not_count() -> None:
@@ -185,7 +174,3 @@ def test_the_pause_after_a_loss_does_not_count() -> None:
         machine.count.forget_last_steps()
         machine._now += 10**9
     assert machine.count.num_slots == 2
-
-
-def test_a_few_steps_decide_nothing() -> None:
-    assert set(Machine(2, waiting=400, fixed=0).run(MEASURED_STEPS)) == {2}

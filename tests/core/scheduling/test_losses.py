@@ -1,17 +1,87 @@
-"""Finding the request that kills stages: after two losses it runs alone. Only that request fails."""
+"""Losing a stage: no request's tokens change, and only a request that kills stages fails."""
 
 from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import FinishReason
+from ppserve.core.plan import Drawn, StepResult
+from ppserve.core.request import FinishReason, OutputOptions
 from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+from tests.core.toy_pipeline import STAMPS, expected_answer
 
-# ---- the count of losses ----
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("commits_before", range(0, 24, 3))
+def test_a_loss_at_any_moment_changes_no_token(num_stages: int, commits_before: int) -> None:
+    rig = a_rig(num_stages, prefill_chunk=5)
+    for i in range(6):
+        output = OutputOptions(prompt_logprobs=0 if i % 2 else None)
+        request = a_request(f"r{i}", num_prompt=3 + 4 * i, max_tokens=8, num_sequences=1 + i % 3, output=output)
+        rig.submit(request)
+    for _ in range(commits_before):
+        rig.turn()
+    fill(rig)
+    rig.lose_stage()
+    check_scheduler(rig.scheduler)
+    rig.finish()
+
+
+def test_results_of_an_older_epoch_are_ignored() -> None:
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r"))
+    plan = rig.schedule_one()
+    assert plan is not None
+    rig.lose_stage()
+    stale = StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, (Drawn(0, 1),))
+    assert rig.scheduler.commit(stale, 0.0) == []
+    unknown = StepResult(rig.scheduler.slots.epoch, 999, 0, STAMPS)
+    assert rig.scheduler.commit(unknown, 0.0) == []
+    rig.finish()
+    assert {p.epoch for p in rig.pipeline.plans} == {1}
+
+
+def test_events_are_not_repeated_after_a_loss() -> None:
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r", num_prompt=9, max_tokens=8, output=OutputOptions(prompt_logprobs=0)))
+    for _ in range(4):
+        rig.turn()
+    rig.lose_stage()
+    rig.finish()
+    assert sum(bool(e.prompt_logprobs) for e in rig.events["r", 0]) == 1
+    replay = next(p for p in rig.pipeline.plans if p.epoch == 1)
+    assert replay.slices[0].token_ids[9:] == expected_answer(rig.requests["r"]).token_ids[:4]
+    assert replay.slices[0].targets == ()
+
+
+def test_a_common_beginning_is_replayed_once() -> None:
+    rig = a_rig(num_stages=1, num_blocks=800, block_size=4, prefill_chunk=100)
+    rig.submit(a_request("first", num_prompt=90, salt=1, max_tokens=40))
+    rig.turn()
+    for i in range(10):
+        rig.submit(a_request(f"r{i}", num_prompt=90, salt=1, max_tokens=40))
+    for _ in range(3):
+        rig.turn()
+    rig.lose_stage()
+    rig.finish()
+    computed = sum(p.num_tokens for p in rig.pipeline.plans if p.epoch == 1)
+    assert computed < 3 * 90 + 11 * 40, "eleven times the prompt would be 990"
+
+
+def test_siblings_that_have_not_begun_survive_the_loss_of_their_source() -> None:
+    """The leader has ended: another sibling fills their common blocks."""
+    rig = a_rig(num_stages=1, prefix_cache=False, prefill_chunk=7)
+    rig.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=4))
+    assert [e.index for e in rig.turn()] == [0]
+    rig.lose_stage()
+    check_scheduler(rig.scheduler)
+    rig.finish()
+
+
+# ---- poison requests: the count of losses ----
 
 
 def after(*losses: tuple[str, set[int]]) -> tuple[PoisonIsolation, list[str | None]]:
@@ -27,13 +97,6 @@ def test_two_losses_isolate_those_in_flight_at_both() -> None:
     isolation, _ = after(("ab", {0}), ("bc", {0}))
     assert isolation.lone == "b"
     isolation.clear("b")
-    assert isolation.lone is None
-
-
-def test_progress_between_losses_starts_the_count_again() -> None:
-    isolation, _ = after(("a", {0}))
-    isolation.clear("a")
-    isolation.record_loss({"a"}, {0})
     assert isolation.lone is None
 
 
@@ -78,7 +141,7 @@ def test_who_kills_beside_a_suspect_that_is_stuck_elsewhere_becomes_one_too() ->
     assert [isolation.record_loss({"k"}, {0}) for _ in range(2)] == [None, "k"]
 
 
-# ---- a scheduler that loses stages ----
+# ---- poison requests: a scheduler that loses stages ----
 
 
 def lose_twice(rig: SchedulerRig) -> None:
@@ -218,3 +281,26 @@ def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:
     lose_twice(rig)
     rig.tell(rig.scheduler.request_queue.abort("r0", FinishReason.CANCELLED))
     rig.finish()
+
+
+# ---- controls ----
+
+
+def test_the_control_a_replay_that_forgets_the_loss_is_noticed() -> None:
+    """If keys are lost and the scheduler is not told, answers must be wrong."""
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r", max_tokens=20))
+    rig.turn()
+    rig.pipeline.lose()
+    with pytest.raises(KeyError):
+        rig.drain()
+
+
+def test_the_control_a_wrong_token_is_noticed() -> None:
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r"))
+    rig.drain()
+    right = rig.events["r", 0]
+    rig.events["r", 0] = right[:2] + right[3:]
+    with pytest.raises(AssertionError):
+        rig.check_answers()

@@ -14,31 +14,17 @@ from tests.core.scheduling.rig import a_request, a_rig
 from tests.core.toy_pipeline import STAMPS, expected_answer, mix
 
 
-def test_every_kind_of_end() -> None:
+def test_every_kind_of_end_and_nothing_is_scheduled_after_it() -> None:
     rig = a_rig(num_blocks=2000)
-    seeds = range(30)
-    for seed in seeds:
+    for seed in range(30):
         stop = StopConditions(12, min_tokens=seed % 3, stop_token_ids=(3, 4))
         sampling = SamplingParams(seed=seed)
         rig.submit(a_request(f"r{seed}", sampling=sampling, stop=stop, limited_by_context=seed > 14))
     rig.finish()
-    ends = {events[-1].finish for events in rig.events.values()}
-    assert ends == {
-        FinishReason.EOS,
-        FinishReason.STOP_TOKEN,
-        FinishReason.MAX_TOKENS,
-        FinishReason.CONTEXT_LENGTH,
-    }
-
-
-def test_nothing_is_scheduled_after_an_end() -> None:
-    rig = a_rig(num_stages=2, num_blocks=2000)
-    for seed in range(20):
-        rig.submit(a_request(f"r{seed}", sampling=SamplingParams(seed=seed), stop=StopConditions(50)))
-    rig.drain()
-    computed = sum(plan.num_tokens for plan in rig.pipeline.plans)
-    needed = sum(6 + len(expected_answer(r).token_ids) - 1 for r in rig.requests.values())
-    assert computed == needed
+    ends = {str(events[-1].finish) for events in rig.events.values()}
+    assert ends == {"EOS", "STOP_TOKEN", "MAX_TOKENS", "CONTEXT_LENGTH"}
+    needed = sum(6 + len(expected_answer(request).token_ids) - 1 for request in rig.requests.values())
+    assert sum(plan.num_tokens for plan in rig.pipeline.plans) == needed
 
 
 def test_the_engine_may_end_a_sequence_itself() -> None:
@@ -55,44 +41,22 @@ def test_the_engine_may_end_a_sequence_itself() -> None:
     assert len(rig.events["r", 0]) == 1
 
 
-def test_output_that_is_not_finite_fails_only_its_request() -> None:
+def test_output_that_is_not_finite_ends_all_answers_of_its_request_and_no_other() -> None:
     rig = a_rig(num_stages=2)
-    rig.submit(a_request("good"))
-    rig.submit(a_request("bad", num_prompt=9))
-    rig.pipeline.not_finite.add(1)
-    rig.drain()
-    (event,) = rig.events["bad", 0]
-    assert isinstance(event.error, RequestFailed)
-    assert event.finish is None
-    assert rig.events["good", 0][-1].finish is FinishReason.MAX_TOKENS
-    # Its blocks are not shared with an equal request.
-    rig.submit(a_request("again", num_prompt=9, salt=mix(*b"bad")))
-    rig.drain()
-    assert rig.events["again", 0][0].cached_tokens == 0
-
-
-def test_output_that_is_not_finite_ends_all_answers_of_its_request() -> None:
-    rig = a_rig(num_stages=2)
-    rig.submit(a_request("bad", max_tokens=50, num_sequences=3))
+    rig.submit(a_request("bad", num_prompt=9, max_tokens=50, num_sequences=3))
     rig.submit(a_request("good", max_tokens=9))
     while len(rig.events) < 4:
         rig.turn()
     rig.pipeline.not_finite.add(1)
     rig.drain()
-    assert [type(rig.events["bad", i][-1].error) for i in range(3)] == [RequestFailed] * 3
+    ends = [rig.events["bad", i][-1] for i in range(3)]
+    assert [(type(end.error), end.finish) for end in ends] == [(RequestFailed, None)] * 3
     assert rig.events["good", 0][-1].finish is FinishReason.MAX_TOKENS
     assert len(rig.pipeline.plans) < 20
-
-
-def test_a_result_without_the_promised_token_or_score_fails_the_request() -> None:
-    rig = a_rig(num_stages=1)
-    rig.submit(a_request("draw"))
-    rig.submit(a_request("score", output=OutputOptions(prompt_logprobs=0)))
-    plan = rig.scheduler.schedule(0.0)
-    assert plan is not None
-    events = rig.scheduler.commit(StepResult(plan.epoch, plan.step_id, 0, STAMPS), 0.0)
-    assert [type(e.error) for e in events] == [RequestFailed, RequestFailed]
-    assert not rig.has_work
+    # Its blocks are not shared with an equal request.
+    rig.submit(a_request("again", num_prompt=9, salt=mix(*b"bad")))
+    rig.drain()
+    assert rig.events["again", 0][0].cached_tokens == 0
 
 
 # ---- scoring ----
@@ -118,16 +82,17 @@ def test_scoring_only_ends_without_a_token_and_without_a_draw() -> None:
     assert all(s.draw is None for plan in rig.pipeline.plans for s in plan.slices)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
-def test_scores_that_are_not_finite_fail_the_request(wrong: float) -> None:
+@pytest.mark.parametrize("logprobs", [(), (-1.0,), (-1.0, math.nan), (-1.0, -math.inf)])
+def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs: tuple[float, ...]) -> None:
     rig = a_rig(num_stages=1)
-    rig.submit(a_request("r", num_prompt=3, max_tokens=0, output=OutputOptions(prompt_logprobs=0)))
+    rig.submit(a_request("score", num_prompt=3, max_tokens=0, output=OutputOptions(prompt_logprobs=0)))
+    rig.submit(a_request("draw"))
     plan = rig.scheduler.schedule(0.0)
     assert plan is not None
-    scored = Scored(plan.slices[0].sequence_id, (TokenLogprobs(-1.0), TokenLogprobs(wrong)))
+    scored = Scored(0, tuple(map(TokenLogprobs, logprobs)))
     result = StepResult(plan.epoch, plan.step_id, 0, STAMPS, scored=(scored,))
-    (event,) = rig.scheduler.commit(result, 0.0)
-    assert isinstance(event.error, RequestFailed)
+    events = rig.scheduler.commit(result, 0.0)
+    assert [type(event.error) for event in events] == [RequestFailed, RequestFailed]
     assert not rig.has_work
 
 

@@ -1,0 +1,318 @@
+"""Admission: requests that are admitted, refused, cancelled or late; freed blocks are used at once."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from ppserve.core.request import FinishReason, OutputOptions
+from ppserve.errors import InvalidRequest, Overloaded
+from tests.core.scheduling.invariants import check_scheduler
+from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+
+# ---- requests that could never run ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_prompt": 0}, "prompt"),
+        ({"num_prompt": 100, "max_tokens": 30}, "prompt"),
+        ({"num_sequences": 5}, "sampling.n"),
+        ({"num_sequences": 0}, "sampling.n"),
+        ({"num_prompt": 60, "max_tokens": 40}, "stop.max_tokens"),
+        ({"num_prompt": 10, "max_tokens": 30, "num_sequences": 4}, "stop.max_tokens"),
+        ({"max_tokens": 1, "resume_index": 0, "resume_ids": (1, 2)}, "resume.generated_token_ids"),
+        ({"num_prompt": 120, "max_tokens": 9, "num_sequences": 9}, "prompt, sampling.n"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(fields: dict[str, int], named: str) -> None:
+    rig = a_rig(num_blocks=20, max_model_len=128, max_num_seqs=4)
+    with pytest.raises(InvalidRequest) as refusal:
+        rig.submit(a_request("r", **fields))  # type: ignore[arg-type]
+    assert ", ".join(violation.field for violation in refusal.value.violations) == named
+    assert not rig.has_work
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+    rig = a_rig()
+    rig.submit(a_request("r"))
+    with pytest.raises(InvalidRequest):
+        rig.submit(a_request("r"))
+    rig.drain()
+    rig.events.clear()
+    assert rig.submit(a_request("r"))
+    rig.finish()
+
+
+def test_what_just_fits_runs() -> None:
+    rig = a_rig(num_blocks=10, block_size=4)
+    rig.submit(a_request("r", num_prompt=20, max_tokens=21))
+    rig.finish()
+    with pytest.raises(InvalidRequest):
+        rig.submit(a_request("one more", num_prompt=20, max_tokens=22))
+
+
+# ---- the queue ----
+
+
+def test_worst_case_blocks_are_reserved_so_no_running_request_loses_its_place() -> None:
+    rig = a_rig(num_blocks=10, block_size=4, prefix_cache=False)
+    for i in range(4):
+        rig.submit(a_request(f"r{i}", num_prompt=5, max_tokens=12))
+    assert rig.scheduler.num_running == 2
+    assert rig.scheduler.request_queue.num_waiting == 2
+    rig.finish()
+    steps_of: dict[int, list[int]] = {}
+    for plan in rig.pipeline.plans:
+        for piece in plan.slices:
+            steps_of.setdefault(piece.sequence_id, []).append(piece.start)
+    assert all(starts == sorted(set(starts)) for starts in steps_of.values()), "nothing was computed twice"
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_running", "num_waiting"),
+    [({"max_num_seqs": 2, "max_queue": 3}, 2, 3), ({"max_num_seqs": 1, "max_queue_tokens": 40}, 1, 2)],
+)
+def test_the_queue_is_bounded_by_requests_that_wait(
+    limits: dict[str, int], num_running: int, num_waiting: int
+) -> None:
+    rig = a_rig(**limits)  # type: ignore[arg-type]
+    request_queue = rig.scheduler.request_queue
+    for i in range(num_running + num_waiting):
+        request_queue.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
+    with pytest.raises(Overloaded) as refusal:
+        request_queue.submit(a_request("one more", num_prompt=10, max_tokens=10), 0.0)
+    assert refusal.value.retry_after_s > 0
+    assert (rig.scheduler.num_running, request_queue.num_waiting) == (num_running, num_waiting)
+    check_scheduler(rig.scheduler)
+
+
+def test_a_light_caller_beside_a_hundred_greedy_ones_waits_for_one_free_place() -> None:
+    """They fill every place and the queue all the time. The light one waits for a place in the queue, then for one
+    that becomes free."""
+    rig = a_rig(num_stages=1, max_num_seqs=16, max_queue=200, num_blocks=4000)
+    num_places_freed, begun, waited, sent, num_ended = [], 0, 0, 0, 0
+    for _ in range(600):
+        light = f"light{len(num_places_freed)}"
+        if light not in rig.requests and rig.submit(a_request(light, max_tokens=3, caller="light")):
+            begun = num_ended
+        while rig.submit(a_request(f"greedy{sent}", max_tokens=60, caller=f"greedy{sent % 100}")):
+            sent += 1
+        sent += 1  # the next caller's turn
+        if fill(rig):
+            events = rig.commit_one()
+            for event in events:
+                if event.request_id == light:
+                    waited = num_ended - begun if event.offset == 0 else waited
+                    num_places_freed += [waited] * event.is_terminal
+            num_ended += sum(event.is_terminal for event in events)
+    assert len(num_places_freed) > 5
+    assert max(num_places_freed) <= 16, "all places that became free in one step"
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    rig = a_rig(max_num_seqs=1, max_queue=0)
+    rig.submit(a_request("r"))
+    for i in range(50):
+        assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
+    check_scheduler(rig.scheduler)
+    assert rig.scheduler.request_queue.expire(2e9) == []
+    rig.finish()
+
+
+def test_priority_and_fairness_decide_who_is_next() -> None:
+    rig = a_rig(max_num_seqs=1)
+    rig.submit(a_request("running", caller="flood"))
+    for i in range(5):
+        rig.submit(a_request(f"flood{i}", caller="flood"))
+    rig.submit(a_request("light", caller="light"))
+    rig.submit(a_request("urgent", caller="flood", priority=1))
+    rig.drain()
+    assert [request for request, _ in rig.events][:3] == ["running", "urgent", "light"]
+    assert len(rig.events) == 8
+
+
+# ---- cancellation ----
+
+
+def test_cancelling_while_waiting() -> None:
+    rig = a_rig(max_num_seqs=1)
+    rig.submit(a_request("running"))
+    rig.submit(a_request("waiting"))
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("waiting", FinishReason.CANCELLED))
+    assert event.finish is FinishReason.CANCELLED
+    assert rig.scheduler.request_queue.num_waiting == 0
+    for ended in ("waiting", "nobody"):
+        assert rig.scheduler.request_queue.abort(ended, FinishReason.CANCELLED) == []
+    rig.finish()
+
+
+def test_cancelling_in_flight_frees_the_blocks_at_once() -> None:
+    """A step of another request that takes them over runs after those that still write them."""
+    rig = a_rig(num_stages=2, num_blocks=16, prefill_chunk=4)
+    rig.submit(a_request("r", num_prompt=8, max_tokens=50))
+    assert len(fill(rig)) == 2
+    assert len(rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))) == 1
+    assert (rig.scheduler.num_running, rig.scheduler.kv_usage) == (0, 0.0)
+    rig.submit(a_request("next", num_prompt=8, max_tokens=50))
+    rig.finish()
+
+
+def test_half_scored_prompts_are_not_delivered() -> None:
+    rig = a_rig(prefill_chunk=4)
+    rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
+    rig.turn()
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
+    assert event.prompt_logprobs == ()
+
+
+# ---- deadlines: requests that would be late are refused, those that are late end ----
+
+
+def measured(rig: SchedulerRig, tokens_per_s: float) -> None:
+    """Lets the scheduler measure a throughput, from which it predicts waiting times."""
+    for i in range(20):
+        rig.submit(a_request(f"warm{i}", num_prompt=50, max_tokens=1))
+        while rig.has_work:
+            plan = rig.schedule_one()
+            if plan is not None:
+                rig.now += plan.num_tokens / tokens_per_s
+            rig.commit_one()
+
+
+def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
+    rig = a_rig(max_num_seqs=1, num_blocks=4000, prefix_cache=False)
+    measured(rig, tokens_per_s=100.0)
+    rig.submit(a_request("running", max_tokens=200))
+    rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
+    with pytest.raises(Overloaded, match="longer than its deadline"):
+        rig.scheduler.request_queue.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
+    assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
+    assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
+
+
+def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
+    rig = a_rig(max_num_seqs=1, num_blocks=4000, prefix_cache=False)
+    for i in range(40):
+        rig.submit(a_request(f"r{i}", num_prompt=10, max_tokens=500))
+        fill(rig)
+        rig.now += 0.1
+        (event,) = rig.commit_one()
+        rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
+    rig.submit(a_request("running", num_prompt=10, max_tokens=500))
+    rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
+    # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.
+    assert rig.submit(a_request("hurried", deadline_s=rig.now + 1.0))
+
+
+@pytest.mark.parametrize("num_running", [4, 16])
+def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once(num_running: int) -> None:
+    """One token a step for each, a second a step. Where few run, nothing is predicted."""
+    rig = a_rig(num_blocks=4000, max_num_seqs=64)
+    for i in range(num_running):
+        rig.submit(a_request(f"r{i}", num_prompt=1, max_tokens=100))
+    for _ in range(40):
+        rig.schedule_one()
+        rig.now += 1.0
+        if rig.pipeline.num_in_flight:
+            rig.commit_one()
+    assert rig.submit(a_request("patient", num_prompt=1, max_tokens=5, deadline_s=rig.now + 100.0))
+    hurried = a_request("hurried", num_prompt=1, max_tokens=20, deadline_s=rig.now + 3.0)
+    if num_running < 8:
+        assert rig.submit(hurried)
+    else:
+        with pytest.raises(Overloaded, match="longer than its deadline"):
+            rig.scheduler.request_queue.submit(hurried, rig.now)
+    assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
+    rig.drain()
+
+
+def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float) -> tuple[int, int]:
+    """So many times the requests that can be served, each with a time limit: (answers, admitted but late). A step
+    takes 4 ms, and 0.4 ms a row."""
+    dice, sent, good, late, due_s = random.Random(0), 0, 0, 0, 0.0
+    rows: deque[int] = deque()
+    while rig.now < seconds:
+        while due_s < rig.now:
+            due_s += dice.expovariate(50.0 * times)
+            sent += 1
+            rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
+        late += len(rig.scheduler.request_queue.expire(rig.now))
+        while (plan := rig.schedule_one()) is not None:
+            rows.append(plan.num_tokens)
+        if rows:
+            rig.now += 0.004 + 0.0004 * rows.popleft()
+            good += sum(event.is_terminal for event in rig.commit_one())
+        else:
+            rig.now = due_s + 1e-6
+    return good, late
+
+
+@pytest.mark.slow
+def test_under_overload_those_who_are_admitted_end_in_time() -> None:
+    """Answers cut off by their deadline taught that answers are short, and ever more were admitted."""
+    usual, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, 6.0)
+    good, late = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, 1.0, 6.0)
+    assert good >= 0.9 * usual
+    assert late <= 0.01 * good
+
+
+@pytest.mark.parametrize("num_greedy", [1, 100])
+def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_greedy: int) -> None:
+    """Not by all that others have in the queue. Where it is admitted, it ends in time."""
+    rig = a_rig(num_blocks=9000, max_num_seqs=8, prefix_cache=False)
+    measured(rig, tokens_per_s=1000.0)
+    for i in range(400):
+        assert rig.submit(a_request(f"greedy{i}", num_prompt=20, max_tokens=50, caller=f"greedy{i % num_greedy}"))
+    for _ in range(20):
+        while (plan := rig.schedule_one()) is not None:
+            rig.now += plan.num_tokens / 1000.0
+        rig.commit_one()
+    light = a_request("light", num_prompt=4, max_tokens=8, caller="light", deadline_s=rig.now + 3.0)
+    if num_greedy > 8:  # one each: the light one may have to wait as all others do
+        assert not rig.submit(light)
+        return
+    assert rig.submit(light)
+    while "light" in rig.scheduler.request_queue.groups:
+        while (plan := rig.schedule_one()) is not None:
+            rig.now += plan.num_tokens / 1000.0
+        rig.commit_one()
+    assert rig.events["light", 0][-1].finish is FinishReason.MAX_TOKENS
+
+
+def test_overdue_requests_end_before_they_cost_a_step() -> None:
+    rig = a_rig(max_num_seqs=1)
+    rig.submit(a_request("running", max_tokens=20))
+    rig.submit(a_request("late", deadline_s=5.0))
+    assert rig.scheduler.request_queue.expire(4.9) == []
+    fill(rig)
+    rig.now = 5.0
+    rig.drain()
+    (event,) = rig.events["late", 0]
+    assert (event.finish, event.token_id, event.admitted_s) == (FinishReason.DEADLINE, None, None)
+    late_id = event.sequence_id
+    assert all(s.sequence_id != late_id for plan in rig.pipeline.plans for s in plan.slices)
+
+
+def test_a_running_request_ends_at_its_deadline() -> None:
+    rig = a_rig()
+    rig.submit(a_request("r", max_tokens=50, deadline_s=3.0))
+    for _ in range(3):
+        rig.turn()
+        rig.now += 1.0
+    rig.finish()
+    assert rig.events["r", 0][-1].finish is FinishReason.DEADLINE
+    assert len(rig.events["r", 0]) == 3 + 1
+
+
+def test_each_deadline_is_kept_whatever_ended_before() -> None:
+    rig = a_rig(max_num_seqs=1)
+    for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
+        rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
+    rig.tell(rig.scheduler.request_queue.abort("gone", FinishReason.CANCELLED))
+    expire = rig.scheduler.request_queue.expire
+    overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
+    assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}

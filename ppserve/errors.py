@@ -62,6 +62,9 @@ class RequestError(PpserveError):
     reason = "INTERNAL"
     """The stable identifier that clients may switch on (`ErrorInfo.reason`)."""
 
+    def __init_subclass__(cls, status: str = status, reason: str = reason) -> None:
+        cls.status, cls.reason = status, reason
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -72,11 +75,8 @@ class Violation:
     problem: str
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, status="INVALID_ARGUMENT", reason="INVALID_REQUEST"):
     """One or more request fields are outside what the server accepts."""
-
-    status = "INVALID_ARGUMENT"
-    reason = "INVALID_REQUEST"
 
     def __init__(self, violations: list[Violation]) -> None:
         assert violations
@@ -84,50 +84,32 @@ class InvalidRequest(RequestError):
         self.violations = violations
 
 
-class Overloaded(RequestError):
+class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
     """The queue is full, or the wait would outlast the caller's deadline."""
-
-    status = "RESOURCE_EXHAUSTED"
-    reason = "QUEUE_FULL"
 
     def __init__(self, problem: str, retry_after_s: float) -> None:
         super().__init__(problem)
         self.retry_after_s = retry_after_s
 
 
-class Draining(RequestError):
+class Draining(RequestError, status="UNAVAILABLE", reason="DRAINING"):
     """The server is shutting down and takes no new requests."""
 
-    status = "UNAVAILABLE"
-    reason = "DRAINING"
 
-
-class StagesLost(RequestError):
+class StagesLost(RequestError, status="UNAVAILABLE", reason="STAGES_LOST"):
     """A stage died and is not replaced: the stream cannot continue on this server."""
 
-    status = "UNAVAILABLE"
-    reason = "STAGES_LOST"
 
-
-class DeadlinePassed(RequestError):
+class DeadlinePassed(RequestError, status="DEADLINE_EXCEEDED", reason="DEADLINE_EXCEEDED"):
     """The caller's deadline passed before the request finished."""
 
-    status = "DEADLINE_EXCEEDED"
-    reason = "DEADLINE_EXCEEDED"
 
-
-class Forbidden(RequestError):
+class Forbidden(RequestError, status="PERMISSION_DENIED", reason="FORBIDDEN"):
     """The call asks for something that no caller may do here."""
 
-    status = "PERMISSION_DENIED"
-    reason = "FORBIDDEN"
 
-
-class Unauthenticated(RequestError):
+class Unauthenticated(RequestError, status="UNAUTHENTICATED", reason="UNAUTHENTICATED"):
     """The call carries no accepted API key."""
-
-    status = "UNAUTHENTICATED"
-    reason = "UNAUTHENTICATED"
 
 
 class RequestFailed(RequestError):

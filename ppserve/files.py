@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
 import threading
@@ -36,16 +35,9 @@ def file_size(path: Path) -> int:
         raise CheckpointError(path, f"cannot be read ({reason(error)})") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(path, "is not a regular file")
-    if not os.access(path, os.R_OK):
-        raise CheckpointError(path, "may not be read by this user")
-    if status.st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+    if status.st_size < 1024 and read_start(path, 1024).startswith(b"version https://git-lfs"):
         raise CheckpointError(path, "only says where Git LFS keeps the file: fetch it with `git lfs pull`")
     return status.st_size
-
-
-def is_file(path: Path) -> bool:
-    """Whether the name exists, also as a broken or looping link: that is a fault to report, no absent file."""
-    return path.is_symlink() or path.exists()
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -56,8 +48,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_start(path: Path, num_bytes: int) -> bytes:
-    """The first bytes of a file, fewer where it is shorter. Raises CheckpointError."""
-    file_size(path)
+    """The first bytes of a regular file, fewer where it is shorter. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return file.read(num_bytes)
@@ -66,24 +57,22 @@ def read_start(path: Path, num_bytes: int) -> bytes:
 
 
 def read_json(path: Path, schema: type[T], limit: int = MAX_JSON_BYTES) -> T:
-    """A JSON file as a msgspec schema wants it; a name given twice in an object is refused, not silently resolved.
-
-    Raises CheckpointError.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(path, "is given twice", field=shown(twice))
-        return members
-
+    """A JSON file as a msgspec schema wants it. Raises CheckpointError."""
     try:
-        value = json.loads(read_bytes(path, limit), object_pairs_hook=unique)
+        value = json.loads(read_bytes(path, limit), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
         raise CheckpointError(path, f"is not valid JSON ({reason(error)})") from error
     return checked(path, value, schema)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a name that is given twice, which `json` would silently resolve."""
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"{shown(name)} is given twice")
+        members[name] = value
+    return members
 
 
 def checked(path: Path, value: object, schema: type[T]) -> T:
@@ -91,7 +80,7 @@ def checked(path: Path, value: object, schema: type[T]) -> T:
     try:
         return msgspec.convert(value, schema, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can spell half a surrogate pair
-        problem, _, place = str(error).replace("Invalid enum value", "not supported:").partition(" - at ")
+        problem, _, place = str(error).partition(" - at ")
         # `$.a.b[0]` is where it is; a field that is missing or too many is named by the problem instead.
         field = re.sub(r"^\$\.?|\[.*", "", place.strip("`"))
         if named := re.search(r" field `(.*)`$", problem, re.DOTALL):

@@ -7,6 +7,7 @@ know, and that we do not know to be harmless, is refused: a model that needs it 
 from __future__ import annotations
 
 import re
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, is_file, read_json, shown
+from ppserve.files import checked, read_json, shown
 from ppserve.model.checkpoint.settings import (
     END_OF_TEXT,
     InnerWidth,
@@ -185,7 +186,7 @@ def _check_other_keys(path: Path, given: dict[str, Any]) -> None:
 def _eos_id(config_file: Path, config: Config) -> int | None:
     """generation_config.json overrules, as it does in transformers' generate."""
     eos, path = config.eos_token_id, config_file.with_name("generation_config.json")
-    if is_file(path):
+    if lexists(path):
         overruling = read_json(path, GenerationConfig, limit=_MAX_BYTES).eos_token_id
         eos = eos if overruling is None else overruling
     return eos[0] if isinstance(eos, list) else eos

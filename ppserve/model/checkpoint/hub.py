@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.files import is_file, read_json, reason, shown, within
+from ppserve.files import read_json, reason, shown, within
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 ANSWER_TIMEOUT_S = 5.0
@@ -41,7 +42,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 def weight_files(directory: Path) -> list[Path]:
     """The file with the weights, or an index and then the files that it names. Raises CheckpointError."""
-    path = next((directory / name for name in WEIGHT_FILES if is_file(directory / name)), None)
+    path = next((directory / name for name in WEIGHT_FILES if lexists(directory / name)), None)
     if path is None:
         raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}")
     suffix = ".safetensors" if ".safetensors" in path.suffixes else ".bin"

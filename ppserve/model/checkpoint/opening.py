@@ -1,18 +1,21 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
 A name is `tiny`, a directory with config.json or with one ckpt.pt or llm.c file, such a file, or a hub id. Formats
-are told apart by content. Readers are imported when needed: a configuration needs no torch.
+are told apart by content. Readers are imported when needed: a configuration needs no torch. A broken link is a fault
+to report, not an absent file.
 """
 
 from __future__ import annotations
 
+import os
 import zipfile
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import TINY, file_size, is_file, read_start, shown
+from ppserve.files import TINY, file_size, read_start, shown
 from ppserve.model.checkpoint import hub
 
 if TYPE_CHECKING:
@@ -51,21 +54,17 @@ def find_model(path: str, weights: bool = True) -> Path:
     """
     if path == "tiny":
         return TINY
-    try:
-        place = Path(path).expanduser()
-        found = is_file(place)
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user's home
-        raise CheckpointError(shown(path), "is not a usable path") from error
-    if not found and hub.is_hub_id(path):
+    place = Path(os.path.expanduser(path))
+    if not lexists(place) and hub.is_hub_id(path):
         return hub.fetch(path, weights=weights)
-    if not found:
+    if not lexists(place):
         raise CheckpointError(shown(path), "no such file or directory (a model on the hub is called org/name)")
-    return _only_file(place) if place.is_dir() and not is_file(place / "config.json") else place
+    return _only_file(place) if place.is_dir() and not lexists(place / "config.json") else place
 
 
 def _only_file(directory: Path) -> Path:
     """The one checkpoint file of a directory without config.json."""
-    if is_file(directory / "ckpt.pt"):
+    if lexists(directory / "ckpt.pt"):
         return directory / "ckpt.pt"
     files = [path for path in sorted(directory.glob("*.bin")) if path.is_file()]
     found = [path for path in files if read_start(path, len(LLMC_MAGIC)) == LLMC_MAGIC]

@@ -12,6 +12,7 @@ the padding of GPT-2's 50257 (what nanoGPT and llm.c do), and any other number a
 from __future__ import annotations
 
 from dataclasses import replace
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from msgspec import Meta
 
 from ppserve.core.architecture import MAX_LAYERS, Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import is_file, read_bytes, read_json
+from ppserve.files import read_bytes, read_json
 
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
@@ -74,13 +75,13 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
 def _json_vocabulary(directory: Path) -> int | None:
     """One past the highest id in tokenizer.json, vocab.json and what lists added tokens beside them, together."""
     ids: list[int] = []
-    if is_file(path := directory / "tokenizer.json"):
+    if lexists(path := directory / "tokenizer.json"):
         tokenizer = read_json(path, _TokenizerJson)
         ids += [*tokenizer.model.vocab.values(), *(token.id for token in tokenizer.added_tokens or ())]
     for name in ("vocab.json", "added_tokens.json"):
-        if is_file(path := directory / name):
+        if lexists(path := directory / name):
             ids += read_json(path, dict[str, Id]).values()
-    if ids and is_file(path := directory / "tokenizer_config.json"):
+    if ids and lexists(path := directory / "tokenizer_config.json"):
         ids += read_json(path, _AddedById).added_tokens_decoder or ()
     return max(ids) + 1 if ids else None
 

@@ -13,7 +13,7 @@ import click
 from ppserve.cli.flags import FLAGS, ServeCommand
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
-from ppserve.process.environment import RankEnvironment, ignore_what_is_for_the_head, open_many_files
+from ppserve.process.environment import HEAD_SIGNALS, RankEnvironment, ignore_signals, open_many_files
 from ppserve.process.keeper import run_rank
 from ppserve.process.stage_process import ForkServer
 
@@ -49,7 +49,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     if stages is not None and asked != environment.world_size:
         problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
         raise ConfigError("--stages", problem)
-    ignore_what_is_for_the_head()
+    ignore_signals(HEAD_SIGNALS)
     open_many_files()
     if environment.rank > 0:
         sys.exit(run_rank(config, environment))

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 # Attributes of every log record.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
-_FOR_THE_HEAD = (signal.SIGHUP, signal.SIGUSR1)
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_FOR_THE_HEAD)
+# They go to all ranks and must not end one; the head installs its handlers later.
+HEAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
+# In a child whose parent decides when it ends.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HEAD_SIGNALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +87,21 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """A child that is started in the block receives no signal that would end it until it calls `ignore_ending`,
+def signals_blocked() -> Iterator[None]:
+    """A child that is started in the block receives no signal that would end it until it calls `ignore_signals`,
     perhaps seconds later. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_ending() -> None:
-    """In such a child, whose parent decides when it ends."""
-    for signum in _ENDING_SIGNALS:
+def ignore_signals(signals: Sequence[signal.Signals]) -> None:
+    """Also those that `signals_blocked` holds back."""
+    for signum in signals:
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
-
-
-def ignore_what_is_for_the_head() -> None:
-    """In every rank. The signals go to all ranks and must not end one; the head installs its handlers later."""
-    for signum in _FOR_THE_HEAD:
-        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def name_process(name: str) -> None:
@@ -131,13 +127,8 @@ def open_many_files() -> None:
 
 
 def launcher_grace_s() -> float | None:
-    """Seconds that torchrun gives its ranks to end, by its environment variable; None under another launcher.
-
-    Raises LauncherError.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return number_of(LAUNCHER_GRACE, _LAUNCHER_GRACE_S)
+    """Seconds that torchrun gives its ranks to end; None under another launcher. Raises LauncherError."""
+    return number_of(LAUNCHER_GRACE, _LAUNCHER_GRACE_S) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def this_machine() -> str:

@@ -43,13 +43,9 @@ def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
-
-    def on_signal(_signum: int, _frame: object) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
         # The head decides when stages stop: running streams may finish first.
-        keeper.stop(grace_s)
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signum, lambda *_: keeper.stop(grace_s))
     return keeper.run()
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from ppserve import wire
-from ppserve.process.environment import signals_ignored
+from ppserve.process.environment import signals_blocked
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
 # What the fork server is asked, and its answer to REAP: an exit code (-9: killed).
@@ -46,21 +46,20 @@ class ForkServer:
 
     def request_stage(self, stage_end: int) -> None:
         """Requests a stage that gets this end of a socket. Raises OSError."""
-        if self._requests is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(self._requests, [FORK], [stage_end])
-                return
-            self.close()  # it died meanwhile
-        self._start()
-        assert self._requests is not None
-        socket.send_fds(self._requests, [FORK], [stage_end])
+        if self._requests is None:
+            self._requests = self._start()
+        try:
+            socket.send_fds(self._requests, [FORK], [stage_end])
+        except (BrokenPipeError, ConnectionResetError):  # it has died since the last one
+            self.close()
+            self.request_stage(stage_end)
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         # A BLAS that starts threads when it is imported would leave the forked stages without them.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         command = [*self._command, str(theirs.fileno()), str(os.getpid())]
-        with theirs, signals_ignored():
+        with theirs, signals_blocked():
             try:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
@@ -68,7 +67,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        self._requests = ours
+        return ours
 
     def reap_stage(self) -> int:
         """Waits for the end of the stage, whose socket has closed, and so until its device is free. Returns its

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from pathlib import Path
 
 from ppserve.errors import ConfigError
 from ppserve.wire import StageTls
@@ -23,20 +22,15 @@ def stage_context(files: StageTls, *, serves: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    flag, path = "--stage-tls-ca", files.ca
     try:
-        context.load_verify_locations(files.ca)
-    except (OSError, ssl.SSLError) as error:
-        raise _unusable("--stage-tls-ca", files.ca, error) from error
-    try:
-        context.load_cert_chain(files.cert, files.key, password=lambda: "")
+        context.load_verify_locations(path)
+        flag, path = "--stage-tls-cert", files.cert
+        context.load_cert_chain(path, files.key, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise _unusable("--stage-tls-cert", files.cert, error) from error
+        why = error.strerror if isinstance(error, FileNotFoundError) else "not PEM, or not the certificate's key"
+        raise ConfigError(flag, f"{path}: {why}") from error
     return context
-
-
-def _unusable(flag: str, path: Path, error: Exception) -> ConfigError:
-    why = error.strerror if isinstance(error, FileNotFoundError) else "not PEM, or not the certificate's key"
-    return ConfigError(flag, f"{path}: {why}")
 
 
 class TlsConnection(socket.socket):

@@ -23,8 +23,6 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
-# No port: ranks of one host meet at a Unix socket (`process.meeting`).
-_NO_PORT = 0
 # torchrun's own variable. By default it forwards SIGHUP as a signal that ends its ranks, and kills those that
 # reload their keys and serve on.
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -48,9 +46,11 @@ def _make_rendezvous(parameters: Any) -> Any:
             return False
 
         def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", _NO_PORT))
+            return RendezvousInfo(HashStore(), 0, 1, no_port)
 
-    return LocalRendezvous("127.0.0.1", _NO_PORT, 0, 1, parameters.run_id, 0)
+    # Ranks of one host meet at a Unix socket (`process.meeting`).
+    no_port = RendezvousStoreInfo("127.0.0.1", 0)
+    return LocalRendezvous("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import (
+    ENDING_SIGNALS,
     EXIT_HEAD_GONE,
     EXIT_USAGE,
     RankEnvironment,
     die_with_parent,
-    ignore_ending,
+    ignore_signals,
     name_process,
     set_up_logging,
     survive_full_disks,
@@ -46,7 +47,7 @@ def main() -> int:
     requests, keeper_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(keeper_pid)
     # The head and the keeper decide when this process and its stages end.
-    ignore_ending()
+    ignore_signals(ENDING_SIGNALS)
     name_process("ppserve.forks")
     server_pid = os.getpid()
     while True:

@@ -87,8 +87,9 @@ class Scene:
         self.has_ended = False
         self.keeper = Keeper(config, 1, 2, meeting, self, clock=self.clock, sleep=self._sleep)  # type: ignore[arg-type]
 
-    def stage(self, *events: Event, code: int = CRASHED) -> ScriptedStage:
-        self.stages.append(ScriptedStage(self.clock, events, code))
+    def stage(self, *events: Event, code: int = CRASHED, times: int = 1) -> ScriptedStage:
+        """The next one, or so many of the same kind."""
+        self.stages += [ScriptedStage(self.clock, events, code) for _ in range(times)]
         return self.stages[-1]
 
     def run(self) -> int:
@@ -115,19 +116,14 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_stage_that_ends_well_ends_the_rank_well(scene: Scene) -> None:
-    stage = scene.stage((1, KNOWS_HEAD), (1, ""), code=0)
-    assert scene.run() == 0
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (EXIT_USAGE, EXIT_USAGE), (EXIT_FAILED, 1)])
+def test_an_end_that_a_restart_would_not_mend_ends_the_rank(scene: Scene, code: int, exit_code: int) -> None:
+    stage = scene.stage((1, KNOWS_HEAD), (1, ""), code=code)
+    assert scene.run() == exit_code
+    assert scene.num_forked == 1
     assert stage.started == START
     assert stage.has_ended
     assert scene.has_ended, "the fork server lives on"
-
-
-@pytest.mark.parametrize(("code", "exit_code"), [(EXIT_USAGE, EXIT_USAGE), (EXIT_FAILED, 1)])
-def test_what_a_restart_would_not_mend_ends_the_rank(scene: Scene, code: int, exit_code: int) -> None:
-    scene.stage((1, KNOWS_HEAD), code=code)
-    assert scene.run() == exit_code
-    assert scene.num_forked == 1
 
 
 @pytest.mark.parametrize("code", [KILLED, CRASHED, 1, EXIT_HEAD_GONE])
@@ -202,8 +198,7 @@ def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(scene: Scene)
 def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
     with head(tmp_path) as listening:
         scene = Scene(listening.meeting)
-        for _ in range(MAX_DEATHS):
-            scene.stage((1, ""))
+        scene.stage((1, ""), times=MAX_DEATHS)
         assert scene.run() == 1
         told = listening.next_event()
     assert scene.num_forked == MAX_DEATHS
@@ -211,17 +206,16 @@ def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
     assert (told.rank, told.message) == (1, wire.GaveUp(reason))
 
 
-def test_a_cause_that_passes_by_does_not_use_up_all_lives(scene: Scene) -> None:
-    """Each is forked within milliseconds, and dies within them."""
-    for _ in range(MAX_DEATHS):
-        scene.stage()
+def test_a_cause_that_passes_by_does_not_use_up_all_lives(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each is forked within milliseconds, and dies within them. No head can be told of it."""
+    scene.stage(times=MAX_DEATHS, code=KILLED)
     assert scene.run() == 1
     assert 15 < scene.clock.now_s - 1000 < 45
+    assert f"stage 1 died {MAX_DEATHS} times in a row (last code -9)" in capfd.readouterr().err
 
 
 def test_no_life_is_waited_for_longer_than_a_stop_lasts(scene: Scene) -> None:
-    for _ in range(MAX_DEATHS):
-        scene.stage()
+    scene.stage(times=MAX_DEATHS)
     scene.keeper._sleep = lambda _: scene.keeper.stop(20.0)
     assert scene.run() == 1
     assert scene.clock.now_s == 1000
@@ -230,28 +224,17 @@ def test_no_life_is_waited_for_longer_than_a_stop_lasts(scene: Scene) -> None:
 
 def test_a_stage_that_dies_once_or_after_it_found_the_head_is_followed_at_once(scene: Scene) -> None:
     scene.stage()
-    for _ in range(MAX_DEATHS - 2):
-        scene.stage((0, KNOWS_HEAD))
+    scene.stage((0, KNOWS_HEAD), times=MAX_DEATHS - 2)
     scene.stage(code=0)
     assert scene.run() == 0
     assert scene.clock.now_s == 1000
-
-
-def test_a_keeper_that_cannot_reach_the_head_says_why_itself(
-    scene: Scene, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(MAX_DEATHS):
-        scene.stage((1, ""), code=KILLED)
-    assert scene.run() == 1
-    assert f"stage 1 died {MAX_DEATHS} times in a row (last code -9)" in capfd.readouterr().err
 
 
 def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
     scene: Scene, capfd: pytest.CaptureFixture[str]
 ) -> None:
     life_s = 60
-    for _ in range(100):
-        scene.stage((1, "started"), *[(1, "")] * (life_s - 1), code=EXIT_HEAD_GONE)
+    scene.stage((1, "started"), *[(1, "")] * (life_s - 1), code=EXIT_HEAD_GONE, times=100)
     assert scene.run() == 1
     assert scene.num_forked == HEADLESS_FOR_S // life_s + 1
     assert "stage 1 found no head for 900 s" in capfd.readouterr().err
@@ -263,25 +246,16 @@ def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
 def test_lives_without_a_step_count_however_slowly_they_end(
     scene: Scene, last_line: str, code: int, seconds: int
 ) -> None:
-    for _ in range(MAX_DEATHS):
-        scene.stage((1, KNOWS_HEAD), *[(1, last_line)] * seconds, code=code)
+    scene.stage((1, KNOWS_HEAD), *[(1, last_line)] * seconds, code=code, times=MAX_DEATHS)
     assert scene.run() == 1
     assert scene.num_forked == MAX_DEATHS
 
 
-def test_an_idle_stage_may_lose_its_link_as_often_as_it_likes(scene: Scene) -> None:
-    for _ in range(2 * MAX_DEATHS):
-        scene.stage((1, KNOWS_HEAD), (1, "ready"), code=EXIT_HEAD_GONE)
-    scene.stage(code=0)
-    assert scene.run() == 0
-
-
-def test_a_life_that_computed_starts_the_count_anew(scene: Scene) -> None:
-    for _ in range(MAX_DEATHS - 1):
-        scene.stage((1, KNOWS_HEAD))
+def test_a_life_that_computed_or_lost_an_idle_link_starts_the_count_anew(scene: Scene) -> None:
+    scene.stage((1, KNOWS_HEAD), times=MAX_DEATHS - 1)
     scene.stage((1, KNOWS_HEAD), (1, "served"))
-    for _ in range(MAX_DEATHS - 2):
-        scene.stage((1, KNOWS_HEAD))
+    scene.stage((1, KNOWS_HEAD), times=MAX_DEATHS - 2)
+    scene.stage((1, KNOWS_HEAD), (1, "ready"), code=EXIT_HEAD_GONE, times=2 * MAX_DEATHS)
     scene.stage(code=0)
     assert scene.run() == 0
 

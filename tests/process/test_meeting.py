@@ -63,7 +63,7 @@ def meeting(environment: RankEnvironment, **network: Any) -> wire.Meeting:
 # ---- one host ----------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_one_launcher_meet_in_one_place_with_one_secret() -> None:
+def test_ranks_of_one_launcher_meet_where_no_other_user_can_with_one_secret(place: Path) -> None:
     first, *others = (meeting(rank) for rank in ONE_HOST)
     assert others == [first, first]
     assert isinstance(first.address, wire.UnixAddress)
@@ -74,15 +74,10 @@ def test_ranks_of_one_launcher_meet_in_one_place_with_one_secret() -> None:
         assert len(secret) >= MIN_SECRET_BYTES
         assert [read_secret(other) for other in others] == [secret, secret]
         connect(others[0].address, WITHIN_S).close()
-
-
-def test_no_other_user_can_open_the_place_or_read_the_secret(place: Path) -> None:
-    found = meeting(ONE_HOST[0])
-    open_meeting(found)[0].close()
-    directory = found.secret_file.parent
-    assert place in directory.parents
+    directory = first.secret_file.parent
+    assert directory.parent == place
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert stat.S_IMODE(found.secret_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.secret_file.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "MASTER_PORT", "MASTER_ADDR"])
@@ -92,26 +87,18 @@ def test_another_launcher_has_another_place(launcher: pytest.MonkeyPatch, name: 
     assert meeting(ONE_HOST[0]).address != ours.address
 
 
-def test_a_killed_heads_place_is_taken_over_and_one_that_ends_leaves_nothing(place: Path) -> None:
-    """Each head has a new secret."""
+def test_a_killed_heads_place_is_taken_over_and_a_living_ones_is_not(place: Path) -> None:
+    """Each head has a new secret, and one that ends leaves nothing."""
     here = meeting(ONE_HOST[0])
     listener, first = open_meeting(here)
     listener.close()
     listener, second = open_meeting(here)
     with listener:
-        connect(here.address, WITHIN_S).close()
+        with pytest.raises(UsageError, match="another server"):
+            open_meeting(here)
         assert read_secret(here) == second != first
     close_meeting(here)
     assert list(place.iterdir()) == []
-
-
-def test_a_living_heads_place_is_not() -> None:
-    here = meeting(ONE_HOST[0])
-    listener, secret = open_meeting(here)
-    with listener:
-        with pytest.raises(UsageError, match="another server"):
-            open_meeting(here)
-        assert read_secret(here) == secret
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -176,12 +163,6 @@ def test_several_hosts_need_an_address_and_a_secret(launcher: pytest.MonkeyPatch
 
 def hello(rank: int) -> bytes:
     return wire.encode(hello_of(rank, 2, ARCH))
-
-
-def test_with_the_same_secret_a_rank_is_heard(tmp_path: Path) -> None:
-    with head(tmp_path) as listening, connect_to_head(listening.meeting, 1, WITHIN_S) as connection:
-        connection.sendall(hello(1))
-        assert listening.next_event().rank == 1
 
 
 def test_with_another_secret_it_is_told_why_it_is_not(tmp_path: Path) -> None:

@@ -110,18 +110,19 @@ def lines_of(process: StageProcess) -> list[str]:
     return heard
 
 
-def hear(process: StageProcess, wanted: str) -> str:
-    """The line that begins so."""
-    while True:
-        lines = process.listen(30)
-        assert lines is not None, f"ended before {wanted!r}"
-        for line in lines:
-            if line.startswith(wanted):
-                return line
+def await_end(process: StageProcess) -> int:
+    """The exit code of one that says nothing more."""
+    assert lines_of(process) == []
+    return process.reap()
 
 
 def pid_of(process: StageProcess) -> int:
-    return int(hear(process, "forked ").split()[1])
+    while True:
+        lines = process.listen(30)
+        assert lines is not None, "it has ended before it was forked"
+        for line in lines:
+            if line.startswith("forked "):
+                return int(line.split()[1])
 
 
 def wait_for_zombie(pid: int) -> None:
@@ -174,45 +175,31 @@ def test_one_that_is_killed_before_it_exists_ends_as_well(server_of: Callable[[s
     server = server_of("time.sleep(1000)")
     process = server.fork()
     process.kill()
-    assert lines_of(process) == []
-    assert process.reap() == -9
+    assert await_end(process) == -9
 
 
-def test_a_stage_dies_with_its_server_and_the_next_has_a_new_one(server_of: Callable[[str], ForkServer]) -> None:
-    server = server_of(STUCK)
+@pytest.mark.parametrize("program", [STUCK, DYING], ids=["with its stage", "after its stage"])
+def test_a_server_that_dies_is_replaced(server_of: Callable[[str], ForkServer], program: str) -> None:
+    server = server_of(program)
     process = server.fork()
-    pid = pid_of(process)
-    parent = psutil.Process(pid).ppid()
+    parent = psutil.Process(pid_of(process)).ppid()
+    if program == DYING:
+        assert await_end(process) == 7
     os.kill(parent, signal.SIGKILL)
-    assert lines_of(process) == []
-    assert process.reap() == -9
+    if program == STUCK:
+        assert await_end(process) == -9
+    else:
+        wait_for_zombie(parent)
     process = server.fork()
     assert psutil.Process(pid_of(process)).ppid() != parent
     process.kill()
-    assert lines_of(process) == []
-    assert process.reap() == -9
-
-
-def test_a_server_that_dies_between_two_stages_is_replaced(server_of: Callable[[str], ForkServer]) -> None:
-    server = server_of(DYING)
-    process = server.fork()
-    parent = psutil.Process(pid_of(process)).ppid()
-    assert lines_of(process) == []
-    assert process.reap() == 7
-    os.kill(parent, signal.SIGKILL)
-    wait_for_zombie(parent)
-    process = server.fork()
-    assert psutil.Process(pid_of(process)).ppid() != parent
-    assert lines_of(process) == []
-    process.start(START)  # too late: its end tells
-    assert process.reap() == 7
+    assert await_end(process) in (7, -9)
 
 
 def test_a_server_that_cannot_import_says_so_by_its_code(server_of: Callable[..., ForkServer]) -> None:
     process = server_of("", "sys.exit(3)").fork()
-    process.start(START)
-    assert lines_of(process) == []
-    assert process.reap() == 3
+    process.start(START)  # too late: its end tells
+    assert await_end(process) == 3
 
 
 def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
@@ -253,8 +240,7 @@ def test_a_stopped_server_is_woken(server_of: Callable[[str], ForkServer]) -> No
     stage = psutil.Process(pid_of(process))
     os.kill(stage.ppid(), signal.SIGSTOP)
     process.kill()
-    assert lines_of(process) == []
-    assert process.reap() == -9
+    assert await_end(process) == -9
 
 
 @pytest.mark.slow
@@ -297,8 +283,7 @@ def test_descriptors_from_1024_on_are_listened_to(server_of: Callable[[str], For
             ours.append(os.dup(ours[0]))
         process = server_of(DYING).fork()
         pid_of(process)
-        assert lines_of(process) == []
-        assert process.reap() == 7
+        assert await_end(process) == 7
     finally:
         for fd in ours:
             os.close(fd)

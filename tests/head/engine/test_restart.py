@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.history import Caller, History
+from tests.head.engine.history import History
 from tests.head.engine.simulated_world import SECOND
 
 
@@ -21,81 +21,71 @@ class Calm(History):
         self.engine.begin()
         self._tick()
         if formed:
-            self.until(self.engine.formed)
+            self.wait_for(self.engine.formed)
 
-    def until(self, done: Future[None]) -> None:
+    def wait_for(self, done: Future[None]) -> None:
+        """Raises its error."""
         while not done.done():
             self._step(60.0)
+        done.result()
 
-    def ask(self, count: int) -> list[Caller]:
+    def ask(self, count: int) -> None:
+        """Sends so many requests, and returns when they are computed."""
         for number in range(count):
             stop = StopConditions(60, ignore_eos=True)
             self._submit(Request(f"r{number}", prompt_of(9, number), stop, SamplingParams(seed=number)))
-        return self.callers
-
-    def wait(self, seconds: float) -> None:
-        until_ns = self.world.now_ns + int(seconds * SECOND)
+        until_ns = self.world.now_ns + SECOND // 20
         while self.world.now_ns < until_ns:
             self.world.step()
+
+    def finish(self) -> None:
+        while not all(caller.is_over for caller in self.callers):
+            self._step(60.0)
+
+    @property
+    def num_running(self) -> list[int]:
+        return [replica.scheduler.num_running for replica in self.replicas if replica.scheduler is not None]
 
 
 def test_streams_go_on_at_once_and_every_process_is_replaced_once() -> None:
     history = Calm(2)
-    callers = history.ask(6)
-    history.wait(0.05)
+    history.ask(6)
+    assert history.num_running == [3, 3]
     before = [member for members in history.members for member in members.all]
-    assert history.replicas[1].scheduler is not None
-    assert history.replicas[1].scheduler.num_running == 3
     done = history.engine.restart(1, pauses=False)
-    while not all(caller.is_over for caller in callers):
-        history._step(60.0)
+    history.finish()
     assert not done.done(), "streams did not wait for it"
-    history.until(done)
-    done.result()
+    history.wait_for(done)
     after = [member for members in history.members for member in members.all]
     added = [now.restarts - then.restarts for now, then in zip(after, before, strict=True)]
     assert added == [0] * history.num_stages + [1] * history.num_stages
     assert [members.epoch for members in history.members] == [1, 2]
     history._check_the_end()
     history.ask(2)
-    history.wait(0.05)
-    assert [replica.scheduler and replica.scheduler.num_running for replica in history.replicas] == [1, 1]
+    assert history.num_running == [1, 1]
 
 
 def test_the_only_replica_is_restarted_only_when_its_streams_may_wait() -> None:
     history = Calm(1)
-    callers = history.ask(3)
-    history.wait(0.05)
+    history.ask(3)
     with pytest.raises(InvalidRequest, match="no other replica serves"):
-        refused(history, 0)
-    done = history.engine.restart(0, pauses=True)
-    history.until(done)
-    while not all(caller.is_over for caller in callers):
-        history._step(60.0)
+        history.wait_for(history.engine.restart(0, pauses=False))
+    history.wait_for(history.engine.restart(0, pauses=True))
+    history.finish()
     history._check_the_end()
 
 
 def test_a_replica_that_has_not_formed_yet_is_restarted_as_well() -> None:
     history = Calm(2, formed=False)
-    assert not any(members.epoch for members in history.members)
-    done = history.engine.restart(1, pauses=True)
-    history.wait(60.0)
-    assert done.done()
-    done.result()
-    assert history.engine.formed.done()
+    history.wait_for(history.engine.restart(1, pauses=True))
+    history.wait_for(history.engine.formed)
 
 
 def test_what_is_refused() -> None:
     history = Calm(2)
     with pytest.raises(InvalidRequest, match="there is no replica 2"):
-        refused(history, 2)
+        history.wait_for(history.engine.restart(2, pauses=False))
     done = history.engine.restart(0, pauses=False)
     with pytest.raises(InvalidRequest, match="replica 0 is being restarted"):
-        refused(history, 1)
-    history.until(done)
-
-
-def refused(history: Calm, replica: int) -> None:
-    asked = history.engine.restart(replica, pauses=False)
-    history.until(asked)
-    asked.result()
+        history.wait_for(history.engine.restart(1, pauses=False))
+    history.wait_for(done)

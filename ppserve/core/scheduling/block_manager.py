@@ -6,8 +6,7 @@ A block is in exactly one state:
     cached  in no block table, but its content is known by a digest and can be used again
     held    in one or more block tables
 
-free + cached + held == total, always. Cached blocks are evicted least recently used, and only when no free block
-is left.
+free + cached + held == total, always. If no block is free, the least recently used cached one is evicted.
 
 A digest names the content of a full block: SHA-256 over the digest of the block before it and its own token ids,
 so equal digests mean equal prefixes. It is not `hash()`, because a collision would give one caller another
@@ -74,15 +73,15 @@ class BlockManager:
         if not self.fits(num_fresh, shared):
             return None
         for block in shared:
-            self._take_up(block)
-        table = shared + tuple(self._fresh() for _ in range(num_fresh))
+            self._add_reference(block)
+        table = shared + tuple(self._take_block() for _ in range(num_fresh))
         self._tables[sequence_id] = table
         return table
 
     def release(self, sequence_id: int) -> None:
         """Free a sequence's blocks, last ones first, so that the first blocks of a prefix are evicted last."""
         for block in reversed(self._tables.pop(sequence_id)):
-            self._let_go(block)
+            self._drop_reference(block)
 
     def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable:
         """Let a table begin with these blocks instead of its own, which are freed. Returns the table; it is
@@ -90,8 +89,8 @@ class BlockManager:
         old = self._tables[sequence_id]
         if all(self._references[block] == 1 for block in old[: len(shared)]):
             for mine, other in zip(old, shared, strict=False):
-                self._take_up(other)
-                self._let_go(mine)
+                self._add_reference(other)
+                self._drop_reference(mine)
             self._tables[sequence_id] = shared + old[len(shared) :]
         return self._tables[sequence_id]
 
@@ -116,7 +115,8 @@ class BlockManager:
             if digest is not None:
                 del self._block_of[digest]
 
-    def _fresh(self) -> int:
+    def _take_block(self) -> int:
+        """A free block, or the cached one that was used least recently."""
         if self._free:
             block = self._free.pop()
         else:
@@ -125,12 +125,12 @@ class BlockManager:
         self._references[block] = 1
         return block
 
-    def _take_up(self, block: int) -> None:
+    def _add_reference(self, block: int) -> None:
         if self._references[block] == 0:
             del self._cached[block]
         self._references[block] += 1
 
-    def _let_go(self, block: int) -> None:
+    def _drop_reference(self, block: int) -> None:
         self._references[block] -= 1
         assert self._references[block] >= 0, block
         if self._references[block] == 0:

@@ -86,8 +86,8 @@ class Sequence:
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
-        self.scheduled = 0
-        self.computed = 0
+        self.scheduled = 0  # positions that were put into steps
+        self.computed = 0  # positions whose result has returned
         self.loss_mark = 0  # known tokens when a stage was last lost
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()

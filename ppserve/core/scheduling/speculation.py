@@ -116,7 +116,7 @@ MAX_MATCH = 3
 # newest experience: about the last 16 count.
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
 _NEWEST = 1 / 16
-# Tokens that are learnt in one call, in some 0.5 ms: all requests wait for the engine while it learns a prompt.
+# Tokens that are learned in one call: all requests wait while the engine learns a prompt.
 MAX_LEARNED = 256
 
 

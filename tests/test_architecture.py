@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.engine.placement": {"ppserve.process.network"},
     "ppserve.head.engine.control": {"ppserve.process.meeting", "ppserve.process.network", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
-    "ppserve.head.api.vllm_grpc": {"ppserve.vllm"},
+    "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.api.chat_template": {"jinja2"},
     "ppserve.head.listener": {"starlette", "uvicorn"},

@@ -1,17 +1,62 @@
-"""From deltas to the messages of one request: chunks where it streams, and each sequence's end with all of it."""
+"""From messages to fields, and from deltas to messages. What the protocol has and we have not is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.requests import refuse, renamed
+from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score
+from ppserve.head.descriptions import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
+
+_UNSERVED = {
+    *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
+    *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+}
+# What our proto calls it -> what this one does, where that is not the part after the dot.
+_NAMES = {
+    "request_id": "request_id",
+    "token_ids.ids": "tokenized.input_ids",
+    "stop.include_stop": "sampling_params.include_stop_str_in_output",
+}
+
+
+def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
+    """What the message asks for, under our proto's names; and its prompt. A zero without presence is the default.
+    Raises InvalidRequest for what is not served."""
+    kind, params = message.WhichOneof("input"), message.sampling_params
+    missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
+    refuse(_unserved(message, ""), _unserved(params, "sampling_params."), missing)
+    given = {field.name: value for field, value in params.ListFields()}
+    given["include_stop"] = params.include_stop_str_in_output
+    given["stream_interval"] = 1 if message.stream else AT_THE_END
+    if "seed" in given:
+        given["seed"] &= MAX_SEED  # the field is signed, and all of its values are good seeds
+    return given, message.text if kind == "text" else message.tokenized.input_ids
+
+
+def in_words_of(message: pb.GenerateRequest, error: InvalidRequest) -> InvalidRequest:
+    """The same error, with the names that this protocol's fields have."""
+    prompt = "text" if message.WhichOneof("input") == "text" else "tokenized"
+    return renamed(error, _NAMES | {"prompt": prompt}, "sampling_params.")
+
+
+def _unserved(message: Message, home: str) -> Iterator[Violation]:
+    for field, value in message.ListFields():
+        if field.name in _UNSERVED and (field.name, value) != ("data_parallel_rank", 0):
+            yield Violation(home + field.name, "not served")
 
 
 class SequenceMessages:
-    """streams: whether chunks, and ends, are sent as they come. Otherwise the ends are sent together, by index:
-    there, routers number a request's answers as they arrive.
+    """The messages of one request: chunks where it streams, and each sequence's end with all of it.
+
+    streams: whether ends are sent as they come. Otherwise they are sent together, by index: routers number such
+    answers as they arrive.
     """
 
     def __init__(self, request: Request, streams: bool) -> None:

@@ -5,23 +5,26 @@ Embed and SubscribeKvEvents are missing on purpose: gRPC answers them with UNIMP
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import json
 import time
-from collections.abc import AsyncIterator
+import zipfile
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ppserve.errors import InvalidRequest
+from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.stream import deltas_in_time
-from ppserve.head.api.vllm_grpc.convert import in_words_of, request_fields
-from ppserve.head.api.vllm_grpc.messages import SequenceMessages
-from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
+from ppserve.head.api.vllm_grpc.messages import SequenceMessages, in_words_of, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
 # Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
 # path and no name, it makes them call GetTokenizer.
 TOKENIZER_PLACE = "grpc:GetTokenizer"
+CHUNK_BYTES = 256 << 10
 
 
 class VllmService:
@@ -49,7 +52,8 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        for chunk in chunks(await asyncio.to_thread(archive, self._handler, self._chat_template)):
+        content = await asyncio.to_thread(tokenizer_archive, self._handler, self._chat_template)
+        for chunk in archive_chunks(content):
             yield chunk
 
     async def HealthCheck(self, _message: pb.HealthCheckRequest, _call: Call) -> pb.HealthCheckResponse:
@@ -97,3 +101,37 @@ class VllmService:
         )
         now, version = datetime.now(UTC).isoformat(), self._handler.description.version
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
+
+
+def tokenizer_archive(handler: RequestHandler, chat_template: str | None) -> bytes:
+    """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
+    InvalidRequest without a tokenizer."""
+    if handler.tokenizer is None:
+        raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
+    description, end_of_text = handler.description, handler.end_of_text
+    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
+    described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": description.max_context, **special}
+    if chat_template is not None:
+        described["chat_template"] = chat_template
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": description.architecture.vocab_size,
+        "eos_token_id": description.eos_id,
+    }
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("tokenizer.json", handler.tokenizer.to_json())
+        zipped.writestr("tokenizer_config.json", json.dumps(described))
+        zipped.writestr("config.json", json.dumps(config))
+        if chat_template is not None:
+            zipped.writestr("chat_template.jinja", chat_template)
+    return content.getvalue()
+
+
+def archive_chunks(content: bytes) -> Iterator[pb.GetTokenizerChunk]:
+    """An archive in parts; the last one has the digest of all."""
+    digest = hashlib.sha256(content).hexdigest()
+    for offset in range(0, len(content), CHUNK_BYTES):
+        is_last = offset + CHUNK_BYTES >= len(content)
+        part = content[offset : offset + CHUNK_BYTES]
+        yield pb.GetTokenizerChunk(data=part, sha256=digest if is_last else "")

@@ -103,7 +103,7 @@ class Stream:
         pending.push(outputs)
         is_refused = False
         try:
-            self._ready.extend(self._chunk(name, pending, delta) for delta in pending.take())
+            self._ready.extend(self._chunk(name, pending, delta) for delta in pending.pop_deltas())
         except RequestError as error:
             self._ready.append(error)
             is_refused = True

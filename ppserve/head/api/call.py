@@ -43,12 +43,11 @@ class Call:
 
     @classmethod
     def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:
-        """A call that comes in now, under a name of ours. traceparent: dropped when it only claims to be one.
-        timeout_s: how long its caller waits."""
-        if traceparent is not None and not _TRACEPARENT.fullmatch(traceparent):
-            traceparent = None
+        """A call that comes in now, under a name of ours. timeout_s: its caller's limit. traceparent: ignored if
+        it is not one."""
+        trace = traceparent if _TRACEPARENT.fullmatch(traceparent or "") else None
         name = f"req-{secrets.token_hex(8)}"
-        call = cls(name, next(_serials), secrets.randbits(64), caller, None, traceparent)
+        call = cls(name, next(_serials), secrets.randbits(64), caller, traceparent=trace)
         return call if timeout_s is None else call.within(timeout_s)
 
     def within(self, timeout_s: float) -> Call:
@@ -76,14 +75,12 @@ class Call:
     @property
     def trace(self) -> dict[str, str]:
         """What log records of this call carry."""
-        trace = {"request_id": self.request_id}
-        return trace if self.traceparent is None else trace | {"traceparent": self.traceparent}
+        return {"request_id": self.request_id} | ({"traceparent": self.traceparent} if self.traceparent else {})
 
     @property
     def names(self) -> list[tuple[str, str]]:
         """The headers, or metadata, by which an answer or a refusal is found in the log."""
-        named = {"x-request-id": self.request_id, "traceparent": self.traceparent}
-        return [(name, value) for name, value in named.items() if value is not None]
+        return [(name.replace("request_id", "x-request-id"), value) for name, value in self.trace.items()]
 
     def refusal(self, error: Exception) -> RequestError:
         """What its caller is told of `error`, which is logged: without anything that the caller wrote."""

@@ -25,16 +25,17 @@ log = logging.getLogger(__name__)
 # Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
 
-# Beginning a further text takes as long as so many characters of it.
-_PART_COSTS = 8
-
 NOT_SERVING = "not serving: a stage is away, or the server is shutting down"
 
 T = TypeVar("T")
 
 
 class RequestHandler:
-    """Serves the calls of all protocols, from one engine."""
+    """Serves the calls of all protocols, from one engine.
+
+    tokenizer: None when only tokens can be served. keys: None when no call needs one. count_refusal: is told of
+    errors that end a request before the engine knows of it.
+    """
 
     def __init__(
         self,
@@ -43,14 +44,8 @@ class RequestHandler:
         keys: ApiKeys | None = None,
         count_refusal: Callable[[RequestError], None] = lambda error: None,
     ) -> None:
-        """count_refusal: is told of every error that ends a request before the engine knows of it."""
-        self.engine = engine
-        self.description = engine.description
-        """What is served."""
-        self.tokenizer = tokenizer
-        """None when only tokens can be served."""
-        self.keys = keys
-        """None when everybody may call."""
+        self.engine, self.description = engine, engine.description
+        self.tokenizer, self.keys = tokenizer, keys
         self._count_refusal = count_refusal
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
@@ -144,19 +139,17 @@ class RequestHandler:
         """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
         calls them. Raises InvalidRequest."""
         check_text(field, "".join(texts), self.description)
-        tokenizer, end = self.tokenizer, self.description.eos_id
+        tokenizer, eos_id = self.tokenizer, self.description.eos_id
         if tokenizer is None:
             return []  # of an empty text
+        between = [] if eos_id is None else [eos_id]
 
         def encode() -> list[int]:
-            ids: list[int] = []
-            for place, text in enumerate(texts):
-                ids += [end] if place and end is not None else []
-                ids += tokenizer.encode(text)
-            return ids
+            first, *others = map(tokenizer.encode, texts)
+            return [*first, *(token_id for ids in others for token_id in between + ids)]
 
         try:
-            return await run_in_thread_if_long(sum(map(len, texts)) + _PART_COSTS * len(texts), encode)
+            return await run_in_thread_if_long(sum(map(len, texts)), encode)
         except ValueError as error:
             raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 

@@ -30,8 +30,8 @@ from ppserve.head.descriptions import (
 MAX_VIOLATIONS = 8
 
 Fields = Mapping[str, Any]
-"""What a caller names of `SamplingParams`, `StopConditions`, `OutputOptions`, and of `n`, `priority`,
-`resume_index` and `resume_ids`. An absent field takes the proto's default; the proto describes each."""
+"""A message as its protocol has parsed it: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`,
+`priority`, `resume_index` and `resume_ids`. One that is absent has the proto's default; others are ignored."""
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 
@@ -43,42 +43,39 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     tokens by every protocol. Raises InvalidRequest, naming every field that is outside the limits.
     """
     given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
-    eos_id, asked_tokens, held = description.eos_id, given.get("max_tokens"), tuple(given.get("resume_ids", ()))
-    ids = tuple(prompt_ids) or (() if eos_id is None else (eos_id,))
+    ids = tuple(prompt_ids) or (() if description.eos_id is None else (description.eos_id,))
     room = description.max_context - len(ids)
-    biases = sorted(given.get("logit_bias", {}).items())
-    sampling = _record(
-        SamplingParams,
-        given,
-        seed=given.get("seed", call.seed),
-        logit_bias=tuple((token_id, c_float(bias).value) for token_id, bias in biases),
-    )
-    stop = _record(
-        StopConditions,
-        given,
-        max_tokens=room if asked_tokens is None else min(asked_tokens, room),
-        stop=tuple(given.get("stop", ())),
-        stop_token_ids=tuple(sorted(set(given.get("stop_token_ids", ())))),
-    )
-    # A caller that holds tokens already was sent what concerns the prompt.
-    output = _record(OutputOptions, given, **({"echo": False, "prompt_logprobs": None} if held else {}))
     refuse(
-        _wrong_prompt(ids, int(asked_tokens != 0), description),
+        _wrong_prompt(ids, given, description),
         _wrong_numbers(given, description.limits),
-        _wrong_bias(sampling, description),
-        _wrong_stop(stop, given, description),
-        _wrong_resume(given, held, room, description),
+        _wrong_bias(given, description),
+        _wrong_stop(given, description),
+        _wrong_resume(given, room, description),
     )
+    return _resolved(given, ids, room, call)
+
+
+def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
+    """`given`, which is checked, with every default. room: for new tokens in the context."""
+    max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
+    biases = sorted(given.get("logit_bias", {}).items())
+    stop: dict[str, Any] = {
+        "max_tokens": room if max_tokens is None else min(max_tokens, room),
+        "stop": tuple(given.get("stop", ())),
+        "stop_token_ids": tuple(sorted(set(given.get("stop_token_ids", ())))),
+    }
+    bias = tuple((token_id, c_float(value).value) for token_id, value in biases)
     return Request(
         id=call.id,
         prompt_ids=ids,
-        sampling=sampling,
-        stop=stop,
-        output=output,
+        sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
+        stop=_record(StopConditions, {**given, **stop}),
+        # A caller that holds tokens already was sent what concerns the prompt.
+        output=_record(OutputOptions, {**given, "echo": False, "prompt_logprobs": None} if held else given),
         num_sequences=1 if "resume_index" in given else given.get("n", 1),
         resume_index=given.get("resume_index"),
         resume_ids=held,
-        limited_by_context=asked_tokens is None or asked_tokens > room,
+        limited_by_context=max_tokens is None or max_tokens > room,
         priority=max(LEAST_URGENT, min(given.get("priority", 0), MOST_URGENT)),
         caller=call.caller,
         deadline_s=call.deadline_s,
@@ -93,41 +90,42 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
 
 def check_text(field: str, text: str, description: ModelDescription) -> None:
     """Raises InvalidRequest when `text` cannot be tokenized here."""
-    mute = [] if description.has_tokenizer or not text else [Violation(field, "this model has no tokenizer")]
-    refuse(mute, _wrong_text(field, text, description.limits.max_prompt_bytes))
+    refuse(_mute(field, bool(text), description), _wrong_text(field, text, description.limits.max_prompt_bytes))
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
     """Raises InvalidRequest when `ids` cannot be turned into text here."""
-    mute = [] if description.has_tokenizer else [Violation(field, "this model has no tokenizer")]
-    refuse(mute, _wrong_ids(field, field, ids, description.limits.max_prompt_bytes, description))
+    wrong = _wrong_ids(field, field, ids, description.limits.max_prompt_bytes, description)
+    refuse(_mute(field, True, description), wrong)
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
     """The same mistakes, with the field names of another protocol: those of `names`, else the part after the dot
     with `home` in front."""
-    return InvalidRequest([Violation(_renamed(v.field, names, home), v.problem) for v in error.violations])
+    violations = []
+    for violation in error.violations:
+        field, bracket, rest = violation.field.partition("[")
+        is_ours = field.startswith(("sampling.", "stop.", "output."))
+        name = names.get(field) or (home + field.partition(".")[2] if is_ours else field)
+        violations.append(Violation(name + bracket + rest, violation.problem))
+    return InvalidRequest(violations)
 
 
-def _renamed(field: str, names: Mapping[str, str], home: str) -> str:
-    name, bracket, rest = field.partition("[")
-    if name in names:
-        name = names[name]
-    elif name.startswith(("sampling.", "stop.", "output.")):
-        name = home + name.partition(".")[2]
-    return name + bracket + rest
-
-
-def _record(kind: type[R], given: Fields, **resolved: Any) -> R:
-    """One of the core's records: `resolved`, and for the rest what was given under the same names."""
-    return kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given} | resolved)
+def _record(kind: type[R], given: Fields) -> R:
+    """One of the core's records, of what was given under the names of its fields."""
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
 _FLOATS = frozenset(name for name, kind in get_type_hints(SamplingParams).items() if kind is float)
 
 
-def _wrong_prompt(ids: Sequence[int], num_new: int, description: ModelDescription) -> Iterator[Violation]:
-    """num_new: 1 if a token is to be generated."""
+def _mute(field: str, has_text: bool, description: ModelDescription) -> Iterator[Violation]:
+    if has_text and not description.has_tokenizer:
+        yield Violation(field, "this model has no tokenizer, so there is no text")
+
+
+def _wrong_prompt(ids: Sequence[int], given: Fields, description: ModelDescription) -> Iterator[Violation]:
+    num_new = int(given.get("max_tokens") != 0)
     if not ids:
         yield Violation("prompt", "empty, and this model has no end-of-text token to start from")
     elif problem := context_problem(len(ids), num_new, description.max_context):
@@ -151,52 +149,49 @@ def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
             yield from _outside(field, value, low, high)
 
 
-def _wrong_bias(sampling: SamplingParams, description: ModelDescription) -> Iterator[Violation]:
-    limit, vocab_size = description.limits.max_logit_bias, description.architecture.vocab_size
-    if len(sampling.logit_bias) > limit:
-        yield _too_many("sampling.logit_bias", len(sampling.logit_bias), limit, "entries")
+def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violation]:
+    bias, limit = given.get("logit_bias", {}), description.limits.max_logit_bias
+    if len(bias) > limit:
+        yield _too_many("sampling.logit_bias", len(bias), limit, "entries")
         return
-    for token_id, bias in sampling.logit_bias:
+    for token_id, value in sorted(bias.items()):
         field = f"sampling.logit_bias[{token_id}]"
-        if not 0 <= token_id < vocab_size:
-            yield Violation(field, f"outside the vocabulary of {vocab_size}")
-        yield from _outside(field, bias, -MAX_BIAS, MAX_BIAS)
+        yield from _outside(field, token_id, 0, description.architecture.vocab_size - 1)
+        yield from _outside(field, value, -MAX_BIAS, MAX_BIAS)
 
 
-def _wrong_stop(stop: StopConditions, given: Fields, description: ModelDescription) -> Iterator[Violation]:
-    limits, asked_tokens = description.limits, given.get("max_tokens")
-    if asked_tokens is not None and 0 <= asked_tokens < stop.min_tokens:
-        yield Violation("stop.min_tokens", f"{stop.min_tokens} is more than max_tokens, {asked_tokens}")
-    for field, name in (("stop.stop", "stop"), ("output.echo", "echo")):
-        if given.get(name) and not description.has_tokenizer:
-            yield Violation(field, "this model has no tokenizer, so there is no text")
-    if len(stop.stop) > limits.max_stop:
-        yield _too_many("stop.stop", len(stop.stop), limits.max_stop, "strings")
+def _wrong_stop(given: Fields, description: ModelDescription) -> Iterator[Violation]:
+    limits, strings, ids = description.limits, given.get("stop", ()), given.get("stop_token_ids", ())
+    min_tokens, max_tokens = given.get("min_tokens", 0), given.get("max_tokens")
+    if max_tokens is not None and 0 <= max_tokens < min_tokens:
+        yield Violation("stop.min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
+    yield from _mute("stop.stop", bool(strings), description)
+    yield from _mute("output.echo", given.get("echo", False), description)
+    if len(strings) > limits.max_stop:
+        yield _too_many("stop.stop", len(strings), limits.max_stop, "strings")
     else:
-        for place, string in enumerate(stop.stop):
+        for place, string in enumerate(strings):
             if not string:
                 yield Violation(f"stop.stop[{place}]", "empty")
             yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
-    field, ids = "stop.stop_token_ids", given.get("stop_token_ids", ())
+    field = "stop.stop_token_ids"
     yield from _wrong_ids(field, field, ids, limits.max_stop_token_ids, description)
 
 
-def _wrong_resume(
-    given: Fields, held: Sequence[int], room: int, description: ModelDescription
-) -> Iterator[Violation]:
+def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> Iterator[Violation]:
     if "resume_index" not in given:
         return
-    index, n, asked_tokens = given["resume_index"], given.get("n", 1), given.get("max_tokens")
+    index, n, max_tokens = given["resume_index"], given.get("n", 1), given.get("max_tokens")
+    field, held = "resume.generated_token_ids", given.get("resume_ids", ())
     if not 0 <= index < n:
         yield Violation("resume.index", f"{index}, but the request has {n} sequences")
-    field = "resume.generated_token_ids"
     if len(held) > max(0, room):
         problem = f"{len(held)} tokens do not fit the context of {description.max_context} after the prompt"
         yield Violation(field, problem)
     else:
         yield from _wrong_ids(field, field, held, len(held), description)
-    if asked_tokens is not None and len(held) > asked_tokens:
-        yield Violation(field, f"{len(held)} tokens, but max_tokens is {asked_tokens}")
+    if max_tokens is not None and len(held) > max_tokens:
+        yield Violation(field, f"{len(held)} tokens, but max_tokens is {max_tokens}")
     if held and given.get("temperature") != 0 and "seed" not in given:
         yield Violation("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
@@ -219,9 +214,9 @@ def _wrong_ids(
     if len(ids) > limit:
         yield _too_many(field, len(ids), limit, "tokens")
         return
-    wrong = ((place, token_id) for place, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-    for place, token_id in islice(wrong, 1):
-        yield Violation(f"{entries}[{place}]", f"token {token_id} is outside the vocabulary of {vocab_size}")
+    wrong = next((place for place, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        yield Violation(f"{entries}[{wrong}]", f"token {ids[wrong]} is outside the vocabulary of {vocab_size}")
 
 
 def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:

@@ -1,10 +1,7 @@
 """One request's stream of answers, between the engine, which never waits, and a reader that may be slow.
 
-The engine pushes what each step brought; the reader's task takes it as deltas. What a slow reader has not
-taken yet is merged into one delta per sequence, so a stream never holds more than the outputs of its own
-sequences; a reader that keeps up sees every token as it comes.
-
-Everything here runs in the event loop's thread.
+The engine pushes what each step brought; the reader takes it as deltas. What a slow reader has not taken yet is
+merged into one delta per sequence; a reader that keeps up sees every token as it comes.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ class Delta:
 
 
 class Pending:
-    """What the engine has for one request and its reader has not taken yet. Not safe for several threads.
+    """The outputs of one request that its reader has not taken yet. Not safe for several threads.
 
     echo: the prompt's text, where it is to be sent back.
     """
@@ -93,30 +90,24 @@ class Pending:
         """The request ends with `error` after what is pending."""
         self._error = self._error or error
 
-    def take(self) -> Iterator[Delta]:
-        """Everything that is due, a delta for each sequence. Raises the request's error after what came before
-        it."""
+    def pop_deltas(self) -> Iterator[Delta]:
+        """A delta for each sequence that is due. Raises the request's error after what came before it."""
         for index in list(self._outputs):
             if self._is_due(index):
-                yield self._take(index)
+                yield self._pop_delta(index)
         if self._error is not None and self._outputs and not any(self._outputs.values()):
             raise self._error
 
     def _is_due(self, index: int) -> bool:
-        pending = self._outputs[index]
-        if not pending or self._waits_for_prompt_scores(index):
-            return False
+        outputs, scored = self._outputs[index], self._scored_index
+        if not outputs or self._error is not None:
+            return bool(outputs)
+        if scored not in (None, index) and scored not in self._begun:
+            return False  # the delta with the prompt's scores comes first
         is_first = index not in self._begun and self._interval != AT_THE_END
-        is_last = pending[-1].finish is not None or self._error is not None
-        return is_first or is_last or len(pending) >= self._interval
+        return is_first or outputs[-1].finish is not None or len(outputs) >= self._interval
 
-    def _waits_for_prompt_scores(self, index: int) -> bool:
-        """Whether the first sequence's delta, which has the prompt's scores, must be taken before this one's."""
-        scored = self._scored_index
-        return scored is not None and index != scored and scored not in self._begun and self._error is None
-
-    def _take(self, index: int) -> Delta:
-        """All that is pending of a sequence, including what came while deltas of others were written."""
+    def _pop_delta(self, index: int) -> Delta:
         outputs = self._outputs[index]
         if outputs[-1].finish is None:
             self._outputs[index] = []
@@ -142,7 +133,7 @@ class Pending:
 
 
 class RequestStream(Pending):
-    """What one reader in the event loop takes of one request. Implements `Sink`."""
+    """A `Pending` in the event loop, whose reader waits. Implements `Sink`."""
 
     def __init__(self, request: Request, echo: str, news: asyncio.Event | None = None) -> None:
         super().__init__(request, echo)
@@ -162,7 +153,7 @@ class RequestStream(Pending):
         while not self.is_complete:
             await self.news.wait()
             self.news.clear()
-            for delta in self.take():
+            for delta in self.pop_deltas():
                 yield delta
 
 
@@ -177,7 +168,7 @@ async def deltas_in_time(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
         await news.wait()
         news.clear()
         for place, stream in list(open_streams.items()):
-            for delta in stream.take():
+            for delta in stream.pop_deltas():
                 is_late = delta.last.finish is FinishReason.DEADLINE
                 if is_late:
                     late.add(place)

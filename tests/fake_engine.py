@@ -34,16 +34,7 @@ from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 EOS = 256
 CARD = ModelDescription(
     name="fake",
-    architecture=Architecture(
-        num_layers=2,
-        width=8,
-        num_heads=2,
-        inner_width=32,
-        max_positions=64,
-        vocab_size=257,
-        padded_vocab_size=320,
-        eos_id=EOS,
-    ),
+    architecture=Architecture(2, 8, 2, 64, vocab_size=257, padded_vocab_size=320, inner_width=32, eos_id=EOS),
     num_parameters=12345,
     dtype="float32",
     quantization="none",
@@ -54,6 +45,7 @@ CARD = ModelDescription(
     why_not="",
     version="0",
 )
+RANK = RankDescription(0, 0, "here", "cpu", num_parameters=12345)
 STAGE = StageDescription(
     stage=0,
     rank=0,
@@ -69,7 +61,7 @@ STAGE = StageDescription(
     busy_s=1.0,
     bubble_s={"host": 0.5},
     idle_s=2.0,
-    ranks=(RankDescription(0, 0, "here", "cpu", 12345),),
+    ranks=(RANK,),
 )
 
 
@@ -104,22 +96,16 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
     if request.output.prompt_logprobs is not None and index == (request.resume_index or 0):
         scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
     reason = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
-    end = {
-        "finish": reason,
-        "cached_tokens": 3,
-        "timings": TimingsOutput(0.1, 0.2, 0.3, 0.4, (0.5, 0.6)),
-    }
     outputs = []
     for offset in range(begin, request.stop.max_tokens):
         token_id = drawn_token(request, index, offset)
-        logprobs = None
-        if request.output.logprobs is not None:
-            top = tuple((token_id + i, -0.5 - i) for i in range(request.output.logprobs))
-            logprobs = TokenLogprobs(-0.5, top)
+        top = tuple((token_id + i, -0.5 - i) for i in range(request.output.logprobs or 0))
+        logprobs = None if request.output.logprobs is None else TokenLogprobs(-0.5, top)
         outputs.append(TokenOutput(index, offset, token_id, chr(token_id), logprobs))
     outputs = outputs or [TokenOutput(index, begin)]
     outputs[0] = replace(outputs[0], prompt_logprobs=scores)
-    outputs[-1] = replace(outputs[-1], **end)
+    times = TimingsOutput(0.1, 0.2, 0.3, 0.4, (0.5, 0.6))
+    outputs[-1] = replace(outputs[-1], finish=reason, cached_tokens=3, timings=times)
     return outputs
 
 
@@ -262,7 +248,7 @@ async def stub_of(target: str) -> AsyncIterator[GenerationServiceStub]:
 
 async def texts_until_failure(call: object) -> tuple[list[str], grpc.StatusCode]:
     """What a stream brought before it failed, and the status it failed with (OK when it did not)."""
-    texts = []
+    texts: list[str] = []
     try:
         async for message in call:
             texts.append(message.text)
@@ -272,7 +258,7 @@ async def texts_until_failure(call: object) -> tuple[list[str], grpc.StatusCode]
 
 
 async def code_of(call: object) -> grpc.StatusCode:
-    """The status that a failing call ends with."""
+    """The status that a call ends with."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:

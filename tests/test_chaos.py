@@ -59,15 +59,17 @@ def recorded(path: Path, second_answer: list[int], text: str = "", logprob: floa
     return path
 
 
-@pytest.mark.parametrize("ids", [[1, 2, 4], [1, 2], [1, 2, 2, 3], [1, 2, 3, 4]])
-def test_a_token_that_is_wrong_missing_or_there_twice_is_found(ids: list[int], tmp_path: Path) -> None:
-    assert check(recorded(tmp_path / "wrong", ids)).wrong == 1
-    assert check(recorded(tmp_path / "right", [1, 2, 3])).is_clean
-
-
-def test_another_text_or_log_probability_is_found(tmp_path: Path) -> None:
-    assert check(recorded(tmp_path / "text", [1, 2, 3], text="abd")).wrong == 1
-    assert check(recorded(tmp_path / "logprob", [1, 2, 3], logprob=-1.5)).wrong == 1
+@pytest.mark.parametrize(
+    ("ids", "text", "logprob"),
+    [
+        *(([1, 2, 4], "", -1.0), ([1, 2], "", -1.0), ([1, 2, 2, 3], "", -1.0), ([1, 2, 3, 4], "", -1.0)),
+        *(([1, 2, 3], "abd", -1.0), ([1, 2, 3], "", -1.5)),
+    ],
+)
+def test_a_token_that_is_wrong_missing_or_there_twice_and_another_text_or_log_probability_are_found(
+    ids: list[int], text: str, logprob: float, tmp_path: Path
+) -> None:
+    assert check(recorded(tmp_path / "wrong", ids, text, logprob)).wrong == 1
     assert check(recorded(tmp_path / "right", [1, 2, 3], text="abc")).is_clean
 
 

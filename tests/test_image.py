@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ppserve.cli.serve import serve
-from tools.run_dockerfile import Build, Stage, is_ignored, steps
+from tools.run_dockerfile import is_ignored, steps
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = steps((ROOT / "Dockerfile").read_text())
@@ -78,18 +78,6 @@ def test_the_cuda_build_of_torch_can_be_installed() -> None:
 
 def serve_default(name: str) -> object:
     return next(p for p in serve.params if p.name == name).get_default(click.Context(serve))
-
-
-def test_a_stand_in_for_an_engine_reads_steps_as_one() -> None:
-    assert steps('# c\nFROM a AS b\nRUN x \\\n && y\n\nCMD ["z"]\n') == [
-        ("FROM", "a AS b"),
-        ("RUN", "x   && y"),
-        ("CMD", '["z"]'),
-    ]
-    stage = Stage(Path("/"), {"PATH": "/bin"}, {"NAME": "v"})
-    assert stage.substitute("/opt/${NAME}:$PATH") == "/opt/v:/bin"
-    command = Build(Path("/f"), Path("/b"), [], {}).inside(stage, ["echo", "a b"])
-    assert command[:2] == ["unshare", "--mount"]
 
 
 def test_the_compose_file_mounts_what_exists() -> None:

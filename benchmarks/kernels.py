@@ -40,7 +40,7 @@ from ppserve.model.cpu.kernels.variants import features, in_use
 from ppserve.model.cpu.linear import PackedWeights
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather import connect_ranks
 from tests.model.cpu.products import multiply_rows, pack_rows
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -91,10 +91,9 @@ class Contender:
 
     def __init__(self, dtype: str, quantization: str, threads: int, ranks: int, num_blocks: int) -> None:
         self.threads = threads * ranks
-        links: tuple[TensorLink, ...] = connect_ranks(ranks) if ranks > 1 else (NoTensorLink(),)
         whole = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
         self._ranks = []
-        for rank, link in enumerate(links):
+        for rank, link in enumerate(connect_ranks(ranks)):
             layout, backend = (
                 replace(whole, tensor=rank, num_tensor=ranks),
                 CpuBackend(dtype, threads, quantization),

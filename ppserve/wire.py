@@ -111,10 +111,8 @@ class Hello(_Message, frozen=True, tag=True):
     host: StageHost
     model: FoundModel
     device: StageDevice = StageDevice()
-    costs: PartCosts | None = None
-    """For `--layers auto`."""
-    shape_costs: dict[int, PartCosts] | None = None
-    """For `--parallel auto`, by the number of tensor ranks."""
+    costs: dict[int, PartCosts] = {}
+    """Of the model's parts, by the number of tensor ranks: those that decide something."""
 
 
 class Loading(_Message, frozen=True, tag=True):

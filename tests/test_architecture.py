@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.stage", "ppserve.model", "ppserve.core", "ppserve.wire", "ppserve.config", "ppserve.errors"),
         *("ppserve.process", "parallel_state", "torch"),
     },
-    "ppserve.stage.calibrate": {"msgspec"},
+    "ppserve.stage.probe": {"msgspec"},
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
     },

@@ -49,7 +49,7 @@ RESULT = StepResult(
     scored=(Scored(8, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    hello(1, 2, ARCH, costs=COSTS),
+    hello(1, 2, ARCH, costs={1: COSTS}),
     wire.Loading(1, 2),
     wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
     wire.StoreOpened(1, 5),

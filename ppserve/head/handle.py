@@ -149,14 +149,15 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
 
 
 def predict_steps(reading: ReplicaReading) -> tuple[float | None, ...]:
-    """Seconds of a step on every stage, by the mean of what ranks measured for `--layers auto`; None if they did
-    not."""
+    """Seconds of a step on every stage, by the mean of what the ranks measured; None if they did not."""
+    layouts = reading.decision.layouts
     hellos = [rank.hello for stage in reading.stages for rank in stage.ranks]
-    measured = tuple(hello.costs for hello in hellos if hello is not None and hello.costs is not None)
+    costs = [hello.costs.get(layouts[0].num_tensor) for hello in hellos if hello is not None]
+    measured = tuple(each for each in costs if each is not None)
     if len(measured) < len(hellos):
-        return (None,) * len(reading.stages)
+        return (None,) * len(layouts)
     parts = mean(measured)
-    return tuple(parts.stage_cost(layout) for layout in reading.decision.layouts)
+    return tuple(parts.stage_cost(layout) for layout in layouts)
 
 
 def why_not_deterministic(members: Iterable[Member]) -> list[str]:

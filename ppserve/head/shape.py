@@ -53,10 +53,10 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     Raises ConfigError where none fits.
     """
     first = hellos[0]
-    measured = [hello.shape_costs for hello in hellos if hello.shape_costs]
-    if len(measured) < len(hellos):
+    measured = [hello.costs for hello in hellos]
+    if any(costs.keys() != first.costs.keys() for costs in measured):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
-    means = {count: mean(tuple(costs[count] for costs in measured)) for count in measured[0]}
+    means = {count: mean(tuple(costs[count] for costs in measured)) for count in first.costs}
     on_cpus = any(hello.device.gpu is None for hello in hellos)
     intent = Intent(
         num_stages=1,

@@ -9,21 +9,17 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ppserve.core.architecture import Architecture, Cut, StageLayout
-from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.core.plan import Drawn, Scored
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.gather import ALONE, Gather
-from ppserve.model.timing import Timing
-
-Ints = NDArray[np.int64]
+from ppserve.model.inputs import KVCache, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +35,6 @@ class Precision:
     kv: torch.dtype
     compute: torch.dtype
     hidden: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """A plan as arrays: where its rows stand in their sequences, and in the KV blocks. On the host.
-
-    token_ids_T: empty but on the first stage. slots_T: where a row's key and value go, as block * block_size +
-    offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
-    table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
-    through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
-    last stage.
-    """
-
-    plan: StepPlan
-    token_ids_T: Ints
-    positions_T: Ints
-    slots_T: Ints
-    first_row_S: Ints
-    num_rows_S: Ints
-    start_S: Ints
-    tables: Ints
-    table_begin_S: Ints
-    read_rows: Ints
 
 
 class Linear(Protocol):
@@ -115,26 +88,6 @@ class MLPWeights:
     """The hidden states, as tensor ranks share them."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
-
-    A cache's own subclass adds what its backend needs to attend.
-    """
-
-    rows: StepRows
-    token_ids_T: torch.Tensor
-    """As in `rows`, on the stage's device; the next two likewise."""
-    positions_T: torch.Tensor
-    read_rows_R: torch.Tensor
-    gather: Gather = field(default=ALONE, kw_only=True)
-    """To the other tensor ranks of the stage."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows.slots_T)
-
-
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
 """(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x)), both as `Precision.hidden`."""
 
@@ -142,27 +95,41 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 """(R, D) hidden states to float32 logits (R, v) of the rank's own ids."""
 
 
-class KVCache(Protocol):
-    """The keys and values of one stage: preallocated blocks, addressed by id, and owned by it alone.
-
-    A block is written before it is read, so nothing is ever erased.
-    """
-
-    num_blocks: int
-    block_size: int
-    device: torch.device
-
-    def inputs(self, rows: StepRows) -> StepInputs:
-        """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
-
-    def fill(self, value: float) -> None:
-        """Sets every number in the cache."""
-
-
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
 
 Reading = Callable[[], Results]
 """Waits for what a step draws and scores; the device was given all work for it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """When a device computed: nanoseconds of the host's monotonic clock."""
+
+    begun_ns: int
+    ended_ns: int
+
+
+class Timing(Protocol):
+    """The time that one step's computation takes."""
+
+    def computed(self) -> None:
+        """All work of the step has been given to the device."""
+
+    def busy(self) -> Busy:
+        """Waits until the device has done that work, and for nothing else that it does."""
+
+
+class HostTiming:
+    """Of work that is done when the call that asks for it returns."""
+
+    def __init__(self) -> None:
+        self._begun_ns = self._ended_ns = time.monotonic_ns()
+
+    def computed(self) -> None:
+        self._ended_ns = time.monotonic_ns()
+
+    def busy(self) -> Busy:
+        return Busy(self._begun_ns, self._ended_ns)
 
 
 class StageModel(Protocol):

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.model.backend import AttentionWeights, Backend, MLPWeights, Reading, StepInputs, Sublayer
+from ppserve.model.backend import AttentionWeights, Backend, MLPWeights, Reading, Sublayer
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import Progress, WeightReader
 
 

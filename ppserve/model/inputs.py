@@ -1,28 +1,118 @@
-"""What all layers of a stage share in one step, computed once from the plan.
+"""What all layers of a stage share in one step, computed once from the plan: for a KV cache and, where several
+ranks compute the stage, for the gather between them.
 
-T rows (tokens of all slices, packed), S slices.
+Tensor ranks complete each other's rows: every one has some columns, and all need all. No sum is ever divided among
+ranks, so whole columns are all that the model exchanges (docs/decisions/tensor-parallelism.md).
+
+T rows (tokens of all slices, packed), S slices, R rows read out, N columns, n those of one rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from ppserve.core.architecture import StageLayout
+from ppserve.core.architecture import Cut, StageLayout
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import Ints, KVCache, StepInputs, StepRows
-from ppserve.model.gather import Gather
+
+Ints = NDArray[np.int64]
 
 
-def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather | None = None) -> StepInputs:
-    """The step's inputs, for this cache. Needs nothing but the plan, so it can run ahead of the data.
+class Gather(Protocol):
+    """Between the tensor ranks of one stage, all of which make the same calls in the same order."""
 
-    gather: to the stage's other tensor ranks, if there are any.
+    @property
+    def waited_ns(self) -> int:
+        """How long this rank has waited for others, so far."""
 
-    Only the first stage gets token ids and only the last gets rows to read out; elsewhere they are empty.
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """(T, N), contiguous: the columns of all ranks next to each other, for every rank. Raises TransportError.
+
+        cut: of the columns. own_Tn: this rank's; may be written to again afterwards.
+        """
+
+
+class Alone:
+    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs: for a self-test or
+    a measurement, since a row still depends on that row alone."""
+
+    waited_ns = 0
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        times = -(-cut.size // cut.width)
+        return own_Tn if times == 1 else own_Tn.repeat(1, times)[:, : cut.size].contiguous()
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A plan as arrays: where its rows stand in their sequences, and in the KV blocks. On the host.
+
+    token_ids_T: empty but on the first stage. slots_T: where a row's key and value go, as block * block_size +
+    offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
+    table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
+    through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
+    last stage.
     """
+
+    plan: StepPlan
+    token_ids_T: Ints
+    positions_T: Ints
+    slots_T: Ints
+    first_row_S: Ints
+    num_rows_S: Ints
+    start_S: Ints
+    tables: Ints
+    table_begin_S: Ints
+    read_rows: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
+
+    A cache's own subclass adds what its backend needs to attend.
+    """
+
+    rows: StepRows
+    token_ids_T: torch.Tensor
+    """As in `rows`, on the stage's device; the next two likewise."""
+    positions_T: torch.Tensor
+    read_rows_R: torch.Tensor
+    gather: Gather
+    """To the other tensor ranks of the stage."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.slots_T)
+
+
+class KVCache(Protocol):
+    """The keys and values of one stage: preallocated blocks, addressed by id, and owned by it alone.
+
+    A block is written before it is read, so nothing is ever erased.
+    """
+
+    num_blocks: int
+    block_size: int
+    device: torch.device
+
+    def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
+        """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
+
+    def fill(self, value: float) -> None:
+        """Sets every number in the cache."""
+
+
+def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather = ALONE) -> StepInputs:
+    """The step's inputs, for this cache. Needs nothing but the plan, so it can run ahead of the data."""
     slices, block_size = plan.slices, cache.block_size
     count = len(slices)
     num_rows_S = np.fromiter((len(s.token_ids) for s in slices), np.int64, count)
@@ -50,8 +140,7 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Ga
         read_rows=_read_rows(plan, first_row_S, num_rows_S) if layout.is_last else np.empty(0, np.int64),
     )
     assert tables.max(initial=-1) < cache.num_blocks, "a plan names a block that the cache does not have"
-    inputs = cache.inputs(rows)
-    return inputs if gather is None else replace(inputs, gather=gather)
+    return cache.inputs(rows, gather)
 
 
 def _starts(sizes: Ints) -> Ints:

@@ -30,7 +30,7 @@ from ppserve.core.architecture import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Results
-from ppserve.model.gather import Gather
+from ppserve.model.inputs import Gather
 from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normalizer, most_likely
 
 Floats = NDArray[np.float32]

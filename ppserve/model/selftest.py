@@ -24,10 +24,9 @@ import torch
 from ppserve.core.architecture import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import KVCache, Linear
-from ppserve.model.gather import ECHO
+from ppserve.model.backend import Linear
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.inputs import build_inputs
+from ppserve.model.inputs import KVCache, build_inputs
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 # The head reads at most 64 rows at a time.
@@ -92,7 +91,7 @@ def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     cache = _cache(stage, 1, block_size=16)
 
     def read(rows: slice) -> tuple[Drawn, ...]:
-        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache, ECHO)
+        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache)
         return stage.backend.read_logits(inputs, iter([logits_RV[rows]]), Cut((vocab_size,), 0))()[0]
 
     alone = [read(slice(row, row + 1))[0] for row in range(len(params))]
@@ -167,7 +166,7 @@ def _through_layer(
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
-        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, ECHO)
+        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache)
         for sublayer in sublayers:
             rows_TD = sublayer(rows_TD, inputs)
         each_TD = torch.split(rows_TD, [count for _, _, count in parts])

@@ -21,10 +21,10 @@ from ppserve.model.backend import (
     Linear,
     MLPWeights,
     Precision,
-    StepInputs,
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
+from ppserve.model.inputs import StepInputs
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
 """A norm or an activation of rows."""

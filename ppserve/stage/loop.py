@@ -24,14 +24,14 @@ from ppserve import wire
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
-from ppserve.model.backend import KVCache, StageModel
+from ppserve.model.backend import StageModel
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
 from ppserve.process.network import ONE_HOST, Route
-from ppserve.stage.device import in_words, is_lost, lacks_memory
+from ppserve.stage.device import available_cores, in_words, is_lost, lacks_memory
 from ppserve.stage.link import Link, OnAbandon, Stamped
-from ppserve.stage.machine import available_cores
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -117,8 +117,7 @@ class StageLoop:
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
         )
-        costs, shape_costs = self._found.costs, self._found.shape_costs
-        return wire.Hello(start.rank, start.world_size, host, model, device, costs, shape_costs)
+        return wire.Hello(start.rank, start.world_size, host, model, device, dict(self._found.costs))
 
     def _receive_messages(self) -> None:
         """At least one message, and all that is there."""
@@ -204,13 +203,11 @@ class StageLoop:
     def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
         depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
-        transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        # At once, so that the transport is interrupted and closed whatever fails from here on.
-        self._epoch = epoch = Epoch(form.epoch, Stage(model, cache, transport))
-        if model.layout.num_tensor > 1:
-            epoch.stage = Stage(model, cache, transport, self._wiring.open_gather(form, model.layout))
+        wires = self._wiring.open_wires(form, model.layout, frames, self._link)
+        # At once, so that they are interrupted and closed whatever fails from here on.
+        self._epoch = epoch = Epoch(form.epoch, Stage(model, cache, *wires))
         if self._link.abandoned >= form.epoch:
-            # The link's thread may have looked before there was a transport to interrupt.
+            # The link's thread may have looked before there were wires to interrupt.
             raise TransportError("the epoch was lost while it formed")
         epoch.stage.warm_up()
 

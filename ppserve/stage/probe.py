@@ -1,17 +1,47 @@
-"""What a stage finds out before it connects to the head: its model, its device and what their parts cost."""
+"""What a stage finds out before it connects to the head: its model, its device, and what their parts cost.
+
+Costs are measured before the model is divided, in the step that a busy server computes all the time: sequences
+decoding, and beside them as many prompt tokens as new requests bring meanwhile. (Prompts and decodes measured
+apart and added up count the reading of the weights twice.) A lone stage runs it with no sublayer, without and with
+drawing; with an attention; and with an MLP behind that. A step's time is the lower quartile of several turns, as
+other programs only ever slow it down. Costs are kept in a file per machine and model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import quantiles
+
+import msgspec
+import torch
 
 from ppserve.config import ServeConfig
-from ppserve.core.partition import PartCosts
+from ppserve.core.architecture import StageLayout
+from ppserve.core.grid import RankGrid
+from ppserve.core.partition import BLOCK_SIZE, ExpectedStep, PartCosts
+from ppserve.core.plan import StepPlan
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
+from ppserve.model.gpt2 import GPT2Stage
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.calibrate import costs_for_shape, costs_for_split
 from ppserve.stage.device import Compute, choose
+from ppserve.stage.step import Stage
+from ppserve.stage.transport import Frames, connect
+
+_MIN_TURNS, _MEASURE_S = 3, 0.3
+"""Steps are measured by turns: at least so many times, and for so many seconds."""
+_LEAST_SHARE = 0.1
+"""Of a step or a layer, what a part costs at least: noise may hide the difference of two steps."""
+_VERSION = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +52,8 @@ class ProbeResult:
     compute: Compute
     weights: str = ""
     """The checkpoint's fingerprint."""
-    costs: PartCosts | None = None
-    """For `--layers auto`; None where they decide nothing."""
-    shape_costs: dict[int, PartCosts] | None = None
-    """For `--parallel auto`, by the number of tensor ranks; None without it."""
+    costs: Mapping[int, PartCosts] = field(default_factory=dict)
+    """By the number of tensor ranks: those that decide something."""
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
@@ -41,9 +69,88 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
     found = probe(config, environment)
     found.compute.occupy()
     grid = config.pipeline.grid(environment.world_size)
-    tensor, parts = grid.place(environment.rank).tensor, (found.checkpoint, found.compute)
-    return replace(
-        found,
-        costs=costs_for_split(config, grid.pipeline, *parts, tensor),
-        shape_costs=costs_for_shape(config, grid.size, *parts),
-    )
+    tensor = grid.place(environment.rank).tensor
+    return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.compute))
+
+
+def measure_costs(
+    config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
+) -> dict[int, PartCosts]:
+    """By the number of tensor ranks: for `--parallel auto` of every shape, for `--layers auto` of this one.
+    tensor: which of its stage's tensor ranks this is."""
+    workload, arch = config.scheduling.expect, checkpoint.architecture
+    if config.pipeline.parallel == "auto":
+        counts = [n for n in range(1, min(grid.size, arch.num_heads) + 1) if grid.size % n == 0]
+        steps = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}
+        return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
+    # Too many stages for the model: the head says so.
+    divisible = 1 < grid.pipeline <= arch.num_layers
+    if not divisible or config.pipeline.layers is not None:
+        return {}
+    step = workload.step(arch.max_positions)
+    return {grid.tensor: part_costs(checkpoint, compute, step, tensor, grid.tensor)}
+
+
+def part_costs(
+    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, tensor: int = 0, num_tensor: int = 1
+) -> PartCosts:
+    """Seconds of each part in this step; read from the file where it was measured before.
+
+    tensor, num_tensor: which tensor rank of how many; it does not wait for the others.
+    """
+    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=PartCosts)
+    costs = _measure(checkpoint, compute, step, (tensor, num_tensor))
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(costs))
+        scratch.replace(path)
+    return costs
+
+
+def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path:
+    """One file per machine, model shape, arithmetic, operators, and numbers of threads and of stages here."""
+    numbers = compute.dtype, compute.quantization, compute.kv_dtype
+    operators = compute.reference, compute.options.batch_invariant, torch.__version__
+    machine = compute.name, compute.stages_here, platform.processor()
+    key = repr((_VERSION, checkpoint.architecture, numbers, operators, machine, what))
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int]) -> PartCosts:
+    layouts = (StageLayout(0, 1, 0, num_sublayers, *rank) for num_sublayers in (0, 1, 2))
+    bare, attention, layer = (_stage(checkpoint, compute, layout, step.plan) for layout in layouts)
+    undrawn = replace(step.plan, slices=tuple(replace(piece, draw=None) for piece in step.plan.slices))
+    steps = [(bare, undrawn), (bare, step.plan), (attention, undrawn), (layer, undrawn)]
+    # CPU time where one thread computes: ranks that measure at the same time may share cores.
+    has_one_thread = compute.device.type == "cpu" and compute.threads == 1
+    clock = time.thread_time if has_one_thread else time.perf_counter
+    for stage, plan in steps:  # the first turn does not count
+        stage.step(plan, 0)
+    turns: list[list[float]] = []
+    until_s = time.monotonic() + _MEASURE_S
+    while len(turns) < _MIN_TURNS or time.monotonic() < until_s:
+        begun_s = [clock()]
+        for stage, plan in steps:
+            stage.step(plan, 0)
+            begun_s.append(clock())
+        turns.append([after_s - before_s for before_s, after_s in pairwise(begun_s)])
+    bare_s, drawn_s, attention_s, layer_s = (quantiles(times_s, n=4)[0] for times_s in zip(*turns, strict=True))
+    head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
+    both_s = max(layer_s - bare_s, _LEAST_SHARE * layer_s)
+    mlp_s = min(max(layer_s - attention_s, _LEAST_SHARE * both_s), (1 - _LEAST_SHARE) * both_s)
+    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=step.drawn_share * head_s)
+
+
+def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: StepPlan) -> Stage:
+    """A lone stage with these sublayers, and with KV blocks for this step."""
+    model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
+    num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
+    cache = model.backend.make_cache(model.arch, layout, num_blocks, BLOCK_SIZE)
+    # Memory that was never written reads as one page of zeros, from the nearest cache.
+    cache.fill(0.01)
+    (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
+    return Stage(model, cache, alone)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
-from ppserve.model.backend import KVCache, StageModel
-from ppserve.model.inputs import build_inputs
+from ppserve.model.backend import StageModel
+from ppserve.model.inputs import KVCache, build_inputs
 from ppserve.stage.transport import Transport
 from ppserve.stage.transport.gather import NoTensorLink, TensorLink
 

@@ -23,28 +23,28 @@ from ppserve.errors import TransportError
 from ppserve.process.network import interface_of, interfaces
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
-from ppserve.stage.transport.gather import TensorLink, connect_ranks
-from ppserve.stage.transport.gather_group import create_gather
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks, create_gather
 from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
 
 _FORM_TIMEOUT = timedelta(seconds=20)
 _POLL_S = 0.005
 
 
-class Wiring(Protocol):
-    """The maker of a stage's transports, one per epoch."""
+Wires = tuple[Transport, TensorLink]
+"""What joins a stage to the stages before and after, and to its other tensor ranks."""
 
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        """Collective: every stage calls it. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
+
+class Wiring(Protocol):
+    """The maker of a stage's wires, those of one epoch at a time."""
+
+    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
+        """Collective: every rank calls it. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
 
         link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile.
         """
 
-    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
-        """To the other tensor ranks of the stage, after `open_transport`. Collective; raises as that does."""
-
     def leave_epoch(self) -> None:
-        """Releases what the newest transport was made from. May be called twice."""
+        """Releases what the newest wires were made from. May be called twice."""
 
 
 class ProcessGroupWiring:
@@ -54,10 +54,16 @@ class ProcessGroupWiring:
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
 
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
         if layout.num_places > 1:
             self._join(form, layout, link)
-        return create_transport(form.transport, frames)
+        transport = create_transport(form.transport, frames)
+        try:
+            gather = create_gather(form.transport) if layout.num_tensor > 1 else NoTensorLink()
+        except (TransportError, RuntimeError):
+            transport.close()
+            raise
+        return transport, gather
 
     def _join(self, form: wire.Form, layout: StageLayout, link: Link) -> None:
         if form.store_port == 0:
@@ -77,9 +83,6 @@ class ProcessGroupWiring:
             timeout=_FORM_TIMEOUT,
         )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
-
-    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
-        return create_gather(form.transport)
 
     def leave_epoch(self) -> None:
         """Stages further on, blocked on this one, wake up as its connections end."""
@@ -169,7 +172,7 @@ class ThreadWiring:
         self._columns: tuple[tuple[Ends, ...], ...] = ()
         self._gathers: tuple[tuple[TensorLink, ...], ...] = ()
 
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
         if form.store_port == 0:
             # The head invites the others once it has heard of a store: of any.
             link.send(wire.StoreOpened(form.epoch, port=1))
@@ -178,10 +181,8 @@ class ThreadWiring:
                 self._epoch = form.epoch
                 self._columns = tuple(make_ends(layout.num_stages) for _ in range(layout.num_tensor))
                 self._gathers = tuple(connect_ranks(layout.num_tensor) for _ in range(layout.num_stages))
-            return LocalTransport(frames, self._columns[layout.tensor][layout.stage])
-
-    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
-        return self._gathers[layout.stage][layout.tensor]
+            transport = LocalTransport(frames, self._columns[layout.tensor][layout.stage])
+            return transport, self._gathers[layout.stage][layout.tensor]
 
     def leave_epoch(self) -> None:
         """Nothing to do: queues go with the transports that use them."""

@@ -40,7 +40,7 @@ def test_a_stage_is_predicted_by_what_all_ranks_measured() -> None:
     decision: Any = SimpleNamespace(layouts=stage_layouts(Split.parse("2,1")))
 
     def predicted(*attention_s: float | None) -> Any:
-        costs = [each and PartCosts(each, 0.0, 0.0, 0.0) for each in attention_s]
+        costs = [{1: PartCosts(each, 0.0, 0.0, 0.0)} if each else {} for each in attention_s]
         stages = [SimpleNamespace(ranks=[SimpleNamespace(hello=SimpleNamespace(costs=each))]) for each in costs]
         asked: Any = SimpleNamespace(decision=decision, stages=stages)
         return predict_steps(asked)

@@ -24,11 +24,11 @@ HALF = PartCosts(attention=0.5e-3, mlp=1e-3, overhead=0.5e-3, head=7e-3)
 
 
 def hellos(count: int, **about: Any) -> list[wire.Hello]:
-    cores, shape_costs = about.pop("cores", 0), about.pop("shape_costs", {1: READS, 2: HALF})
+    cores, costs = about.pop("cores", 0), about.pop("costs", {1: READS, 2: HALF})
     host = wire.StageHost("here", about.pop("machine", "one"), cores=cores)
     device = wire.StageDevice(**{"memory_bytes": 4 << 30, "kv_bytes": 2 << 30, **about})
     return [
-        msgspec.structs.replace(hello(rank, count, GPT2, host, device=device), shape_costs=shape_costs)
+        msgspec.structs.replace(hello(rank, count, GPT2, host, device=device), costs=costs)
         for rank in range(count)
     ]
 
@@ -53,15 +53,15 @@ def test_the_shape_follows_from_the_load_and_the_network() -> None:
 def test_tensor_ranks_are_predicted_by_what_they_measured_as_such() -> None:
     """Not as their share of the whole model: small operators are not divided."""
     slow = {1: READS, 2: replace(READS, overhead=1e-3)}
-    assert next(iter(rates(config(), hellos(2, shape_costs=slow)))) != "2x1x1"
+    assert next(iter(rates(config(), hellos(2, costs=slow)))) != "2x1x1"
 
 
 def test_the_mean_of_all_ranks_counts() -> None:
     first, second = hellos(2)
     slower = {count: replace(costs, head=3 * costs.head) for count, costs in ((1, READS), (2, HALF))}
-    mixed = rates(config(), [first, msgspec.structs.replace(second, shape_costs=slower)])
+    mixed = rates(config(), [first, msgspec.structs.replace(second, costs=slower)])
     doubled = {count: replace(costs, head=2 * costs.head) for count, costs in ((1, READS), (2, HALF))}
-    assert mixed == pytest.approx(rates(config(), hellos(2, shape_costs=doubled)))
+    assert mixed == pytest.approx(rates(config(), hellos(2, costs=doubled)))
 
 
 def test_ranks_share_the_cores_of_their_machine() -> None:
@@ -91,4 +91,4 @@ def test_a_quarter_of_what_the_weights_leave_is_for_keys_and_values_unless_told(
 
 def test_a_rank_that_was_started_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match="--parallel: auto: not every rank was started with it"):
-        compare_shapes(config(), [*hellos(1), *hellos(2, shape_costs=None)[1:]])
+        compare_shapes(config(), [*hellos(1), *hellos(2, costs={1: READS})[1:]])

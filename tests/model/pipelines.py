@@ -58,9 +58,7 @@ class Pipeline:
     ) -> Slice:
         return Slice(sequence, start, ids, self.table(sequence), draw, **more)  # type: ignore[arg-type]
 
-    def step(
-        self, slices: Iterable[Slice]
-    ) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
+    def step(self, slices: Iterable[Slice]) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
         """One step through all stages: last hidden states, drawn, scored."""
         plan = StepPlan(0, 0, 0, tuple(slices))
         hidden = None

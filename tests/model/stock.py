@@ -12,9 +12,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.model import sampling
-from ppserve.model.backend import KVCache, Reading, StageModel, StepInputs, StepRows
+from ppserve.model.backend import HostTiming, Reading, StageModel, Timing
+from ppserve.model.inputs import Gather, KVCache, StepInputs, StepRows
 from ppserve.model.stock import AttendInputs, TorchBackend
-from ppserve.model.timing import HostTiming, Timing
 
 
 class StockBackend(TorchBackend):
@@ -63,9 +63,10 @@ class StockCache:
         self.device = keys_LBpHd.device
         self._padding = keys_multiple, least_rows
 
-    def inputs(self, rows: StepRows) -> StepInputs:
+    def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
         here, attend = torch.from_numpy, StockAttention(self, rows, *self._padding)
-        return AttendInputs(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
+        arrays = here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows)
+        return AttendInputs(rows, *arrays, gather, attend)
 
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)

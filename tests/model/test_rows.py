@@ -16,12 +16,12 @@ from ppserve.model.backend import (
     LayerNorm,
     Linear,
     MLPWeights,
-    StepRows,
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.inputs import StepRows
 from ppserve.model.selftest import check_determinism
 from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture

@@ -23,9 +23,8 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.gather import ALONE, Gather
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.inputs import build_inputs
+from ppserve.model.inputs import ALONE, Gather, build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.transport.gather import connect_ranks

@@ -63,7 +63,7 @@ def live(life):
 SLOW_IMPORT = """
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "ppserve.stage.calibrate":
+        if name == "ppserve.stage.probe":
             time.sleep(1.2)
 import importlib
 importlib.reload(main)

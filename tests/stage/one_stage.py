@@ -25,8 +25,9 @@ from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.loop import StageLoop
 from ppserve.stage.probe import ProbeResult
-from ppserve.stage.transport import Frames, Transport
-from ppserve.stage.wiring import Wiring
+from ppserve.stage.transport import Frames
+from ppserve.stage.transport.gather import NoTensorLink
+from ppserve.stage.wiring import Wires, Wiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 WITHIN_S = 60.0
@@ -203,10 +204,10 @@ class ByHand:
         self.left = 0
         self.on_open = on_open
 
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
         self.on_open(form)
         self.opened.append(Obedient(frames))
-        return self.opened[-1]
+        return self.opened[-1], NoTensorLink()
 
     def leave_epoch(self) -> None:
         self.left += 1

@@ -13,8 +13,8 @@ from ppserve.core.architecture import Split
 from ppserve.core.partition import ExpectedWorkload, PartCosts
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cuda.backend import DeviceOptions
-from ppserve.stage.calibrate import costs_for_shape, costs_for_split, part_costs
 from ppserve.stage.device import Compute
+from ppserve.stage.probe import measure_costs, part_costs
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +63,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
 
 
 def test_only_what_decides_something_is_measured(cache: Path) -> None:
-    auto = ServeConfig(pipeline=PipelineSettings(parallel="auto"))
-    by_tensor = costs_for_shape(auto, 4, TINY, COMPUTE)
-    assert by_tensor is not None
-    assert set(by_tensor) == {1, 2, 4}
-    assert costs_for_shape(ServeConfig(), 4, TINY, COMPUTE) is None
-    assert costs_for_split(ServeConfig(), 2, TINY, COMPUTE) is not None
-    given = ServeConfig(pipeline=PipelineSettings(layers=Split.parse("5,3")))
-    assert costs_for_split(given, 2, TINY, COMPUTE) is None
-    assert costs_for_split(ServeConfig(), 1, TINY, COMPUTE) is None
-    assert costs_for_split(ServeConfig(), 9, TINY, COMPUTE) is None, "the head says that these are too many"
+    def measured(pipeline: PipelineSettings, world_size: int) -> set[int]:
+        config = ServeConfig(pipeline=pipeline)
+        return set(measure_costs(config, pipeline.grid(world_size), 0, TINY, COMPUTE))
+
+    assert measured(PipelineSettings(parallel="auto"), 4) == {1, 2, 4}
+    assert measured(PipelineSettings(), 2) == {1}
+    assert measured(PipelineSettings(tensor_parallel=2), 4) == {2}
+    assert measured(PipelineSettings(layers=Split.parse("5,3")), 2) == set()
+    assert measured(PipelineSettings(), 1) == set()
+    assert measured(PipelineSettings(), 9) == set(), "the head says that these are too many"

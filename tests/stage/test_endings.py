@@ -22,10 +22,10 @@ from ppserve.errors import TransportError
 from ppserve.library.local import LocalLink
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
-from ppserve.stage.transport import Frames, Transport
-from ppserve.stage.transport.gather_group import GroupGather
+from ppserve.stage.transport import Frames
+from ppserve.stage.transport.gather import GroupGather
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
-from ppserve.stage.wiring import ProcessGroupWiring
+from ppserve.stage.wiring import ProcessGroupWiring, Wires
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
 
@@ -43,13 +43,13 @@ class FailsOnce(ByHand):
         super().__init__()
         self._at, self._error = at, error
 
-    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        super().open_transport(form, layout, frames, link)
+    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
+        wires = super().open_wires(form, layout, frames, link)
         transport = self.opened[-1]
         if len(self.opened) == 1:
             transport.fails_at, transport.error, transport.breaks = self._at, self._error, True
             transport.arrived.release()
-        return transport
+        return wires
 
 
 @contextmanager

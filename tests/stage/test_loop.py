@@ -15,10 +15,11 @@ from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import DRAWN
 from ppserve.errors import CheckpointError, TransportError
-from ppserve.model.backend import Backend, KVCache, StageModel
+from ppserve.model.backend import Backend, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.cache import DeviceCache
+from ppserve.model.inputs import KVCache
 from ppserve.stage.device import Compute
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline

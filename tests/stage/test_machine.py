@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.stage.machine import available_bytes, available_cores
+from ppserve.stage.device import available_bytes, available_cores
 
 GIB = 1 << 30
 CORES = set(range(16))

@@ -42,7 +42,7 @@ class Placement:
                 raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
         arch = first.model.architecture
         check_tensor_ranks(arch, grid.tensor)
-        split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
+        split = config.pipeline.layers or choose_split(config, arch, hellos, grid)
         check_split(split, arch, grid.pipeline)
         stage_addresses(hellos, grid)
         one_host = len({hello.host.machine for hello in hellos}) == 1
@@ -94,15 +94,13 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     return tuple(addresses)
 
 
-def choose_split(
-    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], num_stages: int
-) -> Split:
+def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid) -> Split:
     """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
-    measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
+    measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
     if len(measured) < len(hellos):
-        return split_by_weight(arch, num_stages)
+        return split_by_weight(arch, grid.pipeline)
     parts = mean(measured)
-    split = split_by_cost(parts, arch.num_layers, num_stages)
+    split = split_by_cost(parts, arch.num_layers, grid.pipeline)
     log.info(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
         split,

@@ -1,29 +1,83 @@
-"""Compiling kernels: numba, once per machine, kept where `cache_directory` says."""
+"""Compiling kernels: numba, once per machine, kept in a directory that is ours and writable.
+
+numba decides whether a cached kernel is stale by the modification time of the file it was written in, and does
+not see a change in a file that it calls into. So there is one directory for each state of the sources: its name
+carries a digest of every file that takes part.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ppserve.errors import ConfigError
-from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory
 
-Kernel = TypeVar("Kernel", bound=Callable[..., object])
+VARIABLE = "NUMBA_CACHE_DIR"
 
-_directory = cache_directory(os.environ, Path(tempfile.gettempdir()))
-os.environ[VARIABLE] = str(_directory)
+
+def directory_name() -> str:
+    """Names the sources of all kernels, and what they are made with."""
+    model = Path(__file__).parents[1]
+    folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
+    sources = [model / "sampling_kernels.py", *folders]
+    return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
+
+
+def cache_directory(environment: Mapping[str, str], temporary: Path) -> Path:
+    """In the operator's NUMBA_CACHE_DIR, whatever its owner; else in the user's cache directory, else under
+    `temporary`, where nobody else can write (cached kernels are code); else new.
+
+    It can be written to: numba would use another, without a digest, for one that cannot.
+    """
+    name = directory_name()
+    if chosen := environment.get(VARIABLE):
+        # A process passes its own on to those that it starts.
+        own = Path(chosen) if Path(chosen).name == name else Path(chosen) / name
+        if _make(own):
+            return own
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for parent in (Path(base) / "ppserve", temporary / f"ppserve-{os.getuid()}"):
+        if _make(parent / name) and _is_private(parent / name):
+            return parent / name
+    return Path(tempfile.mkdtemp(prefix="ppserve-kernels-", dir=temporary))
+
+
+def _make(path: Path) -> bool:
+    """`path` and its parent, if need be; whether it can be written to."""
+    try:
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, path):
+            each.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _is_private(path: Path) -> bool:
+    status, parent = path.stat(), path.parent.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return False
+    # The parent's owner, and all who may write there without the sticky bit, can replace the directory.
+    safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
+    return parent.st_uid in (0, os.getuid()) and bool(safe)
+
+
+os.environ[VARIABLE] = str(cache_directory(os.environ, Path(tempfile.gettempdir())))
 
 import numba  # noqa: E402
 
 from ppserve.model.compiled.compiling import PartCompiler, SharedCache  # noqa: E402
 
-# Who imported numba before this file gave it no directory.
+# If numba was imported before this file, it knows no directory.
 numba.config.reload_config()  # type: ignore[no-untyped-call]
 
+Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 NUMBA = (0, 62), (0, 69)
 """The first version, and the first after the last, as in pyproject.toml: kernels use parts of numba that are not
@@ -46,24 +100,6 @@ def kernel(function: Kernel) -> Kernel:
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
-
-
-class ForSettings:
-    """A kernel for these settings (`kernels.kinds`), compiled or loaded when it is first called; its further
-    arguments are integers. numba looks at the types of settings in Python, which would take longer than the call.
-    """
-
-    def __init__(self, function: Callable[..., None], *settings: object) -> None:
-        self._function, self._settings = function, settings
-        self._call: Callable[..., None] | None = None
-
-    def __call__(self, *numbers: int) -> None:
-        if self._call is None:
-            function: Any = self._function
-            signature = *map(numba.typeof, self._settings), *(numba.int64,) * len(numbers)
-            function.compile(signature)
-            self._call = partial(function.get_overload(signature), *self._settings)
-        self._call(*numbers)
 
 
 def inlined(function: Kernel) -> Kernel:

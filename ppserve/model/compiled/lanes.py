@@ -182,23 +182,18 @@ def keep_first(typing, value, count, other):
     return lanes(lanes, types.intp, lanes), generate
 
 
-def _tree(builder, value, combine):
-    """Reduce 16 lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
-    width = WIDTH
-    while width > 1:
-        width //= 2
-        low = shuffle(builder, value, list(range(width)))
-        high = shuffle(builder, value, list(range(width, 2 * width)))
-        value = combine(low, high)
-    return builder.extract_element(value, I32(0))
-
-
 def _reduction(combination):
-    """An intrinsic that reduces lanes by halves. combination: of a builder, what combines two halves."""
+    """An intrinsic that reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: of a builder, what
+    combines two halves."""
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):
-            return _tree(builder, arguments[0], combination(builder))
+            (value,), combine, width = arguments, combination(builder), WIDTH
+            while width > 1:
+                width //= 2
+                low = shuffle(builder, value, list(range(width)))
+                value = combine(low, shuffle(builder, value, list(range(width, 2 * width))))
+            return builder.extract_element(value, I32(0))
 
         return types.float32(lanes), generate
 

@@ -8,10 +8,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
-
-
-def vector(kind: ir.Type, lanes: int) -> ir.VectorType:
-    return ir.VectorType(kind, lanes)
+vector = ir.VectorType
 
 
 def call(builder, name: str, kind: ir.Type, *arguments):

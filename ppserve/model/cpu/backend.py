@@ -16,18 +16,19 @@ from ppserve.errors import ConfigError
 from ppserve.model.backend import (
     AttentionWeights,
     Head,
-    KVCache,
+    HostTiming,
     LayerNorm,
     Linear,
     MLPWeights,
     Precision,
     Reading,
     StageModel,
-    StepInputs,
     Sublayer,
+    Timing,
 )
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.compiled.jit import ForSettings, check_numba
+from ppserve.model.compiled.jit import check_numba
+from ppserve.model.compiled.settings import ForSettings
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.memory import Arena
@@ -40,8 +41,8 @@ from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.sublayers import attention_sublayer, lm_head, mlp_sublayer
 from ppserve.model.cpu.thread_pool import ThreadPool
+from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.sampling import read_logits
-from ppserve.model.timing import HostTiming, Timing
 
 
 def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:

@@ -1,7 +1,11 @@
-"""The exchange of rows through memory that the tensor ranks of a stage share, as one of them sees it."""
+"""The exchange of rows through memory that the tensor ranks of a stage share, as one of them sees it.
+
+T rows, N columns, n those of one rank.
+"""
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Sequence
 from select import POLLIN
@@ -21,33 +25,51 @@ def memory_bytes(num_ranks: int) -> int:
     return (num_ranks + 1) * LINE_BYTES + num_ranks * 2 * BUFFER_BYTES
 
 
-class MemoryExchange:
-    """One rank's side of the exchange. Used by one thread, except `end`."""
+class MemoryGather:
+    """A `Gather` through shared memory: rows are put there, and a number says that they are (put-with-signal).
+    Only the reader copies. Used by one thread, except `interrupt`."""
 
-    most_bytes = BUFFER_BYTES
-    """Of a rank's rows at a time."""
-
-    def __init__(self, memory: torch.Tensor, place: tuple[int, int], signs_of_end: Sequence[int] = ()) -> None:
-        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. signs_of_end:
-        descriptors of files that can be read when a rank is gone; open until `forget_signs`."""
-        count = place[1]
+    def __init__(
+        self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
+    ) -> None:
+        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. connections: to
+        other ranks; the system closes them when those die."""
+        rank, count = place
         self._memory = memory  # kept: the kernels have its address
+        self._connections = connections
         self._over = memory.numpy()[count * LINE_BYTES :][:8].view(np.int64)
-        signs = b"".join(struct.pack("ihh", descriptor, POLLIN, 0) for descriptor in signs_of_end)
+        signs = b"".join(struct.pack("ihh", connection.fileno(), POLLIN, 0) for connection in connections)
         self._signs = np.frombuffer(signs or bytes(8), np.uint8).copy()
         self._side = side = aligned(kernels.NUM_FIELDS, np.int64)
         self._address = address(side)
         lines = memory.data_ptr()
         side[[kernels.LINES, kernels.BUFFERS]] = lines, lines + (count + 1) * LINE_BYTES
-        side[[kernels.RANK, kernels.NUM_RANKS]] = place
-        side[[kernels.SIGNS, kernels.NUM_SIGNS]] = address(self._signs), len(signs_of_end)
+        side[[kernels.RANK, kernels.NUM_RANKS]] = rank, count
+        side[[kernels.SIGNS, kernels.NUM_SIGNS]] = address(self._signs), len(connections)
 
     @property
     def waited_ns(self) -> int:
         return int(self._side[kernels.WAITED_NS])
 
-    def swap(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Rows of all ranks. own_Tn: contiguous, at most `most_bytes`. Raises TransportError."""
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        rows_at_once = BUFFER_BYTES // (max(cut.widths) * own_Tn.itemsize)
+        assert rows_at_once, f"a row of {max(cut.widths)} numbers does not fit"
+        pieces = torch.split(own_Tn.cpu().contiguous(), rows_at_once)
+        wholes = [self._exchange(piece_Tn, cut) for piece_Tn in pieces]
+        return (torch.cat(wholes) if len(wholes) > 1 else wholes[0]).to(own_Tn.device)
+
+    def interrupt(self) -> None:
+        """Ends all waits, this rank's and the others', within some milliseconds."""
+        self._over[0] = 1
+
+    def close(self) -> None:
+        self.interrupt()
+        self._side[kernels.NUM_SIGNS] = 0
+        for connection in self._connections:
+            connection.close()
+
+    def _exchange(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Rows that fit into a buffer."""
         whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
         widths = np.array(cut.widths, np.int64)
         rows = own_Tn.data_ptr(), own_Tn.nbytes, address(widths), own_Tn.itemsize, len(own_Tn)
@@ -55,11 +77,3 @@ class MemoryExchange:
         if self._side[kernels.IS_LOST]:
             raise TransportError("a tensor rank of this stage is gone")
         return whole_TN
-
-    def end(self) -> None:
-        """Ends all waits, this rank's and the others', within some milliseconds."""
-        self._over[0] = 1
-
-    def forget_signs(self) -> None:
-        """Their files are about to be closed."""
-        self._side[kernels.NUM_SIGNS] = 0

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import StepInputs, StepRows
 from ppserve.model.cpu.kernels.attention import StepSlices
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, huge_pages
 from ppserve.model.cpu.kernels.work import CacheShape, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
+from ppserve.model.inputs import Gather, StepInputs, StepRows
 
 
 def _padded(size: int) -> int:
@@ -91,10 +91,10 @@ class CpuCache:
             value_cell=cells[1],
         )
 
-    def inputs(self, rows: StepRows) -> CpuInputs:
-        here = torch.from_numpy
-        step, kept = self._step_table(rows)
-        return CpuInputs(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), step, kept)
+    def inputs(self, rows: StepRows, gather: Gather) -> CpuInputs:
+        here, step = torch.from_numpy, self._step_table(rows)
+        arrays = here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows)
+        return CpuInputs(rows, *arrays, gather, *step)
 
     def _step_table(self, rows: StepRows) -> tuple[int, tuple[object, ...]]:
         arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S

@@ -17,7 +17,7 @@ from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
-from ppserve.model.cpu.kernels.work import LINEAR, as_table, jobs_of
+from ppserve.model.cpu.kernels.work import LINEAR, Jobs, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
 
@@ -110,21 +110,20 @@ class PackedLinear:
         self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
         self.weights = packed.seen_by_kernels
         """Valid as long as this object."""
-        self._packed, self._thread_pool, self._scratch = packed, thread_pool, scratch
-        self._table = as_table(self.weights, (self.num_inputs,))
-        self._jobs = jobs_of((LINEAR, self._table))
+        self._thread_pool, self._scratch = thread_pool, scratch
+        self._jobs = Jobs((LINEAR, as_table(self.weights, (self.num_inputs,))), kept=packed)
         scratch.fit(self.weights)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self.result_of(self._jobs, x_TK)
 
-    def result_of(self, jobs: NDArray[np.int64], x_TK: torch.Tensor) -> torch.Tensor:
+    def result_of(self, jobs: Jobs, x_TK: torch.Tensor) -> torch.Tensor:
         """The result of a job that ends with this product."""
         x_TK, num_rows = x_TK.contiguous(), len(x_TK)
         scratch, kept = self._scratch.of_step(num_rows)
         step = as_table(scratch)
         # Tiles are whole.
         y_TN = torch.empty(-(-num_rows // scratch.tile_rows) * scratch.tile_rows, self.weights.outputs)
-        self._thread_pool.run(address(jobs), 1, address(step), x_TK.data_ptr(), 0, y_TN.data_ptr())
+        self._thread_pool.run(jobs.address, jobs.count, address(step), x_TK.data_ptr(), 0, y_TN.data_ptr())
         del kept
         return y_TN[:num_rows, : self.num_outputs]

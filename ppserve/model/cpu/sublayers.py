@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.core.architecture import Cut
-from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights, StepInputs
+from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm
-from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, as_table, jobs_of
+from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, Jobs, as_table
 from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.thread_pool import ThreadPool
+from ppserve.model.inputs import StepInputs
 
 _ROOT = 2 * math.sqrt(2 / math.pi)
 _TANH_GELU = Activation(GATE, np.float32(_ROOT), np.float32(0.044715 * _ROOT))
@@ -37,44 +38,42 @@ the last bit; these treat every element alike."""
 
 class CpuSublayer:
     """A `Sublayer` as two jobs of the kernels: up to the inputs of its second product, then that product and the
-    residual. One call where a rank computes the stage alone; tensor ranks gather behind each.
-
-    job, table: the first job. second, inner, columns: the second product, and how tensor ranks share its inputs
-    and the results. kept: what the table has the addresses of.
-    """
+    residual. One call where a rank computes the stage alone; tensor ranks gather behind each."""
 
     def __init__(
         self,
-        job: int,
-        table: NDArray[np.int64],
+        first: tuple[int, NDArray[np.int64]],
         second: PackedLinear,
         inner: Cut,
         columns: Cut,
         kept: tuple[object, ...],
         thread_pool: ThreadPool,
     ) -> None:
+        """first: the first job, and its table. second, inner, columns: the second product, and how tensor ranks
+        share its inputs and the results. kept: what the table has the addresses of."""
         shape = inner.size, columns.size, columns.first, columns.width
-        projection = as_table(second.weights, shape)
-        self._kept = table, projection, second, kept
-        self._jobs = jobs_of((job, table), (PROJECT, projection))
-        self._first = address(self._jobs)
-        self._second = self._first + self._jobs.nbytes // 2
+        projection = PROJECT, as_table(second.weights, shape)
+        self._both = Jobs(first, projection, kept=(kept, second))
+        self._first, self._second = Jobs(first, kept=kept), Jobs(projection, kept=second)
         self._inner, self._columns, self._is_alone = inner, columns, len(columns.widths) == 1
         self._run = thread_pool.run
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
-        x_TD, step = x_TD.contiguous(), inputs.step
-        x = x_TD.data_ptr()
-        if self._is_alone:
-            out_TD = torch.empty_like(x_TD)
-            self._run(self._first, 2, step, x, 0, out_TD.data_ptr())
-            return out_TD
+        x_TD = x_TD.contiguous()
+        if not self._is_alone:
+            return self._with_ranks(x_TD, inputs)
+        out_TD = torch.empty_like(x_TD)
+        self._run(self._both.address, 2, inputs.step, x_TD.data_ptr(), 0, out_TD.data_ptr())
+        return out_TD
+
+    def _with_ranks(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
+        x, step = x_TD.data_ptr(), inputs.step
         own_Tk = torch.empty(len(x_TD), self._inner.width)
-        self._run(self._first, 1, step, x, own_Tk.data_ptr(), 0)
+        self._run(self._first.address, 1, step, x, own_Tk.data_ptr(), 0)
         inner_TK = inputs.gather.all(own_Tk, self._inner)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
-        self._run(self._second, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
+        self._run(self._second.address, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
         return inputs.gather.all(own_Td, self._columns)
 
 
@@ -82,26 +81,21 @@ def attention_sublayer(of: AttentionWeights, thread_pool: ThreadPool) -> CpuSubl
     qkv, proj = _packed(of.qkv), _packed(of.proj)
     norm, kept = _norm(of.norm)
     table = as_table(norm, qkv.weights, (of.number, np.float32(of.scale)))
-    return CpuSublayer(HEADS, table, proj, of.heads, of.columns, (qkv, kept), thread_pool)
+    return CpuSublayer((HEADS, table), proj, of.heads, of.columns, (qkv, kept), thread_pool)
 
 
 def mlp_sublayer(of: MLPWeights, thread_pool: ThreadPool) -> CpuSublayer:
     expand, contract = _packed(of.expand), _packed(of.contract)
     norm, kept = _norm(of.norm)
     table = as_table(norm, expand.weights, ACTIVATIONS[of.activation], (of.inner.width,))
-    return CpuSublayer(EXPAND, table, contract, of.inner, of.columns, (expand, kept), thread_pool)
+    return CpuSublayer((EXPAND, table), contract, of.inner, of.columns, (expand, kept), thread_pool)
 
 
 def lm_head(weights: LayerNorm, linear: Linear) -> Head:
     packed = _packed(linear)
     norm, kept = _norm(weights)
-    table = as_table(norm, packed.weights)
-    jobs = jobs_of((READ, table))
-
-    def logits(hidden_RD: torch.Tensor, kept: object = (table, kept)) -> torch.Tensor:
-        return packed.result_of(jobs, hidden_RD)
-
-    return logits
+    jobs = Jobs((READ, as_table(norm, packed.weights)), kept=kept)
+    return lambda hidden_RD: packed.result_of(jobs, hidden_RD)
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, MOST_ARGUMENTS, job_queue_size, publish
+from ppserve.model.cpu.kernels.job_queue import JOB_NUMBERS, job_queue_size
 from ppserve.model.cpu.kernels.memory import address, aligned
 
-Work = Callable[[int, int, int], None]
-"""What each thread runs: (job queue, its number, number of threads).
+Work = Callable[..., None]
+"""What each thread runs: (job queue, its number, number of threads, numbers of a job).
 
-Thread 0 does its part of the one published job. The others do their parts of job after job, until one without
-arguments tells them to end. All threads wait for each other at the end of a job, so none can miss the next."""
+Thread 0 publishes a job and does its part of it. The others do their parts of job after job, until one of zeros
+tells them to end. All threads wait for each other at the end of a job, so none can miss the next."""
+
+_NO_JOB = (0,) * JOB_NUMBERS
 
 
 class ThreadPool:
@@ -42,25 +44,18 @@ class ThreadPool:
         ]
         for thread in threads:
             thread.start()
-        self._end = weakref.finalize(self, _publish, self._job_queue, self._address, ())
+        self._end = weakref.finalize(self, _serve, *own, 0)
 
-    def run(self, *arguments: int) -> None:
-        """Have a job done; returns when it is. Calls of several threads follow each other."""
+    def run(self, *job: int) -> None:
+        """Have a job of JOB_NUMBERS numbers done; returns when it is. Several threads' calls follow each other."""
         with self._calls:
-            _publish(self._job_queue, self._address, arguments)
-            self._work(self._address, 0, self.num_threads)
+            self._work(self._address, 0, self.num_threads, *job)
 
     def close(self) -> None:
         """Ends the threads."""
         self._end()
 
 
-def _publish(job_queue: NDArray[Any], place: int, arguments: Sequence[int]) -> None:
-    """Arguments that this job lacks become 0, whatever the job before had."""
-    job_queue[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = (*arguments, *[0] * (MOST_ARGUMENTS - len(arguments)))
-    publish(place)  # asking for the address takes longer than the rest
-
-
 def _serve(job_queue: NDArray[Any], work: Work, num_threads: int, thread: int) -> None:
-    """Keeps the job queue as long as this thread uses it."""
-    work(address(job_queue), thread, num_threads)
+    """Keeps the job queue as long as this thread uses it. Thread 0 ends the others."""
+    work(address(job_queue), thread, num_threads, *_NO_JOB)

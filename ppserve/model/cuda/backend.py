@@ -15,18 +15,16 @@ import torch
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
-from ppserve.model.backend import KVCache, Linear, Reading, StageModel, StepInputs
+from ppserve.model.backend import Linear, Reading, StageModel, Timing
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
-from ppserve.model.cuda.device import Accelerator, CudaDevice
+from ppserve.model.cuda.cache import DeviceCache, DeviceInputs, bucket_sizes
+from ppserve.model.cuda.device import Accelerator, CudaDevice, Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
-from ppserve.model.cuda.inputs import bucket_sizes
 from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
-from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.stock import PlainLinear, TorchBackend
-from ppserve.model.timing import Timing
 
 READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
 # Of one row and id, where rows are drawn from: logits, kept and recorded, weights, sums in float64, and where ids

@@ -1,22 +1,32 @@
 """Keys and values in a device's memory, and a step's inputs for it.
 
-L layers whose attention is on this stage, B blocks, p positions of a block, H heads, d head size, T rows, E = 3D.
+The arrays of a step are also padded to the size of a recorded step, which has one row per slice.
+
+L layers whose attention is on this stage, B blocks, p positions of a block, H heads, d head size, T rows, E = 3D,
+S slices, n tiles.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import StepRows
+from ppserve.core.plan import StepPlan
+from ppserve.model.cuda.device import Staging, packed_bytes
 from ppserve.model.cuda.draws import Draws, rows_read
-from ppserve.model.cuda.inputs import padded, padding, step_arrays
-from ppserve.model.cuda.operators import Operators, Tiles
-from ppserve.model.cuda.transfers import Staging, packed_bytes
+from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
+from ppserve.model.inputs import ALONE, Gather, Ints, StepRows
 from ppserve.model.stock import AttendInputs
+
+NO_SLOT, NO_POSITION = -1, -1
+_NO_PLAN = StepPlan(0, 0, 0, ())
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +72,10 @@ class DeviceCache:
         for size, rows in paddings.items():
             num_bytes = packed_bytes({**self._draws(rows, size).arrays(), **step_arrays(rows)})
             self._buffers[size] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return {size: self.inputs(rows) for size, rows in paddings.items()}
+        return {size: self.inputs(rows, ALONE) for size, rows in paddings.items()}
 
     @torch.inference_mode()
-    def inputs(self, rows: StepRows) -> DeviceInputs:
+    def inputs(self, rows: StepRows, gather: Gather) -> DeviceInputs:
         bucket = self._bucket(rows)
         draws = self._draws(rows, bucket or 0)
         if bucket is None:
@@ -81,6 +91,7 @@ class DeviceCache:
             token_ids_T=arrays["token_ids"],
             positions_T=arrays["positions"],
             read_rows_R=arrays["read_rows"],
+            gather=gather,
             attend=partial(self._attend, arrays["slots"], tiles),
             arrays=arrays,
             draws=draws,
@@ -109,3 +120,65 @@ class DeviceCache:
         keys_BpHd, values_BpHd = self.keys_LBpHd[layer], self.values_LBpHd[layer]
         self.operators.write(qkv_TE, keys_BpHd, values_BpHd, slots_T)
         return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, scale)
+
+
+def step_arrays(rows: StepRows) -> dict[str, NDArray[Any]]:
+    """All int32. Block tables come last: their size differs between steps of one size."""
+    return {
+        "token_ids": rows.token_ids_T.astype(np.int32),
+        "positions": rows.positions_T.astype(np.int32),
+        "slots": rows.slots_T.astype(np.int32),
+        "read_rows": rows.read_rows.astype(np.int32),
+        "tiles": _tiles(rows).astype(np.int32),
+        "tables": rows.tables.astype(np.int32),
+    }
+
+
+def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
+    """A step of one row per slice with as many rows as asked for. On the last stage, as many are read out.
+
+    The added rows have no keys and no slot, and write nothing.
+    """
+    return replace(
+        rows,
+        token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
+        positions_T=_extended(rows.positions_T, num_rows, 0),
+        slots_T=_extended(rows.slots_T, num_rows, NO_SLOT),
+        first_row_S=np.arange(num_rows),
+        num_rows_S=np.ones(num_rows, np.int64),
+        start_S=_extended(rows.start_S, num_rows, NO_POSITION),
+        table_begin_S=_extended(rows.table_begin_S, num_rows, 0),
+        read_rows=_extended(rows.read_rows, num_rows if layout.is_last else 0, 0),
+    )
+
+
+def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
+    """A step of padding alone, with block tables of so many blocks."""
+    tables = np.zeros(num_blocks, np.int64)
+    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE)
+    return padded(none, num_rows, layout)
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4 and so on, up to `most`, which is always one of them."""
+    powers = (1 << exponent for exponent in range(most.bit_length()))
+    return tuple(sorted({*(power for power in powers if power < most), most}))
+
+
+def _extended(numbers: Ints, count: int, filler: int) -> Ints:
+    return np.concatenate([numbers, np.full(count - len(numbers), filler, np.int64)])
+
+
+def _tiles(rows: StepRows) -> Ints:
+    """Every slice's rows in groups of up to ROWS_PER_TILE: (first row, number of rows, position of the first row,
+    begin of its table)."""
+    tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
+    slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
+    first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice
+    offset = (np.arange(len(slice_of)) - first_tile_S[slice_of]) * ROWS_PER_TILE
+    tiles = np.empty((len(slice_of), 4), np.int64)
+    tiles[:, 0] = rows.first_row_S[slice_of] + offset
+    tiles[:, 1] = np.minimum(rows.num_rows_S[slice_of] - offset, ROWS_PER_TILE)
+    tiles[:, 2] = rows.start_S[slice_of] + offset
+    tiles[:, 3] = rows.table_begin_S[slice_of]
+    return tiles

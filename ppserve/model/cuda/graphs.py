@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import Reading, StepInputs
+from ppserve.model.backend import Reading
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
-from ppserve.model.cuda.device import Accelerator
+from ppserve.model.cuda.device import Accelerator, Readback
 from ppserve.model.cuda.sampling import draw_plain, read_rows
-from ppserve.model.cuda.transfers import Readback
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import StepInputs
 
 log = logging.getLogger("ppserve.stage")
 

@@ -8,7 +8,7 @@ contiguous elements in the stages' dtype. T tokens, D width.
     gloo    processes anywhere, CPU or GPU (staged through host memory)
     nccl    one GPU per stage
 
-Tensor ranks of one stage exchange slices by a gather of the same name (`gather`, `gather_shm`, `gather_group`).
+Tensor ranks of one stage exchange slices by a gather of the same name (`gather`).
 """
 
 from __future__ import annotations

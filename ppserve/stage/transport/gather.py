@@ -1,24 +1,38 @@
-"""Slices of rows between the tensor ranks of a stage: a transport of its own kind, to `model.gather.Gather`.
+"""Slices of rows between the tensor ranks of a stage: a transport of its own kind, to `model.inputs.Gather`.
 
     local   threads of one process: shared memory of that process
     shm     processes of one host (Linux): the same in anonymous memory that they share
     gloo    processes anywhere
     nccl    one GPU per rank
 
+With shm the first rank makes the memory and hands it to the others over Unix sockets, which stay open and
+silent: the kernel closes them when a rank dies, and a rank that waits looks at them. So the first rank learns of
+the end of any other, and says so in the memory; the others learn of the first's.
+
 T rows, N columns, n those of one rank.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
-from collections.abc import Sequence
+import time
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
 
+import parallel_state
+from parallel_state import ParallelGroup
 from ppserve.core.architecture import Cut
-from ppserve.model.cpu.exchange import MemoryExchange, memory_bytes
-from ppserve.model.gather import ALONE, ECHO, Gather
+from ppserve.errors import TransportError
+from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
+from ppserve.model.inputs import Alone, Gather
+from ppserve.stage.transport.nccl import AbortedPassage
+from ppserve.stage.transport.point_to_point import GroupUser, Passage
+from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 class TensorLink(Gather, Protocol):
@@ -33,14 +47,9 @@ class TensorLink(Gather, Protocol):
         """Ends the waits of the other ranks as well. May be called twice."""
 
 
-class NoTensorLink:
+class NoTensorLink(Alone):
     """The link of a rank that is its whole stage, or that computes as if it were."""
 
-    waited_ns = 0
-
-    def __init__(self, gather: Gather = ALONE) -> None:
-        self.all = gather.all
-
     def interrupt(self) -> None:
         pass
 
@@ -48,41 +57,92 @@ class NoTensorLink:
         pass
 
 
-class MemoryGather(MemoryExchange):
-    """A gather through shared memory: rows are put there, and a number says that they are (put-with-signal). Only
-    the reader copies."""
+class GroupGather(GroupUser):
+    """A gather over a group of torch.distributed. waited_ns: with gloo, the time of the exchange as well; with
+    NCCL nothing, since the GPU waits and not the host.
 
-    def __init__(
-        self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
-    ) -> None:
-        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. connections: to
-        other ranks; the kernel closes them when those die."""
-        super().__init__(memory, place, [connection.fileno() for connection in connections])
-        self._connections = connections
+    The group's all-gather wants parts of one size, so narrower ones are padded. Bytes are gathered, whatever they
+    mean: gloo does not know all of torch's numbers.
+    """
+
+    def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
+        super().__init__(name, group, passage)
+        self.waited_ns = 0
+        self._on_device = name == "nccl"
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        rows_at_once = self.most_bytes // (max(cut.widths) * own_Tn.itemsize)
-        assert rows_at_once, f"a row of {max(cut.widths)} numbers does not fit"
-        pieces = torch.split(own_Tn.cpu().contiguous(), rows_at_once)
-        wholes = [self.swap(piece_Tn, cut) for piece_Tn in pieces]
-        return (torch.cat(wholes) if len(wholes) > 1 else wholes[0]).to(own_Tn.device)
-
-    def interrupt(self) -> None:
-        self.end()
-
-    def close(self) -> None:
-        self.end()
-        self.forget_signs()
-        for connection in self._connections:
-            connection.close()
-
-
-def pretend_ranks(count: int) -> TensorLink:
-    """One rank alone, which never waits for the others: for trying and measuring what it computes itself."""
-    return NoTensorLink(ALONE if count == 1 else ECHO)
+        of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
+        begun_ns = time.monotonic_ns()  # its own device is done: from here on it waits for others
+        padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
+        parts = [torch.empty_like(padded) for _ in cut.widths]
+        with self._exchange():
+            dist.all_gather(
+                [part.view(torch.uint8) for part in parts], padded.view(torch.uint8), self._group.process_group
+            )
+        self._check_open()
+        if not self._on_device:
+            self.waited_ns += time.monotonic_ns() - begun_ns
+        whole_TN = torch.cat([part[:, :width] for part, width in zip(parts, cut.widths, strict=True)], 1)
+        return whole_TN.to(own_Tn.device)
 
 
-def connect_ranks(count: int) -> tuple[MemoryGather, ...]:
+def create_gather(name: str) -> TensorLink:
+    """The gather that goes with the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
+
+    A collective call: every tensor rank of the stage makes it. Raises TransportError when a rank is gone.
+    """
+    group = parallel_state.get_tp_group()
+    if name == "shm":
+        return _shm_gather(group)
+    return GroupGather(name, group, AbortedPassage() if name == "nccl" else Passage())
+
+
+def connect_ranks(count: int) -> tuple[TensorLink, ...]:
     """The tensor ranks of one stage, for threads of this process."""
+    if count == 1:
+        return (NoTensorLink(),)
     memory = torch.zeros(memory_bytes(count), dtype=torch.uint8)
     return tuple(MemoryGather(memory, (rank, count)) for rank in range(count))
+
+
+def _shm_gather(group: ParallelGroup) -> MemoryGather:
+    size = memory_bytes(group.world_size)
+    connections: list[socket.socket] = []
+    try:
+        descriptor = _hand_out(group, size, connections) if group.is_first_rank else _fetch(group, connections)
+        try:
+            memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError) as error:
+        for connection in connections:
+            connection.close()
+        raise TransportError(f"shm: cannot connect to the tensor ranks of this stage: {error}") from error
+    return MemoryGather(memory, (group.rank_in_group, group.world_size), connections)
+
+
+def _hand_out(group: ParallelGroup, size: int, connections: list[socket.socket]) -> int:
+    """The descriptor of the memory, which all others get too."""
+    listener, name = listen(group.world_size)
+    with listener:
+        dist.broadcast(name, group.first_rank, group=group.process_group)
+        descriptor = os.memfd_create("ppserve-gather")
+        try:
+            os.ftruncate(descriptor, size)
+            for _ in range(group.world_size - 1):
+                connections.append(accept(listener))
+                socket.send_fds(connections[-1], [b"\0"], [descriptor])
+        except OSError:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def _fetch(group: ParallelGroup, connections: list[socket.socket]) -> int:
+    name = no_name()
+    dist.broadcast(name, group.first_rank, group=group.process_group)
+    connections.append(dial(name))
+    _, descriptors, _, _ = socket.recv_fds(connections[0], 1, 1)
+    if not descriptors:
+        raise TransportError("shm: the first tensor rank is gone")
+    return descriptors[0]

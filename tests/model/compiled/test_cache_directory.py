@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.model.compiled.cache_directory import cache_directory, directory_name
+from ppserve.model.compiled.jit import cache_directory, directory_name
 
 
 def unusable_home(path: Path) -> dict[str, str]:

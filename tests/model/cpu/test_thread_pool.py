@@ -13,21 +13,31 @@ import pytest
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import SLEEPERS
-from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, ARRIVED, JOBS, await_job, barrier, job_queue_size
+from ppserve.model.cpu.kernels.job_queue import (
+    ARRIVED,
+    JOB,
+    JOBS,
+    await_job,
+    barrier,
+    job_queue_size,
+    publish,
+)
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.thread_pool import ThreadPool
 
 
 @kernel
-def count_in_turns(job_queue, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
+def count_in_turns(job_queue, thread, num_threads, *job) -> None:  # type: ignore[no-untyped-def]
     """A job has an address and a number of rounds. In each round every thread adds to its number the round and
     what its neighbour had before the round; so a thread that does not wait for the others shows."""
     done = 0
+    if thread == 0:
+        publish(job_queue, job)
     while True:
         if thread > 0:
             await_job(job_queue, done)
             done += 1
-        place, rounds = load_int(job_queue, ARGUMENTS), load_int(job_queue, ARGUMENTS + 1)
+        place, rounds = load_int(job_queue, JOB), load_int(job_queue, JOB + 1)
         if place == 0:
             return
         for step in range(rounds):
@@ -72,13 +82,13 @@ def test_a_thread_that_waits_long_sleeps_and_is_woken() -> None:
         pytest.skip("no core to spare: a thread yields to other programs 20,000 times before it sleeps")
 
 
-def job_queue_of(thread_pool: ThreadPool) -> np.ndarray:
-    return thread_pool._job_queue
+def run(thread_pool: ThreadPool, numbers: np.ndarray, rounds: int) -> None:
+    thread_pool.run(address(numbers), rounds, 0, 0, 0, 0)
 
 
 def asleep(thread_pool: ThreadPool) -> None:
     """Returns when all threads but the calling one are."""
-    while job_queue_of(thread_pool)[JOBS + SLEEPERS] < thread_pool.num_threads - 1:
+    while thread_pool._job_queue[JOBS + SLEEPERS] < thread_pool.num_threads - 1:
         threading.Event().wait(0.001)
 
 
@@ -91,7 +101,7 @@ def test_threads_do_jobs_together_asleep_or_not(num_threads: int) -> None:
     for position, count in enumerate(rounds):
         if position % 2:
             asleep(thread_pool)
-        thread_pool.run(address(numbers), count)
+        run(thread_pool, numbers, count)
     assert numbers[::16].tolist() == expected(num_threads, rounds)
     thread_pool.close()
 
@@ -104,7 +114,7 @@ def test_callers_wait_for_each_other() -> None:
 
     def call(place: np.ndarray) -> None:
         for _ in range(20):
-            thread_pool.run(address(place), 5)
+            run(thread_pool, place, 5)
 
     callers = [threading.Thread(target=call, args=(place,)) for place in places]
     for caller in callers:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ppserve.model.backend import Busy, HostTiming
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.device import Accelerator
-from ppserve.model.timing import Busy, HostTiming
 
 NO_NUMBER = 0xFF
 """In every byte: of float64 no number, of token ids -1."""

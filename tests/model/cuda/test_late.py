@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import KVCache, StageModel
+from ppserve.model.backend import StageModel
+from ppserve.model.cuda.device import Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
-from ppserve.model.cuda.transfers import Readback, Staging
-from ppserve.model.inputs import build_inputs
+from ppserve.model.inputs import KVCache, build_inputs
 from tests.model.cuda.here import CPU as ON_CPU
 from tests.model.cuda.late import LateDevice, late_backend
 from tests.model.cuda.test_recorded import CHECKPOINT, Recorded, conversation

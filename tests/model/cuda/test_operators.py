@@ -10,9 +10,9 @@ import torch
 
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import StepRows
-from ppserve.model.cuda.inputs import padded, step_arrays
+from ppserve.model.cuda.cache import padded, step_arrays
 from ppserve.model.cuda.operators import Tiles
+from ppserve.model.inputs import StepRows
 from ppserve.model.sampling_kernels import draw
 from tests.model.cuda.here import KINDS, device_of, operators_of
 from tests.slow import quick_first

@@ -8,8 +8,8 @@ import torch
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.cache import bucket_sizes
 from ppserve.model.cuda.graphs import RecordedStage
-from ppserve.model.cuda.inputs import bucket_sizes
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.here import DEVICE
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt

@@ -15,8 +15,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
-from ppserve.model.gather import ALONE
-from ppserve.model.inputs import build_inputs
+from ppserve.model.inputs import ALONE, build_inputs
 from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
 from tests.model.random_checkpoint import architecture
 

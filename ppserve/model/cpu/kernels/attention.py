@@ -33,7 +33,7 @@ from ppserve.model.compiled.lanes import (
     sum_lanes,
     where_greater,
 )
-from ppserve.model.cpu.kernels.attention_tile import GROUP, mix_panel, mix_panels, score
+from ppserve.model.cpu.kernels.attention_tile import GROUP, mix, score
 from ppserve.model.cpu.kernels.rows import scale_for_int8
 from ppserve.model.cpu.kernels.storage import keep
 
@@ -224,18 +224,13 @@ def _mix_head(kind, cache, scratch, num_groups, num_rows, head, weights, sums):
     panel_bytes = cache.block_size * GROUP * kind.element_bytes
     panels, panel = panels_of(cache), 0
     while panel < panels:
-        place = head * cache.value_cell + panel * panel_bytes
-        to, stride = sums + 4 * GROUP * panel, 4 * GROUP * panels
-        if panels - panel >= kind.panels:
-            mix_panels(
-                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
-            )  # fmt: skip
-            panel += kind.panels
-        else:
-            mix_panel(
-                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
-            )  # fmt: skip
-            panel += 1
+        count = kind.panels if panels - panel >= kind.panels else 1
+        place, to = head * cache.value_cell + panel * panel_bytes, sums + 4 * GROUP * panel
+        mix(
+            kind, count, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to,
+            4 * GROUP * panels,
+        )  # fmt: skip
+        panel += count
 
 
 @inlined

@@ -12,6 +12,7 @@ d features of a head. Addresses and strides are in bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -20,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ppserve.model.compiled.llvm import F32, I64, call, splat, vector
-from ppserve.model.cpu.kernels.kinds import setting
+from ppserve.model.compiled.settings import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, load_stored
 from ppserve.model.cpu.kernels.tile_code import Code
@@ -66,24 +67,40 @@ def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
     return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included]
 
 
-class _AttentionCode(Code):
-    """Emits tiles of one kind."""
+class _AttentionCode(Code, ABC):
+    """Emits tiles of one kind: sums of products, 16 for each row and panel."""
 
     def __init__(self, builder, kind: AttentionKernel, panels: int) -> None:
         super().__init__(builder)
         self.kind, self.panels = kind, panels
         self.parts = GROUP // kind.lanes
-        self.part_bytes = kind.lanes * kind.element_bytes
         self.floats = vector(F32, kind.lanes)
 
-    def number(self, table, index):
-        """table[index] of int64 at an address."""
-        return self.load(self.nth(table, I64(8), index), 0, I64)
+    @abstractmethod
+    def tile(self, rows: int) -> None:
+        """The code of a tile of so many rows, where the builder stands."""
 
-    def stored_at(self, address, offset: int):
-        """Keys or values at an address as float32."""
-        place = self.builder.add(address, I64(offset))
-        return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
+    def tile_for(self, size) -> None:
+        """Code for each number of rows, of which the first that is at least `size` is taken."""
+        builder = self.builder
+        done = builder.append_basic_block("done")
+        for rows in self.kind.rows:
+            here, more = builder.append_basic_block(f"{rows}_rows"), builder.append_basic_block("more")
+            builder.cbranch(builder.icmp_signed("<=", size, I64(rows)), here, more)
+            builder.position_at_end(here)
+            self.tile(rows)
+            builder.branch(done)
+            builder.position_at_end(more)
+        builder.branch(done)
+        builder.position_at_end(done)
+
+    def number(self, array, index):
+        """An int64 of an array at an address."""
+        return self.load(self.nth(array, I64(8), index), 0, I64)
+
+    def numbers_from(self, index):
+        """Where element `index` of a group's numbers stands, relative to the first."""
+        return self.builder.mul(index, I64(GROUP * self.kind.element_bytes))
 
     def zeros(self, rows: int):
         zero = ir.Constant(self.floats, [0.0] * self.kind.lanes)
@@ -95,33 +112,92 @@ class _AttentionCode(Code):
     def step(self, totals, x, x_stride, panels) -> None:
         """One number of each row, the first at x, into 16 numbers of each panel."""
         builder = self.builder
-        columns = [self.stored_at(place, part * self.part_bytes) for place in panels for part in range(self.parts)]
+        columns = [self._stored_at(place, part) for place in panels for part in range(self.parts)]
         for r, row in enumerate(totals):
             value = splat(builder, self.load(self.nth(x, x_stride, r), 0, F32), self.kind.lanes)
             for total, column in zip(row, columns, strict=True):
                 name, addend = f"llvm.fma.v{self.kind.lanes}f32", builder.load(total)
                 builder.store(call(builder, name, self.floats, value, column, addend), total)
 
-    def store_sums(self, totals, address_of) -> None:
-        """address_of: where a row's panel goes, from the row and the panel."""
+    def _stored_at(self, address, part: int):
+        """Keys or values of a panel at an address, as float32."""
+        place = self.builder.add(address, I64(part * self.kind.lanes * self.kind.element_bytes))
+        return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
+
+    def store_sums(self, totals, places, stride) -> None:
+        """places: of each panel's sums of the first row. stride: from row to row."""
         for r, row in enumerate(totals):
             for column, total in enumerate(row):
                 panel, part = divmod(column, self.parts)
-                self.store(self.builder.load(total), address_of(r, panel), 4 * part * self.kind.lanes)
+                place = self.nth(places[panel], stride, r)
+                self.store(self.builder.load(total), place, 4 * part * self.kind.lanes)
 
 
-def _for_each_size(builder, sizes, size, emit) -> None:
-    """Code for each of `sizes`, of which the first that is at least `size` is taken."""
-    done = builder.append_basic_block("done")
-    for rows in sizes:
-        here, more = builder.append_basic_block(f"{rows}_rows"), builder.append_basic_block("more")
-        builder.cbranch(builder.icmp_signed("<=", size, I64(rows)), here, more)
-        builder.position_at_end(here)
-        emit(rows)
-        builder.branch(done)
-        builder.position_at_end(more)
-    builder.branch(done)
-    builder.position_at_end(done)
+class _Scores(_AttentionCode):
+    """The code of `score`."""
+
+    def __init__(self, builder, kind: AttentionKernel, arguments) -> None:
+        super().__init__(builder, kind, kind.panels)
+        self._queries, self._stride, self._size, groups, self._head, self._ahead, *self._scores = arguments
+        self._keys, self._positions, self._scales = (builder.extract_value(groups, i) for i in range(3))
+
+    def tile(self, rows: int) -> None:
+        builder, totals = self.builder, self.zeros(rows)
+        panels = [builder.add(self.number(self._keys, I64(p)), self._head) for p in range(self.panels)]
+        with cgutils.for_range(builder, self._size) as loop:
+            here = [builder.add(panel, self.numbers_from(loop.index)) for panel in panels]
+            for place in here:
+                self.fetch(builder.add(place, self._ahead))
+            self.step(totals, self.nth(self._queries, I64(4), loop.index), self._stride, here)
+        if self.kind.storage == "int8":
+            self._multiply_scales(totals)
+        scores, stride = self._scores
+        self.store_sums(
+            totals, [builder.add(scores, self.number(self._positions, I64(p))) for p in range(self.panels)], stride
+        )
+
+    def _multiply_scales(self, totals) -> None:
+        for column in range(self.panels * self.parts):
+            panel, part = divmod(column, self.parts)
+            place = self.builder.add(self.number(self._scales, I64(panel)), self._head)
+            scale = self.load(place, 4 * part * self.kind.lanes, self.floats)
+            for row in totals:
+                self.builder.store(self.builder.fmul(self.builder.load(row[column]), scale), row[column])
+
+
+class _Mix(_AttentionCode):
+    """The code of `mix`, for a number of panels."""
+
+    def __init__(self, builder, kind: AttentionKernel, panels: int, arguments) -> None:
+        super().__init__(builder, kind, panels)
+        self._weights, self._stride, self._num_groups, groups, *places = arguments
+        self._values, self._positions, self._counts = (builder.extract_value(groups, i) for i in range(3))
+        self._panel, self._panel_bytes, self._mixed, self._mixed_stride = places
+
+    def tile(self, rows: int) -> None:
+        builder, totals = self.builder, self.zeros(rows)
+        with cgutils.for_range(builder, self._num_groups) as group:
+            values = builder.add(self.number(self._values, group.index), self._panel)
+            later = builder.add(group.index, I64(self.kind.groups_ahead))
+            ahead = builder.add(self.number(self._values, later), self._panel)
+            weights = builder.add(self._weights, self.number(self._positions, group.index))
+            with cgutils.for_range(builder, self.number(self._counts, group.index)) as loop:
+                first = builder.add(values, self.numbers_from(loop.index))
+                here = [self.nth(first, self._panel_bytes, p) for p in range(self.panels)]
+                self._fetch_lines(ahead, loop.index)
+                self.step(totals, self.nth(weights, I64(4), loop.index), self._stride, here)
+        mixed = [builder.add(self._mixed, I64(4 * GROUP * p)) for p in range(self.panels)]
+        self.store_sums(totals, mixed, self._mixed_stride)
+
+    def _fetch_lines(self, ahead, position) -> None:
+        """As many as the values of a position take."""
+        lines = -(-self.panels * GROUP * self.kind.element_bytes // LINE_BYTES)
+        first = self.nth(ahead, I64(lines * LINE_BYTES), position)
+        for line in range(lines):
+            self.fetch(self.builder.add(first, I64(line * LINE_BYTES)))
+
+
+_AT, _THREE = types.intp, types.UniTuple(types.intp, 3)
 
 
 @intrinsic
@@ -134,87 +210,33 @@ def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, sc
     """
 
     def generate(context, builder, signature, arguments):
-        _, num_rows, queries, stride, size, groups, head, ahead, scores, scores_stride = arguments
-        kind = signature.args[0].kind
-        code = _AttentionCode(builder, kind, kind.panels)
-        keys, positions, scales = (builder.extract_value(groups, i) for i in range(3))
-
-        def emit(rows):
-            totals = code.zeros(rows)
-            panels = [builder.add(code.number(keys, I64(panel)), head) for panel in range(kind.panels)]
-            with cgutils.for_range(builder, size) as loop:
-                offset = builder.mul(loop.index, I64(GROUP * kind.element_bytes))
-                here = [builder.add(panel, offset) for panel in panels]
-                for place in here:
-                    code.fetch(builder.add(place, ahead))
-                x = builder.add(queries, builder.mul(loop.index, I64(4)))
-                code.step(totals, x, stride, here)
-            if kind.storage == "int8":
-                for panel in range(kind.panels):
-                    place = builder.add(code.number(scales, I64(panel)), head)
-                    for part in range(code.parts):
-                        scale = code.load(place, 4 * part * kind.lanes, code.floats)
-                        for row in totals:
-                            total = row[panel * code.parts + part]
-                            builder.store(builder.fmul(builder.load(total), scale), total)
-            at = [builder.add(scores, code.number(positions, I64(panel))) for panel in range(kind.panels)]
-            code.store_sums(totals, lambda r, panel: builder.add(at[panel], builder.mul(scores_stride, I64(r))))
-
-        _for_each_size(builder, kind.rows, num_rows, emit)
+        _, num_rows, *others = arguments
+        _Scores(builder, signature.args[0].kind, others).tile_for(num_rows)
         return context.get_dummy_value()
 
-    at = types.intp
-    return types.void(kind, at, at, at, at, types.UniTuple(at, 3), at, at, at, at), generate
+    return types.void(kind, _AT, _AT, _AT, _AT, _THREE, _AT, _AT, _AT, _AT), generate
 
 
-def _mixing(name: str, panels_of):
-    """An intrinsic that mixes the values of as many panels as `panels_of` says."""
+@intrinsic
+def mix(
+    typing, kind, panels, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride
+):
+    """For rows r and the features f of some panels: mixed[r, f] = Σ_p weights[r, p] · values[p, f].
 
-    def mix(typing, kind, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride):
-        def generate(context, builder, signature, arguments):
-            _, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride = arguments
-            kind = signature.args[0].kind
-            code = _AttentionCode(builder, kind, panels_of(kind))
-            values, positions, counts = (builder.extract_value(groups, i) for i in range(3))
-
-            def emit(rows):
-                totals = code.zeros(rows)
-                with cgutils.for_range(builder, num_groups) as group:
-                    first = builder.add(code.number(values, group.index), panel)
-                    later = builder.add(group.index, I64(kind.groups_ahead))
-                    ahead = builder.add(code.number(values, later), panel)
-                    x_first = builder.add(weights, code.number(positions, group.index))
-                    with cgutils.for_range(builder, code.number(counts, group.index)) as loop:
-                        offset = builder.mul(loop.index, I64(GROUP * kind.element_bytes))
-                        at = builder.add(first, offset)
-                        here = [builder.add(at, builder.mul(panel_bytes, I64(p))) for p in range(code.panels)]
-                        lines = -(-code.panels * GROUP * kind.element_bytes // LINE_BYTES)
-                        wanted = builder.add(ahead, builder.mul(loop.index, I64(lines * LINE_BYTES)))
-                        for line in range(lines):
-                            code.fetch(builder.add(wanted, I64(line * LINE_BYTES)))
-                        code.step(totals, builder.add(x_first, builder.mul(loop.index, I64(4))), stride, here)
-
-                def address_of(r, p):
-                    row = builder.add(mixed, builder.mul(mixed_stride, I64(r)))
-                    return builder.add(row, I64(4 * GROUP * p))
-
-                code.store_sums(totals, address_of)
-
-            _for_each_size(builder, kind.rows, num_rows, emit)
-            return context.get_dummy_value()
-
-        at = types.intp
-        return types.void(kind, at, at, at, at, types.UniTuple(at, 3), at, at, at, at), generate
-
-    mix.__name__ = name
-    mix.__doc__ = """For rows r and the features f of some panels: mixed[r, f] = Σ_p weights[r, p] · values[p, f].
-
-    weights: float32 rows, `stride` bytes apart. groups: the addresses of three int64 arrays: where the groups'
-    values lie (and one more address, of what is wanted next), which positions they begin at (times 4, in bytes),
-    how many they have. panel: what is added to the first. panel_bytes: from a panel to the next.
+    panels: 1, or the kind's number. weights: float32 rows, `stride` bytes apart. groups: the addresses of three
+    int64 arrays: where the groups' values lie (and more addresses, of what is wanted next), which positions they
+    begin at (times 4, in bytes), how many they have. panel: what is added to the first. panel_bytes: from a panel
+    to the next.
     """
-    return intrinsic(mix)
 
+    def generate(context, builder, signature, arguments):
+        kind, (_, panels, num_rows, *others) = signature.args[0].kind, arguments
+        with builder.if_else(builder.icmp_signed("==", panels, I64(1))) as (one, several):
+            with one:
+                _Mix(builder, kind, 1, others).tile_for(num_rows)
+            with several:
+                if kind.panels > 1:
+                    _Mix(builder, kind, kind.panels, others).tile_for(num_rows)
+        return context.get_dummy_value()
 
-mix_panels = _mixing("mix_panels", lambda kind: kind.panels)
-mix_panel = _mixing("mix_panel", lambda kind: 1)
+    return types.void(kind, _AT, _AT, _AT, _AT, _AT, _THREE, _AT, _AT, _AT, _AT), generate

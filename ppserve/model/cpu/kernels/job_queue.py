@@ -2,7 +2,7 @@
 
 The job queue is int64 numbers in shared memory; those that change at different times lie on cache lines of their
 own, and behind each that threads sleep on is how many do (`atomics.SLEEPERS`). A job is published by counting up
-JOBS; its arguments stand in the job queue. At a barrier each thread counts up ARRIVED and waits until all have: it
+JOBS; its numbers stand in the job queue. At a barrier each thread counts up ARRIVED and waits until all have: it
 spins briefly, yields its core many times, since an awaited thread may need it, then sleeps. A thread that finds
 no job for a while sleeps too, until one is published. None of this needs the interpreter, for whose lock a thread
 that wakes up would wait.
@@ -12,14 +12,14 @@ that wakes up would wait.
 
 from __future__ import annotations
 
-from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import NAP_NS, add_shared, load_shared, pause, sleep_below, wake, yield_core
 
 _NUMBERS_APART = 16
-JOBS, ARRIVED, ARGUMENTS = (i * _NUMBERS_APART for i in range(3))
-MOST_ARGUMENTS = 8
-_GOALS = ARGUMENTS + _NUMBERS_APART
+JOBS, ARRIVED, JOB = (i * _NUMBERS_APART for i in range(3))
+JOB_NUMBERS = 6
+_GOALS = JOB + _NUMBERS_APART
 """Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
 Behind these the counts: how many pieces of a thread's partition have been taken, by any thread."""
 
@@ -92,9 +92,11 @@ def await_job(job_queue, done):
         nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)
 
 
-@kernel
-def publish(job_queue) -> None:
-    """Publish what stands in the job queue as the next job."""
+@inlined
+def publish(job_queue, job):
+    """Publish these numbers as the next job."""
+    for i in range(JOB_NUMBERS):
+        store_int(job_queue, JOB + i, job[i])
     jobs = job_queue + 8 * JOBS
     add_shared(jobs, 1)
     wake(jobs)

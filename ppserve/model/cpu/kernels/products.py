@@ -181,40 +181,48 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
     """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2. y: the address of
     (T and as many rows as make whole tiles, N) float32. following: the address of what is read next, 0: not known.
     """
-    tile_chunk_bytes = rows.tile_rows * LINE_BYTES * kind.steps
-    tile_bytes = tile_chunk_bytes * weights.chunks
-    panel_bytes = weights.chunks * CHUNK_BYTES
-    y_stride = 4 * weights.outputs
     num_tiles = -(-rows.count // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
+    first_weights = weights.panels + first_panel * weights.chunks * CHUNK_BYTES
     configure(kind)
     for first_tile in range(0, num_tiles, tiles_at_once):
         end_tile = min(num_tiles, first_tile + tiles_at_once)
-        fetches = num_tiles > 1 or kind.fetches_alone
-        fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
         for chunk in range(0, weights.chunks, kind.chunks_at_once):
-            chunks = min(kind.chunks_at_once, weights.chunks - chunk)
-            bias = weights.bias if chunk + chunks == weights.chunks else 0
-            if chunk + chunks < weights.chunks:
-                then = weights.panels + first_panel * panel_bytes + (chunk + chunks) * CHUNK_BYTES
-            elif end_tile < num_tiles or following == 0:
-                then = weights.panels + first_panel * panel_bytes
-            else:
+            end_chunk = min(weights.chunks, chunk + kind.chunks_at_once)
+            then = first_weights
+            if end_chunk < weights.chunks:
+                then += end_chunk * CHUNK_BYTES
+            elif end_tile == num_tiles and following != 0:
                 then = following
-            for panel in range(first_panel, end_panel, kind.panels):
-                at = 4 * PANEL * panel
-                block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
-                after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
-                if not fetches:
-                    after = block  # which is there: nothing moves
-                for tile in range(first_tile, end_tile):
-                    row = tile * rows.tile_rows
-                    y_at = y + row * y_stride + at
-                    start, start_stride = (weights.start + at, 0) if chunk == 0 else (y_at, y_stride)
-                    fetch = after + (tile - first_tile) * chunks * PANEL * fetch_step
-                    multiply_tile(
-                        kind, rows.tile_rows, rows.words + tile * tile_bytes + chunk * tile_chunk_bytes,
-                        block, panel_bytes, chunks, start, start_stride, y_at, y_stride,
-                        bias + at if bias else 0, weights.scales + at, rows.scales + 4 * row, fetch, fetch_step,
-                    )  # fmt: skip
+            _multiply_block(
+                kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
+            )
     release(kind)
+
+
+@inlined
+def _multiply_block(
+    kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
+):  # fmt: skip
+    """The part of `multiply` from some tiles of rows and some chunks. then: what is fetched at its end."""
+    panel_bytes, chunks, y_stride = weights.chunks * CHUNK_BYTES, end_chunk - chunk, 4 * weights.outputs
+    chunk_bytes = rows.tile_rows * LINE_BYTES * kind.steps
+    bias = weights.bias if end_chunk == weights.chunks else 0
+    fetches = rows.count > rows.tile_rows or kind.fetches_alone
+    fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
+    for panel in range(first_panel, end_panel, kind.panels):
+        at = 4 * PANEL * panel
+        block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
+        after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
+        if not fetches:
+            after = block  # which is there: nothing moves
+        for tile in range(first_tile, end_tile):
+            row = tile * rows.tile_rows
+            y_at = y + row * y_stride + at
+            start, start_stride = (weights.start + at, 0) if chunk == 0 else (y_at, y_stride)
+            fetch = after + (tile - first_tile) * chunks * PANEL * fetch_step
+            multiply_tile(
+                kind, rows.tile_rows, rows.words + (tile * weights.chunks + chunk) * chunk_bytes,
+                block, panel_bytes, chunks, start, start_stride, y_at, y_stride,
+                bias + at if bias else 0, weights.scales + at, rows.scales + 4 * row, fetch, fetch_step,
+            )  # fmt: skip

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from ppserve.model.compiled.lanes import lanes
 from ppserve.model.compiled.llvm import F32, I8, I16, I32, constant, splat, vector
-from ppserve.model.cpu.kernels.kinds import setting
+from ppserve.model.compiled.settings import setting
 from ppserve.model.cpu.kernels.operations import round_to_bfloat16
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

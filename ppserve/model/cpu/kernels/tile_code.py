@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ppserve.model.compiled.llvm import F32, I8, I32, I64, call, splat, vector
-from ppserve.model.cpu.kernels.kinds import setting
+from ppserve.model.compiled.settings import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 

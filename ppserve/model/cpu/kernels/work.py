@@ -36,7 +36,7 @@ from ppserve.model.cpu.kernels.attention import (
     attend,
     write_heads,
 )
-from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, await_job, barrier, begin_pieces, next_piece
+from ppserve.model.cpu.kernels.job_queue import JOB, await_job, barrier, begin_pieces, next_piece, publish
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Activation, Norm, activate, add_row, normalise, pack_row, read_row
@@ -89,9 +89,16 @@ def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
     return table
 
 
-def jobs_of(*jobs: tuple[int, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Kinds of jobs and their tables, as `work` takes them; the caller keeps the tables."""
-    return as_table(*((kind, address(table)) for kind, table in jobs))
+class Jobs:
+    """A list of jobs as `work` takes it, and the memory that they work on.
+
+    jobs: kinds and tables. kept: what the tables have the addresses of.
+    """
+
+    def __init__(self, *jobs: tuple[int, NDArray[np.int64]], kept: object) -> None:
+        self._list = as_table(*((kind, address(table)) for kind, table in jobs))
+        self._kept = jobs, kept
+        self.address, self.count = address(self._list), len(jobs)
 
 
 _NORM, _WEIGHTS, _ACTIVATION, _SCRATCH, _SLICES, _CACHE, _ATTENTION_SCRATCH = (
@@ -263,44 +270,53 @@ def _project(product, stored, single, table, step, x, inner, out, context):
         add_row(stored, source, own, scratch.y + 4 * row * weights.outputs, to)
 
 
+@inlined
+def _do(product, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
+    """One of a list of jobs."""
+    job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
+    if number + 1 < num_jobs:  # PROJECT, whose table begins with its weights
+        following = _first_panel(_weights_at(load_int(jobs, 2 * number + 3)), context)
+    if job == HEADS:
+        _heads(product, attention, stored, table, step, x, inner, context, following)
+    elif job == EXPAND:
+        _expand(product, stored, single, table, step, x, inner, context, following)
+    elif job == PROJECT:
+        _project(product, stored, single, table, step, x, inner, out, context)
+    elif job == READ:
+        norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
+        _norm_rows(product, stored, norm, weights, scratch, x, context)
+        _multiply(product, weights, scratch, out, context, 0)
+    else:
+        weights, scratch = _weights_at(table), _scratch_at(step)
+        _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
+        _multiply(product, weights, scratch, out, context, 0)
+
+
 @kernel
-def work(product, attention, stored, single, job_queue, thread, num_threads) -> None:
+def work(
+    product, attention, stored, single, job_queue, thread, num_threads, jobs, num_jobs, step, x, inner, out
+) -> None:
     """What a thread of a `ThreadPool` runs. stored: how hidden states are kept. single: the same for float32.
 
-    The arguments in the job queue are addresses, and one count: a list of pairs (kind of job, its table), how many
-    pairs, the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go
-    out. The jobs are done one after the other.
+    The numbers of a job are addresses, and one count: a list of pairs (kind of job, its table), how many pairs,
+    the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go out. The
+    jobs are done one after the other.
     """
-    context, done = ThreadContext(job_queue, thread, num_threads), 0
+    context, done, job = ThreadContext(job_queue, thread, num_threads), 0, job_queue + 8 * JOB
+    if thread == 0:
+        publish(job_queue, (jobs, num_jobs, step, x, inner, out))
     while True:
         if thread > 0:
             await_job(job_queue, done)
             done += 1
-        arguments = job_queue + 8 * ARGUMENTS
-        jobs, num_jobs, step = load_int(arguments, 0), load_int(arguments, 1), load_int(arguments, 2)
-        x, inner, out = load_int(arguments, 3), load_int(arguments, 4), load_int(arguments, 5)
+        jobs, num_jobs, step = load_int(job, 0), load_int(job, 1), load_int(job, 2)
+        x, inner, out = load_int(job, 3), load_int(job, 4), load_int(job, 5)
         if jobs == 0:
             return
         if inner == 0:
             inner = _scratch_at(step).inner
         for number in range(num_jobs):
-            job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
-            if number + 1 < num_jobs:  # PROJECT, whose table begins with its weights
-                following = _first_panel(_weights_at(load_int(jobs, 2 * number + 3)), context)
-            if job == HEADS:
-                _heads(product, attention, stored, table, step, x, inner, context, following)
-            elif job == EXPAND:
-                _expand(product, stored, single, table, step, x, inner, context, following)
-            elif job == PROJECT:
-                _project(product, stored, single, table, step, x, inner, out, context)
-            elif job == READ:
-                norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-                _norm_rows(product, stored, norm, weights, scratch, x, context)
-                _multiply(product, weights, scratch, out, context, 0)
-            else:
-                weights, scratch = _weights_at(table), _scratch_at(step)
-                _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
-                _multiply(product, weights, scratch, out, context, 0)
+            _do(product, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context)
             barrier(job_queue, thread, num_threads)
         if thread == 0:
             return

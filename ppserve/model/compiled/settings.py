@@ -8,8 +8,11 @@ the code that it asks for. Each record gets machine code of its own, in one proc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
+import numba
 from numba import types
 from numba.core.pythonapi import NativeValue
 from numba.extending import models, overload_attribute, register_model, typeof_impl, unbox
@@ -49,3 +52,19 @@ def _let_read(name: str) -> None:
     def read(of):
         value = getattr(of.kind, name)
         return lambda of: value
+
+
+class ForSettings:
+    """A kernel for these settings, compiled or loaded when it is first called; its further arguments are integers.
+    numba looks at the types of settings in Python, which would take longer than the call."""
+
+    def __init__(self, function: Callable[..., None], *settings: object) -> None:
+        self._function, self._settings = function, settings
+        self._call: Callable[..., None] | None = None
+
+    def __call__(self, *numbers: int) -> None:
+        if self._call is None:
+            signature = *map(numba.typeof, self._settings), *(types.int64,) * len(numbers)
+            self._function.compile(signature)
+            self._call = partial(self._function.get_overload(signature), *self._settings)
+        self._call(*numbers)

@@ -175,13 +175,8 @@ class Broken(_Message, frozen=True, tag=True):
 
 
 class Failed(_Message, frozen=True, tag=True):
-    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory)."""
-
-    reason: str
-
-
-class GaveUp(_Message, frozen=True, tag=True):
-    """From a keeper, as the only message of its connection: its stage process keeps dying."""
+    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory). From a keeper, as
+    the only message of its connection: its stage process keeps dying."""
 
     reason: str
 
@@ -288,7 +283,7 @@ class Shutdown(_Message, frozen=True, tag=True):
     code: int = 0
 
 
-FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
+FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
 FromStranger = Proof
 FromKeeper = Start
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
@@ -329,18 +324,18 @@ class FrameReader:
         """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
         self._buffer += received
         messages: list[Any] = []
-        at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
+        begin, end = _LENGTH.size, 0
+        while len(self._buffer) >= begin:
+            (length,) = _LENGTH.unpack_from(self._buffer, end)
             if length > self._max_bytes:
                 raise WireError(f"a frame of {length} bytes is beyond the limit of {self._max_bytes}")
-            if len(self._buffer) - at - _LENGTH.size < length:
+            if len(self._buffer) - begin < length:
                 break
-            begin = at + _LENGTH.size
+            end = begin + length
             try:
-                messages.append(self._decoder.decode(memoryview(self._buffer)[begin : begin + length]))
+                messages.append(self._decoder.decode(memoryview(self._buffer)[begin:end]))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise WireError(f"a frame that does not fit the schema: {error}") from None
-            at = begin + length
-        del self._buffer[:at]
+            begin = end + _LENGTH.size
+        del self._buffer[:end]
         return messages

@@ -58,7 +58,6 @@ FROM_STAGE = [
     wire.Heartbeat(1, 2),
     wire.Broken(1, "gone"),
     wire.Failed("no"),
-    wire.GaveUp("no"),
 ]
 FROM_STRANGER = [wire.Proof(3, b"\0\1", b"\xff")]
 FROM_HEAD = [

@@ -79,7 +79,7 @@ def wait_for_hellos(
     count as a rank's silence. clock: monotonic, in seconds.
     """
     hellos: dict[int, wire.Hello] = {}
-    failures: list[tuple[int, wire.GaveUp | wire.Failed]] = []
+    failures: list[tuple[int, wire.FromStage]] = []
     fatal: FatalError | None = None
     now_s = pinged_s = clock()
     while len(hellos) < world_size and not failures and not is_stopping() and fatal is None:
@@ -92,7 +92,7 @@ def wait_for_hellos(
                     hellos.pop(rank, None)
                 case Received(rank, _, wire.Hello() as hello):
                     hellos[rank] = hello
-                case Received(rank, _, wire.GaveUp() | wire.Failed() as failure):
+                case Received(rank, _, wire.Failed() as failure):
                     failures.append((rank, failure))
         now_s = clock()
         missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in hellos)

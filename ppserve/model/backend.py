@@ -94,29 +94,20 @@ Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
 Head = Callable[[torch.Tensor], torch.Tensor]
 """(R, D) hidden states to float32 logits (R, v) of the rank's own ids."""
 
-
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
 
 Reading = Callable[[], Results]
 """Waits for what a step draws and scores; the device was given all work for it before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """When a device computed: nanoseconds of the host's monotonic clock."""
-
-    begun_ns: int
-    ended_ns: int
-
-
 class Timing(Protocol):
-    """The time that one step's computation takes."""
+    """When one step is computed."""
 
     def computed(self) -> None:
         """All work of the step has been given to the device."""
 
-    def busy(self) -> Busy:
-        """Waits until the device has done that work, and for nothing else that it does."""
+    def busy_ns(self) -> tuple[int, int]:
+        """When the device began and ended, by the host's monotonic clock. Waits for that work alone."""
 
 
 class HostTiming:
@@ -128,8 +119,8 @@ class HostTiming:
     def computed(self) -> None:
         self._ended_ns = time.monotonic_ns()
 
-    def busy(self) -> Busy:
-        return Busy(self._begun_ns, self._ended_ns)
+    def busy_ns(self) -> tuple[int, int]:
+        return self._begun_ns, self._ended_ns
 
 
 class StageModel(Protocol):

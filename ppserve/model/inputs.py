@@ -102,7 +102,6 @@ class KVCache(Protocol):
 
     num_blocks: int
     block_size: int
-    device: torch.device
 
     def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
         """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""

@@ -179,7 +179,7 @@ class Keeper:
         """Tells the head why, so that streams end with a status instead of waiting."""
         try:
             with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
-                connection.sendall(wire.encode(wire.GaveUp(reason)))
+                connection.sendall(wire.encode(wire.Failed(reason)))
         except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)
         return self._final_code(1)

@@ -127,7 +127,7 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
     except UsageError as error:
         # A closed connection means that another stage has told the head already.
         with contextlib.suppress(OSError):
-            connection.sendall(wire.encode(wire.GaveUp(str(error))))
+            connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
     # Without a head nothing is left to do.
     open_link = functools.partial(

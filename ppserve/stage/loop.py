@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
 import time
 from collections import deque
@@ -121,11 +120,8 @@ class StageLoop:
 
     def _receive_messages(self) -> None:
         """At least one message, and all that is there."""
-        if not self._arrived:
+        while not self._arrived or not self._link.inbox.empty():
             self._arrived.append(self._link.inbox.get())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._arrived.append(self._link.inbox.get_nowait())
 
     # ---- weights --------------------------------------------------------------------------------------
 

@@ -79,12 +79,12 @@ class Stage:
         timing.computed()
         # Before the wait for the device: what goes from device to device follows the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
-        busy = timing.busy()
+        begun_ns, ended_ns = timing.busy_ns()
         drawn, scored = reading() if reading is not None else ((), ())
-        gathered_ns = min(gather.waited_ns - waited_ns, busy.ended_ns - busy.begun_ns)
+        gathered_ns = min(gather.waited_ns - waited_ns, ended_ns - begun_ns)
         if not layout.is_first:
             # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
-            received_ns = max(received_ns, busy.begun_ns)
-        stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
+            received_ns = max(received_ns, begun_ns)
+        stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
         made = bytes_sent, drawn, scored, gathered_ns
         return Computed(StepResult(plan.epoch, plan.step_id, layout.place, stamps, *made), hidden_TD)

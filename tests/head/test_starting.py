@@ -20,7 +20,7 @@ from tests.head.engine.members_rig import MembersRig
 from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
-GAVE_UP = Received(1, 1, wire.GaveUp("no such file"))
+GAVE_UP = Received(1, 1, wire.Failed("no such file"))
 
 Event = Received | Disconnected
 

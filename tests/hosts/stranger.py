@@ -35,7 +35,7 @@ def main() -> None:
     said = {
         "garbage": b"\xff" * 5000,
         "half a frame": b"\x10\0\0\0abc",
-        "gave up": wire.encode(wire.GaveUp("the stage keeps dying")),
+        "gave up": wire.encode(wire.Failed("the stage keeps dying")),
         "a wrong proof": wire.encode(wire.Proof(1, wrong_proof, nonce)),
         "http": b"GET / HTTP/1.1\r\n\r\n",
     }

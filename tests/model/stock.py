@@ -60,7 +60,6 @@ class StockCache:
         """keys_multiple, least_rows: the padding of `StockAttention`; 1 and 1 for none."""
         self.keys_LBpHd, self.values_LBpHd = keys_LBpHd, values_LBpHd
         _, self.num_blocks, self.block_size, _, _ = keys_LBpHd.shape
-        self.device = keys_LBpHd.device
         self._padding = keys_multiple, least_rows
 
     def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:

@@ -203,7 +203,7 @@ def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
         told = listening.next_event()
     assert scene.num_forked == MAX_DEATHS
     reason = f"stage 1 died {MAX_DEATHS} times in a row (last code {CRASHED})"
-    assert (told.rank, told.message) == (1, wire.GaveUp(reason))
+    assert (told.rank, told.message) == (1, wire.Failed(reason))
 
 
 def test_a_cause_that_passes_by_does_not_use_up_all_lives(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:

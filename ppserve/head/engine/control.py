@@ -297,7 +297,7 @@ class SocketControlPlane:
         """Whether the first message after the Welcome is a greeting, of a rank that is not connected meanwhile."""
         assert peer.rank is not None
         is_stage = isinstance(message, wire.Hello) and message.rank == peer.rank
-        if not (is_stage or isinstance(message, wire.GaveUp)) or peer.rank in self._peers:
+        if not (is_stage or isinstance(message, wire.Failed)) or peer.rank in self._peers:
             self._refuse(peer, "no greeting, or too late a one")
             return False
         del self._strangers[peer]

@@ -165,7 +165,7 @@ class Members:
                 return self._handle_ready(member, message, now_ns)
             case wire.Broken():
                 return self._handle_broken(member, message, now_ns)
-            case wire.Failed() | wire.GaveUp():
+            case wire.Failed():
                 return [FatalError(message.reason, usage=self.epoch == 0)]
         return []
 

@@ -59,8 +59,6 @@ class CpuInputs(StepInputs):
 class CpuCache:
     """A `KVCache`."""
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         arch: Architecture,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import Busy, HostTiming, Reading, Results, Timing
+from ppserve.model.backend import HostTiming, Reading, Results, Timing
 from ppserve.model.cuda.sampling import results_of
 
 
@@ -150,10 +150,10 @@ class CudaTiming:
         stream = torch.cuda.current_stream(self._device.device)
         self._ended = stream.record_event(_timed_event())
 
-    def busy(self) -> Busy:
+    def busy_ns(self) -> tuple[int, int]:
         _CudaMark(self._device, self._ended).wait()
         ended_ns = time.monotonic_ns()
-        return Busy(ended_ns - int(self._begun.elapsed_time(self._ended) * 1e6), ended_ns)
+        return ended_ns - int(self._begun.elapsed_time(self._ended) * 1e6), ended_ns
 
 
 Arrays = Mapping[str, NDArray[Any]]

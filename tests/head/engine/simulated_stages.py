@@ -75,7 +75,7 @@ class Host:
     def _give_up(self, rank: int, reason: str) -> None:
         """A keeper tells the head."""
         if self.control.accepts(rank):
-            self.control.connect(rank, lambda _: None).up.send(wire.GaveUp(reason))
+            self.control.connect(rank, lambda _: None).up.send(wire.Failed(reason))
         else:
             self.world.after(_RETRY_EVERY_S, partial(self._give_up, rank, reason))
 

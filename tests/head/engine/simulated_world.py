@@ -124,7 +124,7 @@ class SimulatedControl:
             rank = connection.rank
             if self._connections.get(rank) is not connection:
                 continue
-            if message is None or isinstance(message, wire.GaveUp):  # a keeper says nothing else
+            if message is None or isinstance(message, wire.Failed):  # a keeper says nothing else
                 del self._connections[rank]
             events.append(Disconnected(rank, "exit") if message is None else self._received(rank, message))
         return events

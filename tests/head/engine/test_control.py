@@ -316,7 +316,7 @@ def test_of_several_processes_with_the_same_rank_the_first_to_greet_is_it() -> N
 
 
 def test_a_keeper_that_gives_up_is_heard_and_then_has_said_everything() -> None:
-    given_up = wire.GaveUp("its stage dies at once")
+    given_up = wire.Failed("its stage dies at once")
     with listening() as control, proven(control, 0) as keeper:
         keeper.say(given_up, wire.Failed("and more"))
         assert told(until(control, bool)) == [(0, given_up)]

@@ -186,4 +186,4 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
     pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
     assert pipeline.hello(0) == [FatalError("--layers: no", usage=True)]
-    assert pipeline.say(0, wire.GaveUp("bad file")) == [FatalError("bad file", usage=True)]
+    assert pipeline.say(0, wire.Failed("bad file")) == [FatalError("bad file", usage=True)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.model.backend import Busy, HostTiming
+from ppserve.model.backend import HostTiming
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.device import Accelerator
 
@@ -107,9 +107,9 @@ class LateTiming(HostTiming):
         super().computed()
         self._mark = self._device.mark()
 
-    def busy(self) -> Busy:
+    def busy_ns(self) -> tuple[int, int]:
         self._mark.wait()
-        return super().busy()
+        return super().busy_ns()
 
 
 def late_backend(dtype: str = "float32", max_rows: int = 8) -> CudaBackend:

@@ -105,8 +105,7 @@ async def _run(flags: dict[str, Any]) -> Measurement:
 
 
 def _load(flags: dict[str, Any]) -> Load:
-    rate = flags["rate"]
-    if rate:
+    if rate := flags["rate"]:
         return OpenLoop(poisson_arrivals(rate, flags["seed"]), rate)
     return ClosedLoop(flags["concurrency"] or _DEFAULT_CONCURRENCY)
 

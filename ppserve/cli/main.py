@@ -24,12 +24,9 @@ class _ServeByDefault(click.Group):
 
     _MODULES: ClassVar = {
         "serve": "serve",
-        "generate": "client",
-        "health": "client",
-        "restart": "client",
+        **dict.fromkeys(("generate", "health", "restart"), "client"),
         "plan": "plan",
-        "bench": "bench",
-        "top": "bench",
+        **dict.fromkeys(("bench", "top"), "bench"),
     }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

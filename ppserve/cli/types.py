@@ -12,7 +12,6 @@ from ppserve.core.architecture import Split
 from ppserve.core.partition import ExpectedWorkload
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
 # More than any machine has, and a number that every stage can be told.
 _MOST_BYTES = 1 << 60
 

@@ -101,9 +101,6 @@ class StageCost:
             self._fit_at = self.num_observed + min(1 + self.num_observed // 8, _MOST_STEPS_BETWEEN_FITS)
         return self._fitted
 
-    def predict(self, size: StepSize) -> float:
-        return self.coefficients.seconds(size)
-
     def _fit(self) -> Coefficients:
         groups = self._groups.values()
         equations = [[sum(group[i][j] for group in groups) for j in range(_TERMS + 1)] for i in range(_TERMS)]
@@ -126,24 +123,22 @@ class PipelineCosts:
 
     def predict_each(self, size: StepSize) -> tuple[float, ...]:
         """Seconds on every stage; zero before the first observation."""
-        return tuple(stage.predict(size) for stage in self.stages)
+        return tuple(stage.coefficients.seconds(size) for stage in self.stages)
 
 
 def _solve_non_negative(equations: Equations) -> list[float]:
     """Least squares without negative coefficients: leaves out the most negative term until there is none."""
     floor = 1e-12 * max(equations[i][i] for i in range(_TERMS))
-    kept = list(range(_TERMS))
-    while kept:
-        rows = [[equations[i][j] for j in (*kept, _TERMS)] for i in kept]
-        for place, row in enumerate(rows):
-            row[place] += _RIDGE[kept[place]] * row[place] + floor
-        found = _solve(rows)
-        worst = min(range(len(kept)), key=found.__getitem__)
-        if found[worst] >= 0:
-            values = dict(zip(kept, found, strict=True))
-            return [values.get(i, 0.0) for i in range(_TERMS)]
-        del kept[worst]
-    return [0.0] * _TERMS
+    left_out: set[int] = set()
+    while True:
+        rows = [[0.0 if {i, j} & left_out else v for j, v in enumerate(row)] for i, row in enumerate(equations)]
+        for i, row in enumerate(rows):
+            row[i] += _RIDGE[i] * row[i] + floor
+        solution = _solve(rows)
+        worst = min(range(_TERMS), key=solution.__getitem__)
+        if solution[worst] >= 0:
+            return solution
+        left_out.add(worst)
 
 
 def _solve(rows: Equations) -> list[float]:

@@ -18,12 +18,8 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 def size(num_bytes: float) -> str:
     """1536 bytes are `1.5 KiB`."""
-    return "{:.4g} {}".format(*_scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB")))
-
-
-def count(number: float) -> str:
-    """124439808 is `124M`."""
-    return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
+    unit = min(int(max(1.0, num_bytes)).bit_length() - 1, 40) // 10
+    return f"{num_bytes / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
@@ -37,15 +33,6 @@ def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
     words += [f"{quantization} weights"] * (quantization != "none")
     words += [f"{kv_dtype} keys and values"] * (kv_dtype != dtype)
     return ", ".join(words)
-
-
-def _scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
-    """In the first unit in which it is below `base`, else in the last."""
-    for unit in units[:-1]:
-        if number < base:
-            return number, unit
-        number /= base
-    return number, units[-1]
 
 
 def table(*rows: Sequence[str], left: int = 0) -> list[str]:

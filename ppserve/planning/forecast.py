@@ -133,9 +133,9 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
 
 def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
     """int8 keys and values have a scale for each head."""
-    scales = 2 * len(layout.attentions) * layout.heads(arch).width * _SCALE_BYTES
+    scale = _SCALE_BYTES if intent.kv_numbers == "int8" else 0
     own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_numbers])
-    return own + (scales if intent.kv_numbers == "int8" else 0)
+    return own + 2 * len(layout.attentions) * layout.heads(arch).width * scale
 
 
 def render(model: str, plan: Forecast) -> str:

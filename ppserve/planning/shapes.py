@@ -23,15 +23,14 @@ from ppserve.planning.forecast import Forecast, Intent, forecast
 
 LATENCY_S = 50e-6
 """Between ranks of one host."""
-StageSeconds = Callable[[StageLayout, ExpectedStep], float]
-"""What a rank of a stage computes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What is equal for all shapes that are compared."""
 
-    stage_s: StageSeconds
+    stage_s: Callable[[StageLayout, ExpectedStep], float]
+    """What a rank of a stage computes in a step."""
     latency_s: float = LATENCY_S
     """Between ranks. Only latencies count: what ranks exchange in a step is small."""
     return_s: float = 0.5e-3
@@ -56,15 +55,14 @@ class Prospect:
 
     @property
     def figures(self) -> dict[str, Any]:
-        plan, grid = self.plan, self.grid
         return {
-            "tensor": grid.tensor,
-            "stages": grid.pipeline,
-            "replicas": grid.data,
+            "tensor": self.grid.tensor,
+            "stages": self.grid.pipeline,
+            "replicas": self.grid.data,
             "fits": self.fits,
-            "weight_bytes": max(stage.weight_bytes for stage in plan.stages),
-            "max_sequences": plan.max_sequences * grid.data,
-            "balance": plan.balance,
+            "weight_bytes": max(stage.weight_bytes for stage in self.plan.stages),
+            "max_sequences": self.plan.max_sequences * self.grid.data,
+            "balance": self.plan.balance,
             "output_tokens_per_s": self.tokens_per_s,
             "itl_s": self.itl_s,
         }
@@ -98,10 +96,10 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
         return Prospect(grid, plan)
     workload = intent.expect
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
-    layouts = [stage.layout for stage in plan.stages]
-    seconds = [under.stage_s(layout, step) + num_gathers(layout) * under.latency_s for layout in layouts]
-    longest = min(workload.prompt + workload.new, plan.max_model_len)
-    fitting = max(1, plan.tightest.max_tokens // longest)
+    seconds = [
+        under.stage_s(stage.layout, step) + num_gathers(stage.layout) * under.latency_s for stage in plan.stages
+    ]
+    fitting = max(1, plan.tightest.max_tokens // min(workload.prompt + workload.new, plan.max_model_len))
     replicas = min(grid.data, workload.callers)
     slots = min(grid.pipeline, max(1, workload.callers // replicas), fitting)
     return_s = under.return_s + (grid.pipeline - 1) * under.latency_s
@@ -123,17 +121,14 @@ def num_gathers(layout: StageLayout) -> int:
     The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
     result, the head its draws.
     """
-    if layout.num_tensor == 1:
-        return 0
-    return layout.is_first + 2 * layout.num_sublayers + layout.is_last
+    return (layout.num_tensor > 1) * (layout.is_first + 2 * layout.num_sublayers + layout.is_last)
 
 
 def render_prospects(found: list[Prospect]) -> str:
     """A row per shape."""
     heading = ("shape", "layers", "weights", "sequences", "balance", "tokens/s", "ITL (s)")
-    rows = [heading, *(_row(each) for each in found)]
     note = "(tensor ranks x stages x replicas; weights of the heaviest rank; tokens/s without the head's work)"
-    return "\n".join([*table(*rows, left=2), note])
+    return "\n".join([*table(heading, *map(_row, found), left=2), note])
 
 
 def _row(each: Prospect) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def fitted(loads: list[StepSize], noise: float = 0.0, late: float = 0.0, repeats
 
 
 def worst_error(cost: StageCost, loads: list[StepSize]) -> float:
-    predicted = [cost.predict(load) for load in loads]
+    predicted = [cost.coefficients.seconds(load) for load in loads]
     return max(abs(p / TRUTH.seconds(load) - 1) for p, load in zip(predicted, loads, strict=True))
 
 
@@ -65,10 +65,10 @@ def test_a_further_row_costs_nothing_until_one_was_seen():
     """Else steps of one row each, a lone caller's, would say that a draft token is too expensive to be tried."""
     one_row, two_rows = StepSize(1, 400, 1), StepSize(2, 800, 2)
     cost = fitted([one_row])
-    assert cost.predict(two_rows) == pytest.approx(TRUTH.seconds(one_row), rel=0.005)
+    assert cost.coefficients.seconds(two_rows) == pytest.approx(TRUTH.seconds(one_row), rel=0.005)
     for size in [two_rows] * 3 + [one_row] * 16:
         cost.observe(size, TRUTH.seconds(size))
-    assert cost.predict(two_rows) == pytest.approx(TRUTH.seconds(two_rows), rel=1e-3)
+    assert cost.coefficients.seconds(two_rows) == pytest.approx(TRUTH.seconds(two_rows), rel=1e-3)
 
 
 def test_a_machine_that_slows_down_is_followed_and_decodes_do_not_change_the_fit_of_prompts():
@@ -77,7 +77,7 @@ def test_a_machine_that_slows_down_is_followed_and_decodes_do_not_change_the_fit
         for _ in range(200):
             for load in DECODE:
                 cost.observe(load, factor * TRUTH.seconds(load))
-        assert cost.predict(DECODE[5]) == pytest.approx(factor * TRUTH.seconds(DECODE[5]), rel=0.05)
+        assert cost.coefficients.seconds(DECODE[5]) == pytest.approx(factor * TRUTH.seconds(DECODE[5]), rel=0.05)
         assert not kept or worst_error(cost, kept) < 0.02
 
 
@@ -96,7 +96,7 @@ def test_times_of_zero_or_less_are_ignored():
     cost = StageCost()
     cost.observe(DECODE[0], 0.0)
     cost.observe(DECODE[0], -1.0)
-    assert cost.num_observed == cost.predict(DECODE[0]) == 0
+    assert cost.num_observed == cost.coefficients.seconds(DECODE[0]) == 0
 
 
 def test_the_pipeline_is_as_slow_as_its_slowest_stage():

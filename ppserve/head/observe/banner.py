@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.figures import count, counted, size, table
+from ppserve.core.figures import counted, size, table
 from ppserve.head.binding import Ports
 from ppserve.head.descriptions import ModelDescription, Topology
 
@@ -12,7 +12,7 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     arch = description.architecture
     lines = [
         "",
-        f"ppserve {description.version}: {description.name}, {count(description.num_parameters)} parameters,"
+        f"ppserve {description.version}: {description.name}, {description.num_parameters / 1e6:.4g} M parameters,"
         f" {description.numbers}, context {description.max_context}",
     ]
     rows = [("stage", "layers", "device", "params", "weights", "KV")]
@@ -22,7 +22,7 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     for stage in topology.stages:
         parts = ["wte"] * (stage.stage == 0) + [stage.layers]
         parts += ["head"] * (stage.stage == num_stages - 1)
-        sizes = (count(stage.num_parameters), size(stage.weight_bytes), size(stage.kv_bytes))
+        sizes = (f"{stage.num_parameters / 1e6:.4g} M", size(stage.weight_bytes), size(stage.kv_bytes))
         name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
         hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))
         rows.append((name, "+".join(parts), f"{stage.device} on {hosts}", *sizes))

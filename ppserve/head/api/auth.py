@@ -20,10 +20,7 @@ _SCHEME = "bearer "
 
 
 class ApiKeys:
-    """The accepted keys, from a file with one key a line; blank lines and lines that begin with # are skipped.
-
-    Raises ConfigError when the file is not usable.
-    """
+    """The accepted keys. Raises ConfigError when their file is not usable."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,12 +37,8 @@ class ApiKeys:
 
     def check(self, key: str | None) -> None:
         """Raises Unauthenticated unless `key` is one of them. Its duration does not depend on how much matches."""
-        found = False
-        if key is not None:
-            digest = _digest(key)
-            for known in self._digests:
-                found |= hmac.compare_digest(digest, known)
-        if not found:
+        digest = _digest(key or "")
+        if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
 
 
@@ -67,7 +60,8 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
 
 
 def read_keys(path: Path) -> list[tuple[int, str]]:
-    """The keys of a file, each with the number of its line. Raises ConfigError for a file without any."""
+    """The keys of a file, one a line, each with the line's number; blank lines and lines that begin with # are
+    skipped. Raises ConfigError for a file without any."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

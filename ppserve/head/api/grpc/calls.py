@@ -8,12 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf.any import pack
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -146,34 +146,19 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-def end_with(context: aio.ServicerContext[Any, Any], error: RequestError) -> None:
+def end_with(context: Context, error: RequestError) -> None:
     """The call ends with the status and details of `error` once its method returns.
 
-    `context.abort` does the same by raising, and what it raises refers to the call and the call to it: 46 objects
-    and the call's memory stay until the collector finds them, which under overload was a pause of all streams.
+    Not by `context.abort`: what it raises and the call refer to each other, and stay until the collector runs.
     """
+    status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))
+    if isinstance(error, InvalidRequest):
+        fields = [BadRequest.FieldViolation(field=v.field, description=v.problem) for v in error.violations]
+        status.details.append(pack(BadRequest(field_violations=fields)))
+    elif isinstance(error, Overloaded):
+        status.details.append(pack(RetryInfo(retry_delay=timedelta(seconds=error.retry_after_s))))
+    details = (DETAILS_KEY, status.SerializeToString())
     context.set_code(grpc.StatusCode[error.status])
     context.set_details(str(error))
-    context.set_trailing_metadata(tuple(context.trailing_metadata() or ()) + _details(error))
-
-
-def _details(error: RequestError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata with the error's details: ErrorInfo always, what helps the caller besides."""
-    code: int = grpc.StatusCode[error.status].value[0]
-    status = Status(code=code, message=str(error))
-    status.details.append(_packed(ErrorInfo(reason=error.reason, domain=DOMAIN)))
-    match error:
-        case InvalidRequest(violations=violations):
-            fields = [BadRequest.FieldViolation(field=v.field, description=v.problem) for v in violations]
-            status.details.append(_packed(BadRequest(field_violations=fields)))
-        case Overloaded(retry_after_s=retry_after_s):
-            delay = Duration()
-            delay.FromNanoseconds(int(retry_after_s * 1e9))
-            status.details.append(_packed(RetryInfo(retry_delay=delay)))
-    return ((DETAILS_KEY, status.SerializeToString()),)
-
-
-def _packed(message: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
+    context.set_trailing_metadata((*(context.trailing_metadata() or ()), details))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -51,9 +51,9 @@ async def generate(
             deltas = [pair async for pair in deltas_in_time(streams)]
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for _, delta in deltas)
             return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
-        events = _events(answers, streams)
+        events = _events(call, answers, streams)
         first = await anext(events)  # until then, an error can be told by a status
-        return EventStream(_answered(call, first, events), stack.pop_all())
+        return EventStream(first, events, stack.pop_all())
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
@@ -74,20 +74,18 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
         hanging_up.cancel()
 
 
-async def _events(answers: Answers, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
-    async for place, delta in deltas_in_time(streams):
-        yield _event(answers.event(place, delta))
-    if (last := answers.last_event()) is not None:
-        yield _event(last)
-
-
-async def _answered(call: Call, first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The events of an answer that has begun: an error is told by an event now."""
-    yield first
+async def _events(call: Call, answers: Answers, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+    """Raises an error before the first event; later ones are events."""
+    has_begun = False
     try:
-        async for event in others:
-            yield event
+        async for place, delta in deltas_in_time(streams):
+            yield _event(answers.event(place, delta))
+            has_begun = True
+        if (last := answers.last_event()) is not None:
+            yield _event(last)
     except Exception as error:
+        if not has_begun:
+            raise
         yield _event(error_json(call.refusal(error)))
     yield _event(b"[DONE]")
 

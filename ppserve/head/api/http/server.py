@@ -85,7 +85,7 @@ class HttpServer:
         self._listener = Listener(app, MAX_CONNECTIONS, self._newest_tls)
 
     async def start(self) -> int:
-        """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
+        """Binds, listens and returns the port. Raises ConfigError for an address that cannot be bound."""
         return await self._listener.start(self._settings.host, self._settings.http_port, "--http-port")
 
     def show(self, certificates: Certificates) -> None:

@@ -26,8 +26,6 @@ from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
-# A stage opens its checkpoint and measures before it connects, so it answers and sends `Hello` at once.
-_GREETING_TIMEOUT_S = 10.0
 # Connections that have not said Hello, beyond one for each rank. A further one takes the place of the oldest.
 _MAX_STRANGERS = 16
 # Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
@@ -82,7 +80,6 @@ class _Peer:
     """One connection."""
 
     connection: socket.socket
-    since_ns: int
     reader: wire.FrameReader
     challenge: bytes = field(default_factory=new_nonce)  # what it must answer to
     rank: int | None = None  # None until it has proved to know the secret
@@ -101,14 +98,8 @@ class SocketControlPlane:
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        world_size: int,
-        secret: bytes,
-        tls: ssl.SSLContext | None = None,
-        greeting_timeout_s: float = _GREETING_TIMEOUT_S,
+        self, listener: socket.socket, world_size: int, secret: bytes, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._greeting_timeout_ns = int(1e9 * greeting_timeout_s)
         self._world_size = world_size
         self._secret = secret
         self._tls = tls
@@ -148,7 +139,9 @@ class SocketControlPlane:
                     self._send_to(key.data, b"")
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
-        self._end_overdue()
+        if self._accepts_from_ns and time.monotonic_ns() > self._accepts_from_ns:
+            self._accepts_from_ns = 0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -189,23 +182,12 @@ class SocketControlPlane:
             prepare(connection)
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
-        reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
-        peer = _Peer(connection, time.monotonic_ns(), reader)
+        peer = _Peer(connection, wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES))
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:
             self._end(next(iter(self._strangers)), "too many")
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
-
-    def _end_overdue(self) -> None:
-        """Ends strangers that are silent, and accepts connections again."""
-        now_ns = time.monotonic_ns()
-        for peer in tuple(self._strangers):
-            if now_ns - peer.since_ns > self._greeting_timeout_ns:
-                self._end(peer, "said nothing")
-        if self._accepts_from_ns and now_ns > self._accepts_from_ns:
-            self._accepts_from_ns = 0
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _read(self, peer: _Peer) -> None:
         """Reads what has arrived on a connection, which may be its end."""
@@ -236,8 +218,6 @@ class SocketControlPlane:
             elif peer not in self._strangers or self._admit(peer, message):
                 assert peer.rank is not None
                 self._arrived.append(Received(peer.rank, arrived_ns, message))
-                if self._peers.get(peer.rank) is not peer:
-                    self._end(peer, "a keeper has said what it had to say")
             if not peer.is_open:
                 return
 
@@ -303,6 +283,8 @@ class SocketControlPlane:
         del self._strangers[peer]
         if is_stage:
             self._peers[peer.rank] = peer
+        else:
+            self._end(peer, "a keeper has said what it had to say")
         return True
 
     def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:

@@ -312,17 +312,12 @@ class Members:
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> list[MemberEvent]:
-        """Tells the surviving ranks to leave the epoch. rank: as in `EpochLost`. is_error: not a process's death,
-        which its keeper counts."""
+        """rank: as in `EpochLost`. is_error: not a process's death, which its keeper counts."""
         was_formed, was_forming = self.formed, self._forming
         if not (was_formed or was_forming):
             return []
         self.formed = self._forming = False
-        for member in self.all:
-            if member.state in (StageState.FORMING, StageState.READY):
-                self._control.send(member.rank, wire.Abandon(self.epoch))
-                within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
-                self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
+        self._abandon_epoch(_LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS, now_ns)
         is_fruitless = was_formed and is_error and not self._worked
         self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
         self._attempts = self._attempts + 1 if was_forming else self._fruitless
@@ -336,6 +331,13 @@ class Members:
         if (was_forming or is_fruitless) and self._attempts % _RESTART_EVERY == 0:
             self.restart()
         return lost
+
+    def _abandon_epoch(self, within_ns: int, now_ns: int) -> None:
+        """Tells the surviving ranks to leave the epoch, and cuts off those that have not left it in time."""
+        for member in self.all:
+            if member.state in (StageState.FORMING, StageState.READY):
+                self._control.send(member.rank, wire.Abandon(self.epoch))
+                self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps what this round trip says of the rank's clock. Processes of the head's machine have its clock."""

@@ -42,7 +42,7 @@ class Placement:
                 raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
         arch = first.model.architecture
         check_tensor_ranks(arch, grid.tensor)
-        split = config.pipeline.layers or choose_split(config, arch, hellos, grid)
+        split = config.pipeline.layers or choose_split(arch, hellos, grid)
         check_split(split, arch, grid.pipeline)
         stage_addresses(hellos, grid)
         one_host = len({hello.host.machine for hello in hellos}) == 1
@@ -94,20 +94,14 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     return tuple(addresses)
 
 
-def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid) -> Split:
+def choose_split(arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid) -> Split:
     """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
     measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
     if len(measured) < len(hellos):
         return split_by_weight(arch, grid.pipeline)
     parts = mean(measured)
     split = split_by_cost(parts, arch.num_layers, grid.pipeline)
-    log.info(
-        "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
-        split,
-        100 * balance(parts.costs(split)),
-        config.scheduling.expect.prompt,
-        config.scheduling.expect.new,
-    )
+    log.info("--layers auto: %s, predicted balance %.0f%%", split, 100 * balance(parts.costs(split)))
     return split
 
 

@@ -56,7 +56,8 @@ class EngineHandle:
 
         pauses: also if no other replica could serve its streams, which then wait.
         """
-        await asyncio.wrap_future(self._engine.restart(replica, pauses))
+        begun = await asyncio.wrap_future(self._engine.restart(replica, pauses))
+        await asyncio.wrap_future(begun)
 
     # These wait for the engine's thread: call them in a thread, not in the event loop.
 

@@ -110,21 +110,13 @@ class Engine(threading.Thread):
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
-    def restart(self, replica: int, pauses: bool) -> Future[None]:
-        """Restart the stage processes of a replica. The future is done when it serves again.
+    def restart(self, replica: int, pauses: bool) -> Future[Future[None]]:
+        """Restart the stage processes of a replica. pauses: also if its streams would have to wait.
 
-        It has a RequestError if that is refused, or the replica does not come back. pauses: also if no other
-        replica could serve its streams, which then wait.
+        The future is done when that has begun; its result is done when the replica serves again. Each may have a
+        RequestError.
         """
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # it cannot be cancelled
-
-        def begun(call: Future[None]) -> None:
-            if (error := call.exception()) is not None:
-                done.set_exception(error)
-
-        self._call(lambda: self._begin_restart(replica, pauses, done)).add_done_callback(begun)
-        return done
+        return self._call(lambda: self._begin_restart(replica, pauses))
 
     def drain(self) -> None:
         """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
@@ -302,7 +294,7 @@ class Engine(threading.Thread):
         self._living.remove(replica)
         self._control.broadcast(replica.members.ranks, wire.Shutdown())
 
-    def _begin_restart(self, number: int, pauses: bool, done: Future[None]) -> None:
+    def _begin_restart(self, number: int, pauses: bool) -> Future[None]:
         """Other replicas compute the requests of this one, and then its stage processes are restarted. Raises
         InvalidRequest."""
         if self._restarting is not None:
@@ -316,8 +308,11 @@ class Engine(threading.Thread):
         log.info("replica %d is restarted", number)
         if others:
             replica.give_back()
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # it cannot be cancelled
         self._restarting = replica, replica.members.epoch, done
         replica.members.restart()
+        return done
 
     def _fail_restart(self, error: RequestError) -> None:
         if self._restarting is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import TypeVar
 
 import pytest
 
@@ -11,6 +12,8 @@ from ppserve.errors import InvalidRequest
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.history import History
 from tests.head.engine.simulated_world import SECOND
+
+T = TypeVar("T")
 
 
 class Calm(History):
@@ -23,11 +26,14 @@ class Calm(History):
         if formed:
             self.wait_for(self.engine.formed)
 
-    def wait_for(self, done: Future[None]) -> None:
-        """Raises its error."""
+    def wait_for(self, done: Future[T]) -> T:
+        """Its result, or its error."""
         while not done.done():
             self._step(60.0)
-        done.result()
+        return done.result()
+
+    def restart(self, replica: int, pauses: bool = False) -> Future[None]:
+        return self.wait_for(self.engine.restart(replica, pauses))
 
     def ask(self, count: int) -> None:
         """Sends so many requests, and returns when they are computed."""
@@ -52,7 +58,7 @@ def test_streams_go_on_at_once_and_every_process_is_replaced_once() -> None:
     history.ask(6)
     assert history.num_running == [3, 3]
     before = [member for members in history.members for member in members.all]
-    done = history.engine.restart(1, pauses=False)
+    done = history.restart(1)
     history.finish()
     assert not done.done(), "streams did not wait for it"
     history.wait_for(done)
@@ -69,23 +75,23 @@ def test_the_only_replica_is_restarted_only_when_its_streams_may_wait() -> None:
     history = Calm(1)
     history.ask(3)
     with pytest.raises(InvalidRequest, match="no other replica serves"):
-        history.wait_for(history.engine.restart(0, pauses=False))
-    history.wait_for(history.engine.restart(0, pauses=True))
+        history.restart(0)
+    history.wait_for(history.restart(0, pauses=True))
     history.finish()
     history._check_the_end()
 
 
 def test_a_replica_that_has_not_formed_yet_is_restarted_as_well() -> None:
     history = Calm(2, formed=False)
-    history.wait_for(history.engine.restart(1, pauses=True))
+    history.wait_for(history.restart(1, pauses=True))
     history.wait_for(history.engine.formed)
 
 
 def test_what_is_refused() -> None:
     history = Calm(2)
     with pytest.raises(InvalidRequest, match="there is no replica 2"):
-        history.wait_for(history.engine.restart(2, pauses=False))
-    done = history.engine.restart(0, pauses=False)
+        history.restart(2)
+    done = history.restart(0)
     with pytest.raises(InvalidRequest, match="replica 0 is being restarted"):
-        history.wait_for(history.engine.restart(1, pauses=False))
+        history.restart(1)
     history.wait_for(done)

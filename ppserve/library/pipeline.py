@@ -65,47 +65,35 @@ _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage.
-
-    Shares in the table are of the time in which there was work, except `idle`, which is of all time. advice: what
-    would help most; empty when nothing would.
-    """
+    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage; the table that is
+    printed has shares of it."""
 
     stages: tuple[StageDescription, ...]
-    advice: str
+    advice: str  # what would help most; empty when nothing would
 
     @property
     def wall_s(self) -> float:
         """Seconds since the pipeline was made, or between two ledgers: the same for every stage of a replica, and
         within microseconds for those of others."""
-        first = self.stages[0]
-        return first.busy_s + sum(first.bubble_s.values()) + first.idle_s
+        return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
         """What was added after an earlier ledger of the same pipeline."""
         return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
 
     def __repr__(self) -> str:
-        lines = table(_HEADINGS, *map(self._row, self.stages))
-        ranks = [
-            f"tensor ranks of stage {self._name(stage)} waited for each other for"
-            f" {', '.join(f'{rank.gather_s:.3f}' for rank in stage.ranks)} s"
-            for stage in self.stages
-            if any(rank.gather_s for rank in stage.ranks)
-        ]
         advice = [self.advice] if self.advice else []
-        return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *advice])
-
-    def _name(self, stage: StageDescription) -> str:
-        return f"{stage.replica}.{stage.stage}" if self.stages[-1].replica else str(stage.stage)
+        return "\n".join([*table(_HEADINGS, *map(self._row, self.stages)), f"{self.wall_s:.3f} s", *advice])
 
     def _row(self, stage: StageDescription) -> tuple[str, ...]:
-        lost_s = [stage.bubble_s[cause] for cause in CAUSES]
-        with_work_s = stage.busy_s + sum(lost_s)
-        shares = [f"{spent_s / with_work_s:.1%}" if with_work_s else "-" for spent_s in (stage.busy_s, *lost_s)]
-        idle = f"{stage.idle_s / (self.wall_s or 1):.1%}"
+        name = f"{stage.replica}.{stage.stage}" if self.stages[-1].replica else str(stage.stage)
+        shares = [f"{spent_s / (self.wall_s or 1):.1%}" for spent_s in _spent_s(stage)]
         step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
-        return (self._name(stage), stage.layers, *shares, idle, str(stage.steps), step)
+        return (name, stage.layers, *shares, str(stage.steps), step)
+
+
+def _spent_s(stage: StageDescription) -> list[float]:
+    return [stage.busy_s, *(stage.bubble_s[cause] for cause in CAUSES), stage.idle_s]
 
 
 def _since(now: StageDescription, before: StageDescription) -> StageDescription:

@@ -33,7 +33,7 @@ class _StreamSink:
         self.news.put((self.name, outputs))
 
 
-class Stream:
+class Stream(Iterator[Chunk]):
     """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Each of
     several threads that read it gets other pieces.
 
@@ -72,9 +72,6 @@ class Stream:
             self._engine.cancel(pending.request.id, FinishReason.CANCELLED)
         self._open.clear()
         self._ready.clear()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
 
     def __next__(self) -> Chunk:
         with self._reading:

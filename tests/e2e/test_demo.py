@@ -80,24 +80,21 @@ def test_a_mistake_is_one_line(arguments: list[str], says: str, capfd: pytest.Ca
     assert says in complaint
 
 
-def test_a_busy_port_and_a_folder_that_cannot_be_written_are_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert demo.main(["--force-cpu", "--port", str(port)]) == 1
-    assert f"demo: --port: {port} cannot be used: " in capfd.readouterr().err
-    (tmp_path / "file").touch()
-    assert demo.main(["--force-cpu", "--plot", str(tmp_path / "file" / "pictures")]) == 1
-    assert f"demo: --plot: cannot write to {tmp_path / 'file' / 'pictures'}: " in capfd.readouterr().err
-
-
-def test_pictures_without_matplotlib(
+def test_what_cannot_be_used_here_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "pictures"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert demo.main(["--force-cpu", "--port", port]) == 1
+    assert demo.main(["--force-cpu", "--plot", str(folder)]) == 1
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert demo.main(["--force-cpu", "--plot", str(tmp_path)]) == 1
-    assert capfd.readouterr().err == "demo: --plot needs matplotlib: pip install 'ppserve[plot]'\n"
+    in_use, not_writable, missing = capfd.readouterr().err.splitlines()
+    assert in_use.startswith(f"demo: --port: {port} cannot be used: ")
+    assert not_writable.startswith(f"demo: --plot: cannot write to {folder}: ")
+    assert missing == "demo: --plot needs matplotlib: pip install 'ppserve[plot]'"
 
 
 def test_ranks_end_together() -> None:

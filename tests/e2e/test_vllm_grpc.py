@@ -18,8 +18,8 @@ from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
 from tests.e2e.serving import Server, wait_until
+from tests.e2e.test_http import ENDS
 
-ENDS = {"EOS": "stop", "STOP_TOKEN": "stop", "STOP_STRING": "stop", "MAX_TOKENS": "length"}
 # All numbers of a sequence: its tokens, scores of them and of the prompt, its end.
 Said = tuple[list[int], list[Logprob], list[Logprob], str, int | str | None]
 

@@ -295,7 +295,6 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         assert sum(gathered_s) / 2 == pytest.approx(stage.bubble_s["gather"], abs=1e-6 * stage.steps)
         assert 0 < stage.bubble_s["gather"] < ledger.wall_s
         assert stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s == pytest.approx(ledger.wall_s, abs=1e-9)
-    assert repr(ledger).count("waited for each other") == 2
 
 
 def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:

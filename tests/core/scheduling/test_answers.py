@@ -9,7 +9,6 @@ import pytest
 from ppserve.core.plan import Scored, StepResult, TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import a_request, a_rig
 from tests.core.toy_pipeline import STAMPS, expected_answer, mix
 
@@ -25,20 +24,6 @@ def test_every_kind_of_end_and_nothing_is_scheduled_after_it() -> None:
     assert ends == {"EOS", "STOP_TOKEN", "MAX_TOKENS", "CONTEXT_LENGTH"}
     needed = sum(6 + len(expected_answer(request).token_ids) - 1 for request in rig.requests.values())
     assert sum(plan.num_tokens for plan in rig.pipeline.plans) == needed
-
-
-def test_the_engine_may_end_a_sequence_itself() -> None:
-    rig = a_rig(num_stages=2)
-    rig.submit(a_request("r", max_tokens=50))
-    rig.submit(a_request("other", max_tokens=9))
-    for event in rig.turn():
-        if event.request_id == "r":
-            rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
-            rig.ended_by_engine.add(("r", 0))
-    check_scheduler(rig.scheduler)
-    rig.finish()
-    assert ("r", 0) in rig.ended_by_engine
-    assert len(rig.events["r", 0]) == 1
 
 
 def test_output_that_is_not_finite_ends_all_answers_of_its_request_and_no_other() -> None:

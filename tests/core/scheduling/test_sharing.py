@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.scheduler import Scheduler
 from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
@@ -56,16 +54,6 @@ def test_all_siblings_end_with_their_request() -> None:
     assert [e.index for e in events] == [0, 1, 2, 3, 4]
     rig.drain()
     assert rig.scheduler.kv_usage == 0
-
-
-def test_only_the_resumed_index_runs() -> None:
-    rig = a_rig()
-    whole = a_request("r", num_sequences=3)
-    answer = expected_answer(whole, 2).token_ids
-    rig.submit(a_request("r", num_sequences=3, resume_index=2, resume_ids=answer[:4]))
-    rig.finish()
-    assert set(rig.events) == {("r", 2)}
-    assert [e.offset for e in rig.events["r", 2]] == [4, 5]
 
 
 def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
@@ -129,20 +117,3 @@ def test_a_burst_that_is_admitted_together_computes_its_beginning_once() -> None
     rig.finish()
     assert sum(plan.num_tokens for plan in rig.pipeline.plans) < 2 * 21
     assert rig.scheduler.kv_usage == 0 < held
-
-
-def test_the_control_a_wrong_digest_is_noticed() -> None:
-    """If two contents have one digest, answers must be wrong."""
-
-    class Colliding(BlockManager):
-        def match(self, digests: object) -> tuple[int, ...]:
-            return tuple(self._block_of.values())[:1]
-
-    rig = a_rig(block_size=4)
-    rig.blocks = Colliding(64, 4)
-    rig.scheduler = Scheduler(rig.config, rig.blocks)
-    for i in range(4):
-        rig.submit(a_request(f"r{i}", num_prompt=9))
-        rig.drain()
-    with pytest.raises(AssertionError):
-        rig.check_answers()

@@ -61,12 +61,8 @@ class Link(ABC):
         self.inbox.put((now_ns, message))
 
 
-def _in_a_thread(read: Callable[[], None]) -> None:
-    threading.Thread(target=read, name="head-link", daemon=True).start()
-
-
 class HeadLink(Link):
-    """A socket to the head, read by a thread that stamps each message as it arrives. start: starts that thread.
+    """A socket to the head, read by a thread that stamps each message as it arrives.
 
     on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s` (it pings
     twice a second), or sends what is not in the schema.
@@ -81,7 +77,6 @@ class HeadLink(Link):
         on_overdue: Callable[[int], object] = lambda _code: None,
         silence_s: float = _SILENCE_S,
         end_within_s: float = _END_WITHIN_S,
-        start: Callable[[Callable[[], None]], None] = _in_a_thread,
     ) -> None:
         super().__init__(on_abandon)
         connection.settimeout(silence_s)
@@ -92,7 +87,7 @@ class HeadLink(Link):
         self._end_within_s = end_within_s
         self._exit_code: int | None = None
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
-        start(self._read)
+        threading.Thread(target=self._read, name="head-link", daemon=True).start()
 
     def send(self, message: wire.FromStage) -> None:
         frame = wire.encode(message)

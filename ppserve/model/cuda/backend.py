@@ -68,7 +68,7 @@ class CudaBackend(TorchBackend):
         """operators, accelerator: others than the device's own, for tests."""
         self.options = options or DeviceOptions()
         super().__init__(device, dtype, self.options.kv_dtype)
-        self.accelerator = accelerator or _own_accelerator(device)
+        self.accelerator = accelerator or (CudaDevice if device.type == "cuda" else Accelerator)(device)
         self.operators = operators or _own_operators(device)
         self.staging = Staging(self.accelerator)
         self.readback = Readback(self.accelerator)
@@ -116,10 +116,6 @@ class CudaBackend(TorchBackend):
 
 def _above_128(rows: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(count for count in rows if count > 128))
-
-
-def _own_accelerator(device: torch.device) -> Accelerator:
-    return CudaDevice(device) if device.type == "cuda" else Accelerator(device)
 
 
 def _own_operators(device: torch.device) -> Operators:

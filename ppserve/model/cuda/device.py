@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -164,12 +163,6 @@ _BUFFERS = 3
 _BUFFER_BYTES = 1 << 20
 """Of a buffer at first: pinning a larger one later makes the host wait."""
 
-_TORCH: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
-
 
 def packed_bytes(arrays: Arrays) -> int:
     """The memory of these arrays one after the other."""
@@ -196,7 +189,7 @@ class Staging:
         for name, array in arrays.items():
             end = begin + array.nbytes
             numbers[begin:end].view(array.dtype)[:] = array.reshape(-1)
-            tensors[name] = to[begin:end].view(_TORCH[array.dtype])
+            tensors[name] = to[begin:end].view(getattr(torch, array.dtype.name))
             begin += _aligned(array.nbytes)
         if end:  # not what pads the last array: behind it the buffer holds older block tables
             self._device.copy(to[:end], host[:end])

@@ -51,13 +51,9 @@ class TritonOperators(Operators):
         features = max(16, triton.next_power_of_2(head_size))
         _attend[(len(at.tiles_n4), num_heads)](
             *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_TD, scale),
-            HEADS=num_heads,
-            HEAD=head_size,
-            BLOCK=block_size,
-            ROWS=ROWS_PER_TILE,
-            KEYS=keys_per_tile(features * qkv_TE.itemsize),
-            FEATURES=features,
-        )
+            HEADS=num_heads, HEAD=head_size, BLOCK=block_size,
+            ROWS=ROWS_PER_TILE, KEYS=keys_per_tile(features * qkv_TE.itemsize), FEATURES=features,
+        )  # fmt: skip
         return mixed_TD
 
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -66,11 +62,8 @@ class TritonOperators(Operators):
         grid = triton.cdiv(num_outputs, _TILE_OUTPUTS), triton.cdiv(num_rows, _TILE_ROWS)
         _product[grid](
             *(x_TK, weight_NK, weight_NK if bias_N is None else bias_N, y_TN, num_rows, num_inputs, num_outputs),
-            HAS_BIAS=bias_N is not None,
-            ROWS=_TILE_ROWS,
-            OUTPUTS=_TILE_OUTPUTS,
-            INPUTS=_TILE_INPUTS,
-        )
+            HAS_BIAS=bias_N is not None, ROWS=_TILE_ROWS, OUTPUTS=_TILE_OUTPUTS, INPUTS=_TILE_INPUTS,
+        )  # fmt: skip
         return y_TN
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
@@ -116,20 +109,10 @@ def _write(qkv, keys, values, slots, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    qkv,
-    keys,
-    values,
-    tiles,
-    tables,
-    mixed,
-    scale,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    qkv, keys, values, tiles, tables, mixed, scale,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """One tile of rows, one head: keys from position 0 to the tile's last, so many at a time."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -169,18 +152,9 @@ def _attend(
 
 @triton.jit
 def _product(
-    x,
-    weight,
-    bias,
-    y,
-    num_rows,
-    num_inputs,
-    num_outputs,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    x, weight, bias, y, num_rows, num_inputs, num_outputs,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     """One tile of y = x Wᵀ + b: a sum over inputs in their order, in float32, rounded once."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

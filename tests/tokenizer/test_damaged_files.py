@@ -38,20 +38,17 @@ def open_damaged(directory: Path, name: str, content: bytes, intact: dict[str, b
     (directory / name).write_bytes(content)
     if name == "merges.txt":
         (directory / "vocab.json").write_bytes(intact["vocab.json"])
-    outcome: Outcome | None
     try:
-        outcome = load_tokenizer(str(directory))
+        tokenizer = load_tokenizer(str(directory))
     except CheckpointError as error:
-        outcome = error
-    if isinstance(outcome, CheckpointError):
-        message = str(outcome)
+        message = str(error)
         assert message.startswith(str(directory))
         assert "\n" not in message
         assert len(message) < len(str(directory)) + 400
-    else:
-        assert outcome is not None
-        assert "time" in outcome.decode(outcome.encode(" time"))
-    return outcome
+        return error
+    assert tokenizer is not None
+    assert "time" in tokenizer.decode(tokenizer.encode(" time"))
+    return tokenizer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +56,7 @@ def test_flipped_bits(name: str, intact: dict[str, bytes], tmp_path: Path) -> No
     rng, outcomes = random.Random(name), set()
     for _ in range(300):
         content = bytearray(intact[name])
-        for _ in range(rng.choice((1, 1, 8))):
+        for _ in range(rng.choice((1, 8))):
             content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         outcomes.add(type(open_damaged(tmp_path, name, bytes(content), intact)))
     assert CheckpointError in outcomes  # the fuzz reaches what it is to test
@@ -107,9 +104,8 @@ def test_odd_values(name: str, intact: dict[str, bytes], tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_noise_and_nesting(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
     rng = random.Random(name)
-    samples = [rng.randbytes(rng.randrange(4000)) for _ in range(50)]
-    samples += [b"[" * 100_000, b'{"model":' * 20_000, b"[]", b"null", b"1" * 10_000, b'{"a": 1e999}']
-    for content in samples:
+    samples = [b"[" * 100_000, b'{"model":' * 20_000, b"[]", b"null", b"1" * 10_000, b'{"a": 1e999}']
+    for content in (*samples, *(rng.randbytes(rng.randrange(4000)) for _ in range(50))):
         assert isinstance(open_damaged(tmp_path, name, content, intact), CheckpointError)
 
 

@@ -36,14 +36,14 @@ MARKS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 """What an added token of a tokenizer.json has to say besides."""
 
 
+def forbidden(name: str) -> tiktoken.Encoding:
+    raise AssertionError("a vocabulary that lies beside the weights must be used")
+
+
 def loaded(directory: Path) -> Tokenizer:
     tokenizer = load_tokenizer(str(directory), get_encoding=forbidden)
     assert tokenizer is not None
     return tokenizer
-
-
-def forbidden(name: str) -> tiktoken.Encoding:
-    raise AssertionError("a vocabulary that lies beside the weights must be used")
 
 
 def copy_of(files: list[Path], directory: Path) -> Path:

@@ -15,21 +15,15 @@ import torch
 import transformers
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
-from tests.model.checkpoint.writers import (
-    Tensors,
-    architecture,
-    random_tensors,
-    write_hf,
-    write_llmc,
-    write_nanogpt,
-)
+from tests.model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint
 from tests.reference import Reference
 
 SPLITS = ("3", "2,1", "1,1,1")
 AT_ONCE = 20
+SIZES: dict[str, Any] = {"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211}
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 """Token ids to float32 logits (T, V) after each."""
 
@@ -40,20 +34,6 @@ class Authored:
 
     place: Path
     logits: Logits
-
-
-class MemoryCheckpoint:
-    """Tensors and an architecture as they are: what the files should give back."""
-
-    path = Path("memory")
-    stored_dtype = "float32"
-
-    def __init__(self, arch: Architecture, tensors: Tensors) -> None:
-        self.architecture = arch
-        self._tensors = tensors
-
-    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        return part.select(self._tensors[name])
 
 
 def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1, **changes: Any) -> Authored:
@@ -77,31 +57,28 @@ def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1
     return Authored(directory, logits)
 
 
-def recomputed(place: Path, arch: Architecture, tensors: Tensors) -> Authored:
-    """What was written, computed plainly."""
-    return Authored(place, Reference(MemoryCheckpoint(arch, tensors)).logits)
+def recomputed(place: Path, arch: Architecture, dtype: str = "float32") -> Authored:
+    """What `random_tensors` wrote, computed plainly."""
+    return Authored(place, Reference(RandomCheckpoint(arch, stored_dtype=dtype)).logits)
 
 
 def llmc(directory: Path, version: int = 3, **changes: Any) -> Authored:
-    arch = architecture(**{"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211} | changes)
-    tensors = random_tensors(arch)
-    if version == 5:
-        tensors = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
-    return recomputed(write_llmc(directory / "model.bin", arch, tensors, version), arch, tensors)
+    arch = architecture(**SIZES | changes)
+    dtype = "bfloat16" if version == 5 else "float32"
+    tensors = random_tensors(arch, dtype=getattr(torch, dtype))
+    return recomputed(write_llmc(directory / "model.bin", arch, tensors, version), arch, dtype)
 
 
 def nanogpt(directory: Path, **changes: Any) -> Authored:
-    sizes = {"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211, "activation": "gelu"}
-    arch = architecture(**sizes | changes)
-    tensors = random_tensors(arch)
-    return recomputed(write_nanogpt(directory / "ckpt.pt", arch, tensors), arch, tensors)
+    arch = architecture(**SIZES | {"activation": "gelu"} | changes)
+    return recomputed(write_nanogpt(directory / "ckpt.pt", arch, random_tensors(arch)), arch)
 
 
 def own_names(directory: Path) -> Authored:
     """Without `transformer.`, in four files of torch."""
-    arch = architecture(width=40, inner_width=160, max_positions=96, vocab_size=211)
-    tensors = random_tensors(arch)
-    return recomputed(write_hf(directory, arch, tensors, container="bin", parts=4, prefix=""), arch, tensors)
+    arch = architecture(**SIZES)
+    place = write_hf(directory, arch, random_tensors(arch), container="bin", parts=4, prefix="")
+    return recomputed(place, arch)
 
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "tanh")

@@ -39,14 +39,10 @@ def random_tensors(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch
 
 def hf_config(arch: Architecture) -> dict[str, Any]:
     """config.json as transformers writes it."""
-    return {
+    read = {
         "activation_function": arch.activation,
         "architectures": ["GPT2LMHeadModel"],
-        "attn_pdrop": 0.1,
-        "bos_token_id": arch.eos_id,
-        "embd_pdrop": 0.1,
         "eos_token_id": arch.eos_id,
-        "initializer_range": 0.02,
         "layer_norm_epsilon": arch.layer_norm_epsilon,
         "model_type": "gpt2",
         "n_embd": arch.width,
@@ -54,16 +50,13 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "n_inner": None if arch.inner_width == 4 * arch.width else arch.inner_width,
         "n_layer": arch.num_layers,
         "n_positions": arch.max_positions,
-        "reorder_and_upcast_attn": False,
-        "resid_pdrop": 0.1,
         "scale_attn_by_inverse_layer_idx": arch.scale_attn_by_inverse_layer_idx,
         "scale_attn_weights": arch.scale_attn_weights,
-        "summary_type": "cls_index",
-        "task_specific_params": {"text-generation": {"max_length": 50}},
         "tie_word_embeddings": arch.tied_embeddings,
-        "transformers_version": "4.40.0",
         "vocab_size": arch.padded_vocab_size,
     }
+    ignored = {"attn_pdrop": 0.1, "initializer_range": 0.02, "summary_type": "cls_index", "bos_token_id": 0}
+    return read | ignored | {"task_specific_params": {"text-generation": {"max_length": 50}}}
 
 
 def hf_state(arch: Architecture, tensors: Tensors, prefix: str = "transformer.") -> Tensors:
@@ -138,37 +131,25 @@ def write_llmc(path: Path, arch: Architecture, tensors: Tensors, version: int = 
     return path
 
 
-def write_nanogpt(
-    path: Path, arch: Architecture, tensors: Tensors, *, prefix: str = "_orig_mod.", optimizer: bool = True
-) -> Path:
-    """nanoGPT's ckpt.pt, by default as torch.compile names things and with AdamW's two moments."""
+def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: str = "_orig_mod.") -> Path:
+    """nanoGPT's ckpt.pt, by default as torch.compile names things and with AdamW's moments."""
     state = {
         prefix + (name if name.startswith("lm_head") else f"transformer.{name}"): tensor
         for name, tensor in tensors.items()
     }
-    for i in range(arch.num_layers):
-        mask = torch.tril(torch.ones(arch.max_positions, arch.max_positions))
-        state[f"{prefix}transformer.h.{i}.attn.bias"] = mask[None, None]
-    moments = {
-        i: {"step": torch.tensor(5.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": torch.zeros_like(t)}
-        for i, t in enumerate(tensors.values())
+    mask = torch.ones(1, 1, arch.max_positions, arch.max_positions).tril()
+    state |= {f"{prefix}transformer.h.{i}.attn.bias": mask for i in range(arch.num_layers)}
+    moments = {i: {"step": torch.tensor(5.0), "exp_avg": t * 0} for i, t in enumerate(tensors.values())}
+    model_args = {
+        "n_layer": arch.num_layers,
+        "n_head": arch.num_heads,
+        "n_embd": arch.width,
+        "block_size": arch.max_positions,
+        "bias": arch.biases,
+        "vocab_size": arch.padded_vocab_size,
+        "dropout": 0.0,
     }
-    checkpoint = {
-        "model": state,
-        "optimizer": {"state": moments, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]} if optimizer else {},
-        "model_args": {
-            "n_layer": arch.num_layers,
-            "n_head": arch.num_heads,
-            "n_embd": arch.width,
-            "block_size": arch.max_positions,
-            "bias": arch.biases,
-            "vocab_size": arch.padded_vocab_size,
-            "dropout": 0.0,
-        },
-        "iter_num": 5,
-        "best_val_loss": torch.tensor(3.2),
-        "config": {"dataset": "shakespeare", "learning_rate": 6e-4},
-    }
+    optimizer = {"state": moments, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(checkpoint, path)
+    torch.save({"model": state, "optimizer": optimizer, "model_args": model_args, "iter_num": 5}, path)
     return path

@@ -6,30 +6,38 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc
 from grpc import aio
 
+from ppserve import wire
 from ppserve.config import ServerSettings
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.cost_model import Coefficients
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import BUSY, CAUSES
+from ppserve.core.ledger.overheads import OverheadTimes
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.descriptions import (
-    LoadDescription,
-    ModelDescription,
-    RankDescription,
-    StageDescription,
-    Topology,
-)
-from ppserve.head.engine.streams import Sink, TimingsOutput, TokenOutput
+from ppserve.head.descriptions import ModelDescription
+from ppserve.head.engine.member import Decision, Member, StageState
+from ppserve.head.engine.replica import ReplicaReading, StageReading
+from ppserve.head.engine.streams import OpenRequest, Sink, TimingsOutput, TokenOutput
 from ppserve.head.servers import grpc_server
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.hellos import hello
+
+T = TypeVar("T")
 
 EOS = 256
 CARD = ModelDescription(
@@ -45,24 +53,42 @@ CARD = ModelDescription(
     why_not="",
     version="0",
 )
-RANK = RankDescription(0, 0, "here", "cpu", num_parameters=12345)
-STAGE = StageDescription(
-    stage=0,
-    rank=0,
-    host="here",
-    device="cpu",
-    first_layer=0,
-    num_layers=2,
-    layers="0-1",
-    num_parameters=12345,
-    weight_bytes=4,
-    kv_bytes=8,
-    predicted_step_s=0.001,
-    busy_s=1.0,
-    bubble_s={"host": 0.5},
-    idle_s=2.0,
-    ranks=(RANK,),
+_HELLO = hello(0, 1, CARD.architecture, costs={1: PartCosts(0.001, 0.001, 0.0, 0.0)})
+_LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
+_STAGE = StageReading(
+    StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),
+    steps=0,
+    cost=Coefficients(),
+    ranks=(Member(0, 0, 0, StageState.READY, _HELLO, _LOADED),),
+    gathered_ns=(0,),
 )
+READING = ReplicaReading(
+    replica=0,
+    serves=True,
+    epoch=1,
+    microbatches=1,
+    running=2,
+    kv_usage=0.25,
+    num_waiting=1,
+    num_blocks=64,
+    decision=Decision(
+        *(CARD.architecture, stage_layouts(Split((4,))), "float32", "local"),
+        SchedulerConfig(1, max_num_seqs=8, max_model_len=64, block_size=16),
+    ),
+    overheads=OverheadTimes(),
+    stages=(_STAGE,),
+    now_ns=0,
+)
+
+
+def answered(call: Callable[[], T]) -> Future[T]:
+    """As the engine answers, but at once."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 class ByteCodec:
@@ -131,7 +157,10 @@ class FakeEngine:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, opened: OpenRequest) -> Future[None]:
+        return answered(lambda: self.queue_request(opened.request, opened.sink))
+
+    def queue_request(self, request: Request, sink: Sink) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
@@ -146,17 +175,18 @@ class FakeEngine:
         self.cancelled.setdefault(request_id, reason)
         self._news.set()
 
-    async def restart(self, replica: int, pauses: bool) -> None:
-        if replica:
-            raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])
-        if not pauses:
-            raise InvalidRequest([Violation("pauses", "no other replica serves")])
+    def restart(self, replica: int, pauses: bool) -> Future[Future[None]]:
+        def begin() -> Future[None]:
+            if replica:
+                raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])
+            if not pauses:
+                raise InvalidRequest([Violation("pauses", "no other replica serves")])
+            return answered(lambda: None)
 
-    def topology(self) -> Topology:
-        return Topology((STAGE,), transport="local", epoch=1, microbatches=1)
+        return answered(begin)
 
-    def load(self) -> LoadDescription:
-        return LoadDescription(running=2, waiting=1, max_running=8, kv_tokens=1024, kv_usage=0.25)
+    def snapshot(self) -> tuple[ReplicaReading, ...]:
+        return (READING,)
 
     async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:
         """Wait for the engine to have been told something."""
@@ -171,6 +201,8 @@ class FakeEngine:
         sequences = [generation(request, index) for index in indices]
         breaks = self.num_breaks > 0
         self.num_breaks -= breaks
+        for _ in range(3):
+            await asyncio.sleep(0)  # the caller is told first that it is queued
         for step in range(max(map(len, sequences))):
             await asyncio.sleep(0)
             if step == self.halt_after:
@@ -184,7 +216,8 @@ class FakeEngine:
 def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:
     tokenizer = ByteCodec() if engine.description.has_tokenizer else None
     key_file = settings.api_key_file if settings else None
-    return RequestHandler(engine, tokenizer, ApiKeys(key_file) if key_file else None, engine.refused.append)
+    keys = ApiKeys(key_file) if key_file else None
+    return RequestHandler(engine, engine.description, tokenizer, keys, engine.refused.append)
 
 
 @asynccontextmanager

@@ -19,11 +19,10 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.descriptions import ModelDescription
+from ppserve.head.descriptions import ModelDescription, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
-from ppserve.head.handle import EngineHandle, describe_model
 from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
@@ -176,12 +175,12 @@ class HeadProcess:
         description, tokenizer = describe_model(self._config, self._members)
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
-        handle = EngineHandle(self._engine, description, tokenizer)
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        request_handler = RequestHandler(handle, tokenizer, keys, self._metrics.requests.on_refused)
+        on_refused = self._metrics.requests.on_refused
+        request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused)
         servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
         self._on_reload(request_handler, servers)
-        await self._open(servers, handle)
+        await self._open(servers, description)
         serving = True
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
             # Health is SERVING only while a replica is healthy.
@@ -202,17 +201,17 @@ class HeadProcess:
         costs = json_page(lambda: describe_costs(engine.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
-    async def _open(self, servers: Servers, handle: EngineHandle) -> None:
+    async def _open(self, servers: Servers, description: ModelDescription) -> None:
         """Serves, and says so. Raises UsageError."""
-        topology = await asyncio.to_thread(handle.topology)
-        self._metrics.describe(handle.description, topology)
+        topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
+        self._metrics.describe(description, topology)
         ports = await servers.open()
         # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
         await servers.set_serving(True)
         host = self._config.server.host
-        print(banner(handle.description, topology, host, ports), file=sys.stderr, flush=True)
+        print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
 

@@ -17,13 +17,18 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Fields, check_ids, check_text, to_request
 from ppserve.head.api.stream import RequestStream
-from ppserve.head.handle import EngineHandle
+from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
+from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.streams import OpenRequest
 from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 # Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
+
+# A token of a resumed answer takes as long as so many characters.
+_HELD_COSTS = 16
 
 NOT_SERVING = "not serving: a stage is away, or the server is shutting down"
 
@@ -39,12 +44,13 @@ class RequestHandler:
 
     def __init__(
         self,
-        engine: EngineHandle,
+        engine: Engine,
+        description: ModelDescription,
         tokenizer: Tokenizer | None,
         keys: ApiKeys | None = None,
         count_refusal: Callable[[RequestError], None] = lambda error: None,
     ) -> None:
-        self.engine, self.description = engine, engine.description
+        self._engine, self.description = engine, description
         self.tokenizer, self.keys = tokenizer, keys
         self._count_refusal = count_refusal
         self._streams: dict[RequestStream, Call] = {}
@@ -91,21 +97,40 @@ class RequestHandler:
         self._streams[stream] = call
         self._idle.clear()
         try:
-            await self.engine.submit(request, stream)
+            what = request, stream, self.tokenizer, self.description.eos_id
+            length = _HELD_COSTS * len(request.resume_ids)
+            opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
+            await asyncio.wrap_future(self._engine.submit(opened))
             yield stream
         finally:
             del self._streams[stream]
             if not self._streams:
                 self._idle.set()
             if not stream.is_complete:
-                self.engine.cancel(request.id, _why_gone(request))
+                self._engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
         """End the open requests of these names; those of `caller` alone, for names are no secret."""
         for stream, call in self._streams.items():
             if call.request_id in request_ids and call.caller == caller:
-                self.engine.cancel(stream.request.id, FinishReason.CANCELLED)
+                self._engine.cancel(stream.request.id, FinishReason.CANCELLED)
+
+    async def restart(self, replica: int, pauses: bool) -> None:
+        """Restart a replica's stage processes; return when it serves again. Raises RequestError.
+
+        pauses: also if no other replica could serve its streams, which then wait.
+        """
+        begun = await asyncio.wrap_future(self._engine.restart(replica, pauses))
+        await asyncio.wrap_future(begun)
+
+    async def topology(self) -> Topology:
+        """What runs where, and where its time went."""
+        return await asyncio.to_thread(lambda: describe_topology(self._engine.snapshot()))
+
+    async def load(self) -> LoadDescription:
+        """How full the replicas that serve are."""
+        return describe_load(await asyncio.to_thread(self._engine.snapshot))
 
     @property
     def num_open_streams(self) -> int:

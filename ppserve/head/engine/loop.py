@@ -128,7 +128,8 @@ class Engine(threading.Thread):
 
     def stop(self) -> None:
         """Shut the stages down, in order, and end the thread."""
-        self._call(self._end_loop)
+        self._stopping = True
+        self._control.wake()
 
     def is_healthy(self, now_ns: int) -> bool:
         """Whether a replica serves."""
@@ -322,9 +323,6 @@ class Engine(threading.Thread):
     def _start_draining(self) -> None:
         for replica in self.replicas:
             replica.members.start_draining()
-
-    def _end_loop(self) -> None:
-        self._stopping = True
 
     def _fail(self, fatal: FatalError) -> None:
         """Ends every open stream with a status. `failed` has the reason."""

@@ -172,7 +172,9 @@ class Replica:
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
-        self._cancel_steps(scheduler)
+        if cancelled := scheduler.slots.take_cancelled():
+            # A stage that has not begun one of these steps skips it.
+            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled))
         while (plan := scheduler.schedule(self._now_s())) is not None:
             self._send(plan, scheduler)
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
@@ -192,11 +194,6 @@ class Replica:
             self._control.broadcast(ranks[num_others:], wire.Plan(bare, sampling))
             ranks = ranks[:num_others]
         self._control.broadcast(ranks, wire.Plan(bare))
-
-    def _cancel_steps(self, scheduler: Scheduler) -> None:
-        """A stage that has not begun a cancelled step skips it."""
-        if cancelled := scheduler.slots.take_cancelled():
-            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled))
 
     def report_load(self) -> None:
         """Tells the observers how full everything is, also while the pipeline is lost."""
@@ -243,7 +240,6 @@ class Replica:
         if result.stage == self.members.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
             self._fruitless_losses = 0 if events else self._fruitless_losses
-            self._cancel_steps(self.scheduler)
         if self.scheduler.config.microbatches is None:
             self.scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         return events

@@ -17,10 +17,9 @@ from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
-from ppserve.head.descriptions import ModelDescription
+from ppserve.head.descriptions import ModelDescription, describe_topology
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import ReplicaReading
-from ppserve.head.handle import describe_topology
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500

@@ -107,7 +107,7 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
             return super().encode(text)
 
     async def main() -> None:
-        await RequestHandler(FakeEngine(), Codec()).tokenize("prompt", *["hello "] * 1000)
+        await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", *["hello "] * 1000)
 
     asyncio.run(main())
     assert threads
@@ -122,7 +122,9 @@ def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: 
 
     async def main() -> None:
         engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
-        handler = RequestHandler(engine, ByteCodec(), ApiKeys(keys), lambda error: counted.append(error.status))
+        handler = RequestHandler(
+            engine, engine.description, ByteCodec(), ApiKeys(keys), lambda error: counted.append(error.status)
+        )
         with pytest.raises(InvalidRequest):
             await text_of(handler, top_p=7)
         with pytest.raises(Overloaded):
@@ -174,7 +176,7 @@ def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFix
 def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# one\n0123456789abcdef\n")
-    request_handler = RequestHandler(FakeEngine(), None, ApiKeys(path))
+    request_handler = RequestHandler(FakeEngine(), CARD, None, ApiKeys(path))
     assert request_handler.keys is not None
     request_handler.keys.check("0123456789abcdef")
     for wrong in (None, "", "0123456789abcdeF", "# one"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from ppserve.errors import Forbidden
@@ -44,10 +43,10 @@ class GenerationService:
         return model_message(self._handler.description)
 
     async def GetTopology(self, _message: pb.GetTopologyRequest, _call: Call) -> pb.GetTopologyResponse:
-        return topology_message(await asyncio.to_thread(self._handler.engine.topology))
+        return topology_message(await self._handler.topology())
 
     async def RestartReplica(self, message: pb.RestartReplicaRequest, call: Call) -> pb.RestartReplicaResponse:
         if not call.is_local:
             raise Forbidden("only callers on the head's own host may restart a replica")
-        await self._handler.engine.restart(message.replica, message.pauses)
+        await self._handler.restart(message.replica, message.pauses)
         return pb.RestartReplicaResponse()

@@ -89,7 +89,7 @@ class VllmService:
         )
 
     async def GetLoads(self, _message: pb.GetLoadsRequest, _call: Call) -> pb.GetLoadsResponse:
-        load = await asyncio.to_thread(self._handler.engine.load)
+        load = await self._handler.load()
         scheduler = pb.SchedulerLoad(
             num_running_reqs=load.running,
             num_waiting_reqs=load.waiting,

@@ -164,7 +164,7 @@ def test_model_and_topology() -> None:
         assert (model.model, model.max_context, model.eos_token_id, model.limits.max_n) == ("fake", 64, 256, 16)
         assert model.architecture.num_parameters == 12345
         stage = (await stub.GetTopology(pb.GetTopologyRequest())).stages[0]
-        assert (stage.device, stage.num_layers, dict(stage.bubble_seconds)) == ("cpu", 2, {"host": 0.5})
+        assert (stage.device, stage.num_layers, stage.bubble_seconds["host"]) == ("cpu", 2, 0.5)
         assert stage.HasField("predicted_step_seconds")
         assert not stage.HasField("measured_step_seconds")
 

@@ -27,13 +27,13 @@ class BusyAtFirst(FakeEngine):
 
     times: int = 0
 
-    async def submit(self, request: Request, sink: Sink) -> None:
+    def queue_request(self, request: Request, sink: Sink) -> None:
         self.times -= 1
         if self.times >= 0:
             assert self.refusal is not None
             raise self.refusal
         self.refusal = None
-        await super().submit(request, sink)
+        super().queue_request(request, sink)
 
 
 def run(scenario: Scenario, engine: FakeEngine | None = None, **client: Any) -> None:

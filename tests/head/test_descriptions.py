@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.partition import PartCosts
-from ppserve.head.handle import describe_load, predict_steps, why_not_deterministic
+from ppserve.head.descriptions import describe_load, predict_steps, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:

@@ -20,7 +20,7 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
-from ppserve.core.ledger.overheads import OverheadTimes
+from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request

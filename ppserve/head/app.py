@@ -181,18 +181,21 @@ class HeadProcess:
         servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
         self._on_reload(request_handler, servers)
         await self._open(servers, description)
-        serving = True
-        while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
-            # Health is SERVING only while a replica is healthy.
-            if serving != self._engine.is_healthy(time.monotonic_ns()):
-                serving = not serving
-                await servers.set_serving(serving)
+        await self._report_health(servers)
         timeout_s = 0.0
         if not self._failed.done():
             timeout_s = settings.shutdown_timeout_s
             log.info("draining: running streams have %g s", timeout_s)
             self._engine.drain()
         await servers.close(timeout_s, self._stop_now)
+
+    async def _report_health(self, servers: Servers) -> None:
+        """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
+        serving = True
+        while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
+            if serving != self._engine.is_healthy(time.monotonic_ns()):
+                serving = not serving
+                await servers.set_serving(serving)
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
         engine, metrics, spans = self._engine, self._metrics, self._spans

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ppserve import wire
 from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
-from ppserve.core.partition import mean
+from ppserve.core.partition import PartCosts, mean
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
@@ -52,36 +52,43 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 
     Raises ConfigError where none fits.
     """
-    first = hellos[0]
     measured = [hello.costs for hello in hellos]
-    if any(costs.keys() != first.costs.keys() for costs in measured):
+    if any(costs.keys() != hellos[0].costs.keys() for costs in measured):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
-    means = {count: mean(tuple(costs[count] for costs in measured)) for count in first.costs}
-    on_cpus = any(hello.device.gpu is None for hello in hellos)
-    intent = Intent(
-        num_stages=1,
-        parts=means[1],
-        dtype=first.model.dtype,
-        quantization=first.model.quantization,
-        kv_dtype=first.model.kv_dtype,
-        max_model_len=config.model.max_model_len,
-        block_size=config.cache.block_size,
-        stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
-        kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
-        kv_share=CPU_KV_SHARE if on_cpus and config.cache.kv_cache_memory is None else 1.0,
-        expect=config.scheduling.expect,
-    )
+    means = {count: mean(tuple(costs[count] for costs in measured)) for count in hellos[0].costs}
     under = Conditions(
         stage_s=lambda layout, step: means[layout.num_tensor].stage_cost(layout),
-        num_cores=_num_cores(config, hellos) if on_cpus else math.inf,
+        num_cores=_num_cores(config, hellos) if _on_cpus(hellos) else math.inf,
         **({} if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS),
     )
     try:
-        return compare(first.model.architecture, intent, len(hellos), under)
+        return compare(hellos[0].model.architecture, _intent(config, hellos, means[1]), len(hellos), under)
     except ConfigError as error:
         if error.name != "--world":
             raise
         raise ConfigError("--parallel", f"auto: {str(error).removeprefix('--world: ')}") from None
+
+
+def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts) -> Intent:
+    """What is to be served, and the memory of the rank that has least."""
+    model = hellos[0].model
+    return Intent(
+        num_stages=1,
+        parts=parts,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        kv_dtype=model.kv_dtype,
+        max_model_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
+        kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
+        kv_share=CPU_KV_SHARE if _on_cpus(hellos) and config.cache.kv_cache_memory is None else 1.0,
+        expect=config.scheduling.expect,
+    )
+
+
+def _on_cpus(hellos: Sequence[wire.Hello]) -> bool:
+    return any(hello.device.gpu is None for hello in hellos)
 
 
 def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:

@@ -21,7 +21,13 @@ from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, Us
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import check_text, to_request
 from ppserve.head.api.stream import Pending
-from ppserve.head.descriptions import ModelDescription, StageDescription, Topology, describe_model, describe_topology
+from ppserve.head.descriptions import (
+    ModelDescription,
+    StageDescription,
+    Topology,
+    describe_model,
+    describe_topology,
+)
 from ppserve.head.engine.loop import Engine, build_engine
 from ppserve.library.local import LocalControlPlane, make_stages
 from ppserve.library.stream import Stream

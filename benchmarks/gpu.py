@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
@@ -330,15 +329,6 @@ def run_apart(name: str, options: list[str], limit_s: float, figures: Path) -> b
         process.wait()
 
 
-def run_here(bench: Bench, name: str) -> bool:
-    try:
-        SECTIONS[name](bench)
-    except Exception:
-        traceback.print_exc()
-        return False
-    return not bench.wrong
-
-
 @click.command(help=__doc__)
 @click.argument("sections", nargs=-1, type=click.Choice(list(SECTIONS)))
 @click.option("--device", default="cuda:0")
@@ -354,7 +344,9 @@ def main(
     if rank is not None:
         run_rank(rank[0], rank[1], int(rank[2]))
     if here:
-        sys.exit(not run_here(Bench(torch.device(device), dtype, small, path), sections[0]))
+        bench = Bench(torch.device(device), dtype, small, path)
+        SECTIONS[sections[0]](bench)
+        sys.exit(bool(bench.wrong))
     options = ["--device", device, "--dtype", dtype, *["--small"] * small]
     figures, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:

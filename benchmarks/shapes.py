@@ -35,6 +35,7 @@ import local_server
 from ppserve.client import Client
 from ppserve.core.figures import table
 from ppserve.core.grid import RankGrid
+from ppserve.core.partition import ExpectedWorkload
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.shapes import shape_name, shapes
 from tests.e2e.asking import Answer, ask_all, requests_with_everything
@@ -45,7 +46,8 @@ PRECISIONS = {
     "bfloat16": ("--dtype", "bfloat16"),
     "int8": ("--quantization", "int8", "--kv-dtype", "int8"),
 }
-PREDICTED = re.compile(r"^(\d+x\d+x\d+) .* ([\d.e+]+) +[\d.]+ ms$", re.MULTILINE)
+PREDICTED = re.compile(r"^(\d+x\d+x\d+) .* ([\d.e+]+) +[\d.e-]+$", re.MULTILINE)
+"""Of the table that `--parallel auto` prints: a shape, its tokens per second, and the seconds between tokens."""
 AT_ONCE = 16
 NEAR = 0.8
 """A shape with at least this share of the fastest one's tokens per second is as good a choice."""
@@ -63,15 +65,6 @@ def flags_of(grid: RankGrid) -> list[str]:
 # ---- speed -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Callers with one request at a time. prompt, new: tokens of each."""
-
-    callers: int
-    prompt: int
-    new: int
-
-
 @dataclass
 class Rates:
     """Tokens per second of a shape in each round."""
@@ -80,7 +73,7 @@ class Rates:
     measured: list[float] = field(default_factory=list)
 
 
-def predict(world: int, flags: list[str], load: Load, rates: dict[str, Rates]) -> None:
+def predict(world: int, flags: list[str], load: ExpectedWorkload, rates: dict[str, Rates]) -> None:
     """Adds what a server with `--parallel auto` prints before it serves. Its ranks measure anew."""
     command = [sys.executable, "-m", "ppserve", "serve", *local_server.FREE_PORTS, f"--stages={world}", *flags]
     expected = [f"--expect={load.prompt},{load.new},{load.callers}", "--parallel=auto"]
@@ -105,7 +98,7 @@ def predict(world: int, flags: list[str], load: Load, rates: dict[str, Rates]) -
         rates[name].predicted.append(float(rate))
 
 
-def measure(client: Client, load: Load, first: int, num_requests: int) -> float:
+def measure(client: Client, load: ExpectedWorkload, first: int, num_requests: int) -> float:
     """Tokens per second of answers. first: the number of the first prompt; none is the same as another."""
 
     def ask(number: int) -> int:
@@ -119,7 +112,7 @@ def measure(client: Client, load: Load, first: int, num_requests: int) -> float:
     return num_tokens / (time.monotonic() - begun_s)
 
 
-def by_turns(model: str, world: int, loads: list[Load], rounds: int) -> list[dict[str, Rates]]:
+def by_turns(model: str, world: int, loads: list[ExpectedWorkload], rounds: int) -> list[dict[str, Rates]]:
     """For each load the rates of all shapes."""
     grids = {shape_name(grid): grid for grid in shapes(world, read_architecture(model))}
     every = [{name: Rates() for name in grids} for _ in loads]
@@ -142,7 +135,7 @@ def by_turns(model: str, world: int, loads: list[Load], rounds: int) -> list[dic
     return every
 
 
-def report(load: Load, rates: dict[str, Rates]) -> None:
+def report(load: ExpectedWorkload, rates: dict[str, Rates]) -> None:
     predicted = {name: median(each.predicted) for name, each in rates.items() if each.predicted}
     measured = {name: median(each.measured) for name, each in rates.items()}
     chosen, fastest = (max(of, key=of.__getitem__) for of in (predicted, measured))
@@ -165,7 +158,7 @@ def report(load: Load, rates: dict[str, Rates]) -> None:
 @click.option("--new", default=64, help="Tokens of each answer.")
 @click.option("--rounds", default=5)
 def speed(model: str, world: int, callers: str, prompt: int, new: int, rounds: int) -> None:
-    loads = [Load(int(count), prompt, new) for count in callers.split(",")]
+    loads = [ExpectedWorkload(prompt, new, int(count)) for count in callers.split(",")]
     print(f"{model}, {world} ranks of one thread; load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for load, rates in zip(loads, by_turns(model, world, loads, rounds), strict=True):
         report(load, rates)

@@ -16,7 +16,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from tools import make_random_gpt2 as random_maker
 from tools import make_tiny_model as tiny_maker
 from tools.byte_pairs import learn_ranks, recover_merges
-from tools.gpt2_config import gpt2_config
+from tools.make_random_gpt2 import gpt2_config
 from tools.tiny_stories import story
 
 TINY = Path(__file__).parents[1] / "ppserve/assets/tiny"

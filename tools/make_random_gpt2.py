@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from tools.byte_pairs import recover_merges
-from tools.gpt2_config import END_OF_TEXT, gpt2_config
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,28 @@ class Shape:
     num_heads: int = 12
     max_positions: int = 1024
     vocab_size: int = 50257
+
+
+def gpt2_config(
+    *, num_layers: int, width: int, num_heads: int, max_positions: int, vocab_size: int, dtype: str
+) -> dict[str, object]:
+    """A `config.json` of Hugging Face: tied embeddings, GPT-2's own GELU. The last token is `<|endoftext|>`."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": num_layers,
+        "n_embd": width,
+        "n_head": num_heads,
+        "n_positions": max_positions,
+        "n_ctx": max_positions,
+        "vocab_size": vocab_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": vocab_size - 1,
+        "eos_token_id": vocab_size - 1,
+        "dtype": dtype,
+    }
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

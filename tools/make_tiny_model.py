@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tools.byte_pairs import learn_ranks
-from tools.gpt2_config import END_OF_TEXT, gpt2_config
+from tools.make_random_gpt2 import END_OF_TEXT, gpt2_config
 from tools.tiny_stories import story
 
 

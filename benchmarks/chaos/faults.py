@@ -107,7 +107,7 @@ def kill_stages(record: Record, short: bool) -> dict[str, Any]:
         deaths, loads = server.log.count(" died ("), server.log.count(" INFO process ")
     # Every stage that began, but for the first of each rank, began for a death of its own rank.
     told = {"deaths": deaths, "others_reloaded": loads - deaths - 2, **verdict.figures()}
-    return {**told, "met": verdict.is_clean and verdict.pause(0.95) <= 1.5 and not told["others_reloaded"]}
+    return {**told, "met": verdict.is_clean and verdict.pause(95) <= 1.5 and not told["others_reloaded"]}
 
 
 def kill_several(record: Record, short: bool) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def kill_several(record: Record, short: bool) -> dict[str, Any]:
 
     with serving(3) as server:
         verdict = run_under_streams(server, record, hurt)
-    return {"losses": 3 * number, **verdict.figures(), "met": verdict.is_clean and verdict.pause(0.95) <= 4.0}
+    return {"losses": 3 * number, **verdict.figures(), "met": verdict.is_clean and verdict.pause(95) <= 4.0}
 
 
 def freeze_and_slow(record: Record, short: bool) -> dict[str, Any]:

@@ -8,14 +8,16 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
-from ppserve.answers import Options, Token
+from ppserve.answers import Options
 from ppserve.client import CallFailed, Client, RetryPolicy
+from ppserve.core.figures import percentile
 
 PROMPT = "Once upon a time, {} small boats"
 ONE_CONNECTION = RetryPolicy(max_attempts=1, resume=False)
@@ -55,11 +57,8 @@ class Crowd:
 
     def ask_undisturbed(self) -> None:
         """What each answer is to be."""
-        threads = [threading.Thread(target=self._ask, args=(c, "undisturbed")) for c in range(self.callers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.callers) as threads:
+            list(threads.map(self._ask, range(self.callers), repeat("undisturbed")))
 
     @contextmanager
     def asking(self, within_s: float = 180.0) -> Iterator[None]:
@@ -86,7 +85,7 @@ class Crowd:
         try:
             with Client(self.target, retry=self.policy) as client:
                 for chunk in client.stream(PROMPT.format(caller), **asked):
-                    tokens = [_plain(token) for token in chunk.tokens]
+                    tokens = [[token.id, token.logprob] for token in chunk.tokens]
                     seen = {"caller": caller, "tokens": tokens, "text": chunk.text}
                     self.latest_s[caller] = self.record.note("tokens", **seen)
         except CallFailed as failure:
@@ -94,10 +93,6 @@ class Crowd:
             return False
         self.record.note("end", caller=caller, kind=kind)
         return True
-
-
-def _plain(token: Token) -> list[Any]:
-    return [token.id, token.logprob]
 
 
 @dataclass
@@ -116,12 +111,11 @@ class Verdict:
     def is_clean(self) -> bool:
         return self.answers > 0 and not self.wrong and not self.failures
 
-    def pause(self, share: float) -> float:
-        ordered = sorted(self.pauses)
-        return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
+    def pause(self, percent: float) -> float:
+        return percentile(self.pauses, percent)
 
     def figures(self) -> dict[str, Any]:
-        pauses = {f"pause_p{round(100 * s)}_s": round(self.pause(s), 2) for s in (0.5, 0.95, 1.0)}
+        pauses = {f"pause_p{p}_s": round(self.pause(p), 2) for p in (50, 95, 100)}
         told = {"answers": self.answers, "wrong": self.wrong, "failures": dict(self.failures)}
         return {**told, **(pauses if self.pauses else {})}
 
@@ -134,7 +128,7 @@ def check(path: Path) -> Verdict:
     so_far: dict[int, tuple[list[Any], str]] = {}
     came: dict[int, list[float]] = defaultdict(list)
     faults: list[float] = []
-    for event in events_of(path):
+    for event in map(json.loads, path.read_text().splitlines()):
         match event:
             case {"what": "begin", "caller": caller}:
                 so_far[caller] = [], ""
@@ -157,8 +151,3 @@ def check(path: Path) -> Verdict:
             if len(meanwhile) > 1:
                 verdict.pauses.append(max(b - a for a, b in pairwise(meanwhile)))
     return verdict
-
-
-def events_of(path: Path) -> Iterator[Any]:
-    with path.open() as lines:
-        yield from map(json.loads, lines)

@@ -53,6 +53,28 @@ def test_health_by_name() -> None:
     asyncio.run(main())
 
 
+async def watched(channel: aio.Channel) -> tuple[aio.UnaryStreamCall, int]:
+    """A watcher, and what it was told first."""
+    call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    return call, (await call.read()).status
+
+
+def test_when_a_watcher_leaves_the_others_still_hear() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+            (leaves, _), (stays, told) = await watched(channel), await watched(channel)
+            assert told == SERVING
+            leaves.cancel()
+            await code_of(leaves.code())
+            for state in (NOT_SERVING, SERVING):
+                # A call that comes after the cancellation has been answered: the server knows of both.
+                await health_of(channel)
+                await door.set_serving(state == SERVING)
+                assert (await asyncio.wait_for(stays.read(), 20)).status == state
+
+    asyncio.run(main())
+
+
 def test_reflection_describes_the_service() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:

@@ -133,6 +133,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
         more |= {"top_logprobs": 0, "logprobs": False}
         answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
         assert answer.status == 200, answer.body
+        assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
 
     run(template, scenario)
 
@@ -199,13 +200,6 @@ def test_without_a_template_the_reason_is_told() -> None:
         assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
 
     run(None, scenario)
-
-
-def test_the_template_can_be_asked_for(template: Path) -> None:
-    async def scenario(served: Served) -> None:
-        assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
-
-    run(template, scenario)
 
 
 @pytest.mark.parametrize(

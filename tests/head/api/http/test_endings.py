@@ -41,14 +41,6 @@ def test_hanging_up_reaches_the_engine(stream: bool, prompt: object) -> None:
     run(scenario, by_hand=True)
 
 
-def test_a_finished_answer_is_not_cancelled() -> None:
-    async def scenario(served: Served) -> None:
-        await served.complete(prompt="a")
-        assert served.engine.cancelled == {}
-
-    run(scenario)
-
-
 def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
     async def scenario(served: Served) -> None:
         running = asyncio.create_task(served.stream(prompt="a"))

@@ -70,14 +70,6 @@ def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], para
     run(scenario)
 
 
-def test_all_mistakes_are_told_together() -> None:
-    async def scenario(served: Served) -> None:
-        _, _, message = await served.refusal(prompt="hello", top_p=7, n=99, stop=[""])
-        assert all(name in message for name in ("top_p: ", "n: ", "stop[0]: "))
-
-    run(scenario)
-
-
 @pytest.mark.parametrize(
     ("prompts", "param"),
     [

@@ -63,15 +63,6 @@ def test_paths_and_methods_that_there_are_not() -> None:
     run(scenario)
 
 
-def test_health_follows_the_pipeline() -> None:
-    async def scenario(served: Served) -> None:
-        assert (await served.ask("/health")).status == 200
-        served.handler.set_serving(False)
-        assert (await served.ask("/health")).status == 503
-
-    run(scenario)
-
-
 def test_an_address_that_cannot_be_bound() -> None:
     async def main() -> None:
         async with served_http() as served:

@@ -59,36 +59,28 @@ def of_index(answers: list[pb.GenerateResponse], index: int) -> tuple[list[pb.Ge
     return chunks, end
 
 
-def test_a_stream_has_chunks_of_what_is_new_and_one_end_for_each_sequence() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_has_chunks_of_what_is_new_and_each_sequence_has_one_end_with_all_of_it(stream: bool) -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        answers = await answers_to(stub, ask(True, n=3, seed=7, logprobs=2))
+        answers = await answers_to(stub, ask(stream, n=3, seed=7, logprobs=2, prompt_logprobs=0))
         for index in range(3):
             chunks, end = of_index(answers, index)
             expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
-            assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
+            assert bool(chunks) is stream
+            assert [i for chunk in chunks for i in chunk.token_ids] == (expected if stream else [])
+            assert [i for chunk in chunks for i in chunk.output_logprobs.token_ids] == (expected if stream else [])
+            assert {x for part in [end, *chunks] for x in part.output_logprobs.token_logprobs} == {-0.5}
             assert all(chunk.completion_tokens == len(chunk.token_ids) for chunk in chunks)
-            assert list(end.output_ids) == expected
+            assert list(end.output_ids) == list(end.output_logprobs.token_ids) == expected
             assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", 5, 5)
             assert end.cached_tokens == 3
-            scored = [pair for chunk in chunks for pair in zip(chunk.output_logprobs.token_ids,
-                      chunk.output_logprobs.token_logprobs, strict=True)]  # fmt: skip
-            assert scored == [(token_id, -0.5) for token_id in expected]
             top = end.output_logprobs.top_logprobs[0]
             assert (list(top.token_ids), list(top.values)) == ([expected[0], expected[0] + 1], [-0.5, -1.5])
-
-    run(scenario)
-
-
-def test_without_stream_only_the_ends_come_with_all_of_it() -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        answers = await answers_to(stub, ask(False, n=2, seed=7, logprobs=0))
-        assert not [answer for answer in answers if answer.HasField("chunk")]
-        for index in range(2):
-            _, end = of_index(answers, index)
-            expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
-            assert list(end.output_ids) == list(end.output_logprobs.token_ids) == expected
-            assert not end.output_logprobs.top_logprobs
-            assert not end.HasField("input_logprobs")
+            for scores in [end.input_logprobs, *(chunk.input_logprobs for chunk in chunks[:1])]:
+                assert list(scores.token_ids) == list(b"hello")
+                assert not scores.token_logprobs[0].HasField("value")
+                assert [score.value for score in scores.token_logprobs[1:]] == [-float(c) for c in b"ello"]
+            assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
 
     run(scenario)
 
@@ -109,25 +101,12 @@ def test_without_stream_the_ends_come_by_index_whichever_is_first() -> None:
     run(scenario, FakeEngine(by_hand=True))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_prompts_scores_are_in_every_first_chunk_and_every_end(stream: bool) -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        answers = await answers_to(stub, ask(stream, n=2, prompt_logprobs=0))
-        for index in range(2):
-            chunks, end = of_index(answers, index)
-            for scores in [end.input_logprobs, *(chunk.input_logprobs for chunk in chunks[:1])]:
-                assert list(scores.token_ids) == list(b"hello")
-                assert not scores.token_logprobs[0].HasField("value")
-                assert [score.value for score in scores.token_logprobs[1:]] == [-float(c) for c in b"ello"]
-            assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
-
-    run(scenario)
-
-
 def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default() -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         tokenized = pb.TokenizedInput(original_text="ignored", input_ids=[72, 73])
-        await answers_to(stub, pb.GenerateRequest(tokenized=tokenized))
+        (answer,) = await answers_to(stub, pb.GenerateRequest(tokenized=tokenized))
+        assert not answer.complete.HasField("output_logprobs")
+        assert not answer.complete.HasField("input_logprobs")
         await answers_to(stub, ask(False, temperature=0, seed=-1, top_p=0.5, repetition_penalty=1.5, stop=["x"]))
         bare, given = engine.requests
         assert bare.prompt_ids == (72, 73)

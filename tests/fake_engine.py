@@ -228,7 +228,7 @@ async def served(
     settings = settings or ServerSettings(port=0)
     door = grpc_server(settings, handler_of(engine, settings))
     port = await door.start()
-    await door.set_serving(True)
+    door.request_handler.set_serving(True)
     try:
         yield door, f"127.0.0.1:{port}"
     finally:
@@ -242,7 +242,7 @@ def served_in_thread(engine: FakeEngine, serving: bool = True, **settings: objec
     @asynccontextmanager
     async def opened() -> AsyncIterator[str]:
         async with served(engine, ServerSettings(port=0, **settings)) as (door, target):
-            await door.set_serving(serving)
+            door.request_handler.set_serving(serving)
             yield target
 
     with in_thread(opened) as target:

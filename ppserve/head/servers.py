@@ -63,7 +63,7 @@ class Servers:
             log.info("certificates read again")
 
     async def set_serving(self, serving: bool) -> None:
-        await self._grpc.set_serving(serving)
+        self._request_handler.set_serving(serving)
 
     async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
         """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.

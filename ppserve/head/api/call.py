@@ -26,20 +26,13 @@ _serials = itertools.count()
 class Call:
     """One call, as its protocol received it."""
 
-    request_id: str
-    """Its name in logs and answers."""
-    serial: int
-    """Its number in this process."""
-    seed: int
-    """Used when the request names none."""
-    caller: str = ""
-    """The name under which fairness counts it."""
-    deadline_s: float | None = None
-    """On the monotonic clock."""
-    traceparent: str | None = None
-    """As the W3C defines it."""
-    is_local: bool = False
-    """Whether it comes from the head's own host."""
+    request_id: str  # its name in logs and answers
+    serial: int  # its number in this process
+    seed: int  # used when the request names none
+    caller: str = ""  # the name under which fairness counts it
+    deadline_s: float | None = None  # on the monotonic clock
+    traceparent: str | None = None  # as the W3C defines it
+    is_local: bool = False  # whether it comes from the head's own host
 
     @classmethod
     def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:

@@ -57,6 +57,8 @@ class RequestHandler:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_serving = self._draining = False
+        self.serving_changed = asyncio.Event()
+        """Set with the next change of `is_serving`; then there is another one."""
 
     def reload_keys(self) -> None:
         """Read the key file again, where there is one."""
@@ -144,11 +146,17 @@ class RequestHandler:
     def set_serving(self, serving: bool) -> None:
         """Whether the stages of a replica answer."""
         self._is_serving = serving
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        self.serving_changed.set()
+        self.serving_changed = asyncio.Event()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
         UNAVAILABLE because `timeout_s` passed."""
         is_told, self._draining = self._draining, True  # every protocol asks for it
+        self._wake_watchers()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -36,19 +36,13 @@ FINISH_WORDS = {
 class Delta:
     """What is new of one sequence: the merged outputs of one or more steps."""
 
-    index: int
-    offset: int
-    """Of its first token among the generated tokens."""
-    tokens: tuple[tuple[int, Score], ...]
-    """With their log-probabilities, if asked for."""
-    text: str
-    """What these tokens complete, after the prompt's text on a first delta if `echo` asks for it."""
-    is_first: bool
-    """Whether it is its sequence's first."""
-    prompt_scores: tuple[Score, ...]
-    """For each token of the prompt (None for the first), if asked for; on one delta of the request."""
-    last: TokenOutput
-    """The newest output; its finish, matched, cached_tokens and timings hold for the sequence."""
+    index: int  # of the sequence
+    offset: int  # of its first token among the generated tokens
+    tokens: tuple[tuple[int, Score], ...]  # with their log-probabilities, if asked for
+    text: str  # what these tokens complete, after the prompt's text on a first delta if `echo` asks for it
+    is_first: bool  # whether it is its sequence's first
+    prompt_scores: tuple[Score, ...]  # for each token of the prompt, if asked for; on one delta of the request
+    last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 
     @property
     def num_generated(self) -> int:

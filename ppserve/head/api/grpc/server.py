@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import resource
@@ -35,7 +34,7 @@ HealthState: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class GrpcServer:
-    """Serves until `stop`. Not serving, for health checks, until told that it is."""
+    """Serves until `stop`."""
 
     def __init__(
         self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[Service] = ()
@@ -53,8 +52,7 @@ class GrpcServer:
         services = [GenerationService(request_handler), *others]
         names = [service.descriptor.full_name for service in services]
         self._server.add_generic_rpc_handlers([registered(service, request_handler) for service in services])
-        self._health = Health(names)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(request_handler, names), self._server)
         reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> int:
@@ -74,11 +72,6 @@ class GrpcServer:
             log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", address)
         return port
 
-    async def set_serving(self, serving: bool) -> None:
-        """What health checks are told, for the server and for its services by name."""
-        self.request_handler.set_serving(serving)
-        self._health.set_serving(serving)
-
     def show(self, certificates: Certificates) -> None:
         """To new connections, from now on; those that stand keep theirs."""
         self._tls = certificates
@@ -91,39 +84,35 @@ class GrpcServer:
 
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
-        await self.set_serving(False)
         await self.request_handler.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The state of the server (the empty name) and of its services by name. NOT_SERVING until told otherwise.
+    """Whether the server (the empty name), or a service by name, serves.
 
     Not grpcio-health-checking's service for asyncio (1.81): when one of its watchers leaves, the others hear of no
     further change, and one that does not read blocks every change.
     """
 
-    def __init__(self, services: Iterable[str]) -> None:
+    def __init__(self, handler: RequestHandler, services: Iterable[str]) -> None:
+        self._handler = handler
         self._names = frozenset(("", *services))
-        self._state = HealthState.NOT_SERVING
-        self._changed = asyncio.Event()
 
-    def set_serving(self, serving: bool) -> None:
-        self._state = HealthState.SERVING if serving else HealthState.NOT_SERVING
-        # Watchers wait for the old event.
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _state(self, service: str) -> Any:
+        if service not in self._names:
+            return HealthState.SERVICE_UNKNOWN
+        return HealthState.SERVING if self._handler.is_serving else HealthState.NOT_SERVING
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> HealthState:
         if request.service not in self._names:
             context.set_code(grpc.StatusCode.NOT_FOUND)
-        return HealthState(status=self._state)
+        return HealthState(status=self._state(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        known = request.service in self._names
         sent = None
         while True:
-            changed, state = self._changed, self._state if known else HealthState.SERVICE_UNKNOWN
+            changed, state = self._handler.serving_changed, self._state(request.service)
             if state != sent:
                 await context.write(HealthState(status=state))
                 sent = state

@@ -71,13 +71,10 @@ class HttpError(RequestError):
         self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.code = code
-        """The HTTP status."""
+        self.code = code  # the HTTP status
         self.reason = reason
-        self.param = param
-        """The wrong field."""
-        self.headers = headers or {}
-        """Of the answer."""
+        self.param = param  # the wrong field
+        self.headers = headers or {}  # of the answer
 
 
 def error_response(error: RequestError) -> Response:

@@ -44,7 +44,7 @@ def test_health_by_name() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
             assert [await health_of(channel, name) for name in NAMES] == [SERVING, SERVING]
-            await door.set_serving(False)
+            door.request_handler.set_serving(False)
             assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING, NOT_SERVING]
             with pytest.raises(aio.AioRpcError) as failure:
                 await health_of(channel, "somebody.else")
@@ -69,7 +69,7 @@ def test_when_a_watcher_leaves_the_others_still_hear() -> None:
             for state in (NOT_SERVING, SERVING):
                 # A call that comes after the cancellation has been answered: the server knows of both.
                 await health_of(channel)
-                await door.set_serving(state == SERVING)
+                door.request_handler.set_serving(state == SERVING)
                 assert (await asyncio.wait_for(stays.read(), 20)).status == state
 
     asyncio.run(main())

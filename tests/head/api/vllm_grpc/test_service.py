@@ -255,7 +255,7 @@ def test_without_a_tokenizer_there_is_no_archive() -> None:
 def test_health_follows_the_server_under_both_names() -> None:
     async def scenario(_engine: FakeEngine, stub: VllmEngineStub, door: GrpcServer) -> None:
         assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
-        await door.set_serving(False)
+        door.request_handler.set_serving(False)
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert not answer.healthy
         assert answer.message

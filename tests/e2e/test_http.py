@@ -3,12 +3,11 @@ streamed, by openai-python."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types import CompletionChoice
 
 from ppserve.v1 import generation_pb2 as pb
@@ -109,47 +108,6 @@ def test_http_says_what_grpc_says_whole_and_streamed(shared_server: Server) -> N
         assert list(pool.map(lambda request: ask_streamed(client, request), requests)) == spoken
 
 
-PROMPTS = ("Once upon a time", "The quiet stage in front of the harbour")
-
-
-def asked_for(prompt: object, number: int) -> dict[str, Any]:
-    more = {"return_token_ids": True, "priority": -3, "request_id": f"mine-{number}", "ignore_eos": True}
-    return {"model": "tiny", "prompt": prompt, "seed": 5, "max_tokens": 12, "user": "me", "extra_body": more}
-
-
-def of_completions(parts: Sequence[Any]) -> Any:
-    """Names, usage, and all of each choice, of an answer or of a stream's events."""
-    usage = parts[-1].usage
-    choices: dict[int, list[CompletionChoice]] = {}
-    for choice in (choice for part in parts for choice in part.choices):
-        choices.setdefault(choice.index, []).append(choice)
-    counts = usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
-    return {part.id for part in parts}, counts, [comparable(choices[index]) for index in sorted(choices)]
-
-
-def test_every_form_of_prompt(shared_server: Server) -> None:
-    with OpenAI(base_url=f"http://{shared_server.http}", api_key="none") as plain:
-        found: list[Any] = [plain.post("/tokenize", cast_to=object, body={"prompt": prompt}) for prompt in PROMPTS]
-        ids = [answer["tokens"] for answer in found]
-        for prompt, tokens in zip(PROMPTS, ids, strict=True):
-            assert plain.post("/detokenize", cast_to=object, body={"tokens": tokens}) == {"prompt": prompt}
-    forms: list[object] = [PROMPTS[0], ids[0], list(PROMPTS), ids]
-    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
-
-    answers = []
-    with client_of(shared_server) as client:
-        for number, prompt in enumerate(forms):
-            whole = client.completions.create(**asked_for(prompt, number))
-            stream = list(client.completions.create(**asked_for(prompt, number), **options))
-            answers += [of_completions([whole]), of_completions(stream)]
-    assert answers[::2] == answers[1::2]
-    assert [names for names, _, _ in answers[::2]] == [{f"cmpl-mine-{number}"} for number in range(4)]
-    alone, alone_by_ids, both, both_by_ids = (answer[1:] for answer in answers[::2])
-    assert (alone, both) == (alone_by_ids, both_by_ids)
-    assert alone[1] == both[1][:1]
-    assert both[0] == (len(ids[0]) + len(ids[1]), 24, len(ids[0]) + len(ids[1]) + 24)
-
-
 def of_chats(parts: Sequence[Any]) -> Any:
     """Text, end and log-probabilities of each choice."""
     said: dict[int, list[Any]] = {}
@@ -161,23 +119,15 @@ def of_chats(parts: Sequence[Any]) -> Any:
     return [said[index] for index in sorted(said)]
 
 
-def test_chats_by_both_clients(shared_server: Server) -> None:
-    """What a chat is answered is what the text that chat.jinja makes of it is answered."""
+def test_a_chat_is_answered_as_the_text_that_chat_jinja_makes_of_it(shared_server: Server) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "A story."}], "seed": 5}
     asked |= {"max_completion_tokens": 12, "n": 2, "logprobs": True, "top_logprobs": 2}
-
-    async def asynchronously() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"http://{shared_server.http}/v1", api_key="none") as client:
-            whole = await client.chat.completions.create(**asked)
-            stream = await client.chat.completions.create(**asked, stream=True)
-            return [of_chats([whole]), of_chats([chunk async for chunk in stream])]
-
+    same = {"model": "tiny", "prompt": "A story.\nOnce upon a time", "seed": 5, "max_tokens": 12, "n": 2}
     with client_of(shared_server) as client:
         whole = of_chats([client.chat.completions.create(**asked)])
         streamed = of_chats(list(client.chat.completions.create(**asked, stream=True)))
-        same = {"model": "tiny", "prompt": "A story.\nOnce upon a time", "seed": 5, "max_tokens": 12, "n": 2}
         texts = client.completions.create(**same, logprobs=2).choices
-    assert [whole, streamed] == [whole] * 2 == asyncio.run(asynchronously())
+    assert whole == streamed
     assert [said for said, _, _ in whole] == [choice.text for choice in texts]
     scores = [choice.logprobs.token_logprobs for choice in texts if choice.logprobs]
     assert [[token.logprob for token in tokens] for _, _, tokens in whole] == scores

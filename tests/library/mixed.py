@@ -51,13 +51,6 @@ def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> 
     return [stream.completions()[0] for stream in streams]
 
 
-def guesses_of(pipeline: Pipeline) -> dict[str, int]:
-    """Guessed tokens so far, by what became of them."""
-    scheduler = pipeline._engine.replicas[0].scheduler
-    assert scheduler is not None
-    return scheduler.num_draft_tokens
-
-
 def assert_same(one: Completion, other: Completion) -> None:
     """Tokens, text and log-probabilities, bit for bit."""
     assert [s.finish for s in one.sequences] == [s.finish for s in other.sequences]

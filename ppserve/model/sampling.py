@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 import torch
@@ -41,31 +41,41 @@ GREATEST = float(np.finfo(np.float32).max)
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """What a row of logits is read for: a draw, or the log-probability of a target."""
+NO_TARGET = -1
 
-    sequence_id: int
-    position: int = 0
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """What a row of logits is read for: a draw, the log-probability of a target, or neither."""
+
+    sequence_id: int = 0
     draw: Draw | None = None
-    target: int = 0
-    num_logprobs: int = 0
+    position: int = 0
+    """Of the token that is drawn."""
+    target: int = NO_TARGET
+    num_top: int | None = None
+    """How many of the most likely tokens are asked for; None without log-probabilities."""
 
     @property
     def needs_best_only(self) -> bool:
-        return self.draw is not None and self.draw.params.temperature == 0 and self.draw.num_logprobs is None
+        return self.draw is not None and self.draw.params.temperature == 0 and self.num_top is None
+
+
+def rows_read(plan: StepPlan) -> list[ReadRow]:
+    """In the order of `StepRows.read_rows`."""
+    drawn = [
+        ReadRow(s.sequence_id, draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws
+    ]
+    scored = [
+        ReadRow(s.sequence_id, target=t, num_top=s.num_prompt_logprobs) for s in plan.slices for t in s.targets
+    ]
+    return drawn + scored
 
 
 def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
     """Draw from and score a plan's logits. pieces_Rv: float32 rows of this rank's ids, in the order of
     `StepRows.read_rows`, in pieces of any size. Only the first tensor rank gets results."""
-    drawing = (_Row(s.sequence_id, position, draw) for s in plan.slices for position, draw in s.draws)
-    scoring = (
-        _Row(s.sequence_id, target=target, num_logprobs=s.num_prompt_logprobs)
-        for s in plan.slices
-        for target in s.targets
-    )
-    rows, drawn, logprobs = chain(drawing, scoring), list[Drawn](), list[TokenLogprobs]()
+    rows, drawn, logprobs = iter(rows_read(plan)), list[Drawn](), list[TokenLogprobs]()
     for own_Rv in pieces_Rv:
         here = list(islice(rows, len(own_Rv)))
         few = [i for i, row in enumerate(here) if row.needs_best_only and len(vocabulary.widths) > 1]
@@ -74,7 +84,7 @@ def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gathe
         logits = dict(zip(whole, gather.all(own_Rv[whole] if few else own_Rv, vocabulary).numpy(), strict=True))
         for i, row in enumerate(here if vocabulary.rank == 0 else ()):
             if row.draw is None:
-                logprobs.append(token_logprobs(logits[i], row.target, row.num_logprobs))
+                logprobs.append(token_logprobs(logits[i], row.target, row.num_top or 0))
             elif i in best:
                 drawn.append(Drawn(row.sequence_id, best[i]))
             else:
@@ -84,7 +94,7 @@ def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gathe
     return tuple(drawn), tuple(scored) if vocabulary.rank == 0 else ()
 
 
-def _best_ids(rows: list[_Row], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
+def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
     """The id of each row's best score, the lowest of several; None where none is left or logits are not finite."""
     if not rows:
         return []

@@ -1,10 +1,12 @@
-"""Which device a stage gets, and how much of its memory."""
+"""Which device a stage gets, how much of its memory, and what a container lets it use."""
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.device import Compute, choose, devices_here, gpu_share
+from ppserve.stage.device import Compute, available_bytes, available_cores, choose, devices_here, gpu_share
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -247,3 +249,56 @@ def test_more_threads_than_cores_are_warned_of(
     config = replace(config, pipeline=replace(config.pipeline, threads=threads))
     choose(config, RankEnvironment(0, stages, 0, stages), "float32")
     assert (f"--threads {threads}" in caplog.text) == warns
+
+
+# ---- a container's limits, in files as Linux writes them ----------------------------------------------------
+
+
+def tree(root: Path, **files: str) -> Path:
+    for name, text in ({"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n"} | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"proc/self/cgroup": "0::/\n"}, 16),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "350000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "20000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "6400000 100000\n"}, 16),
+        # Of a group and those around it the narrowest counts.
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+          "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n"}, 2),
+    ],
+)  # fmt: skip
+def test_cores_are_those_of_the_container(
+    tmp_path: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
+    assert available_cores(tree(tmp_path, **files)) == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({}, 64),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n",
+          "sys/fs/cgroup/memory.current": f"{GIB}\n"}, 64),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+          "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+          "sys/fs/cgroup/memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n",
+          "sys/fs/cgroup/memory.current": f"{2 * GIB}\n"}, 0),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], gib: int) -> None:
+    assert available_bytes(tree(tmp_path, **files)) == gib * GIB
+
+
+def test_where_nothing_says_so_memory_is_unknown(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == 0

@@ -1,10 +1,12 @@
-"""One suite for all transports: order, sizes, dtypes, memory, and the ends of waits."""
+"""One suite for all transports: order, sizes, dtypes, memory, the ends of waits, and streams of a GPU."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,24 @@ from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.frames import ReceiveOrder
-from ppserve.stage.transport.nccl import AbortedPassage
+from ppserve.stage.transport.nccl import AbortedPassage, StreamPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
-from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, frame, meet, relay, step
-from tests.worlds import World
+from tests.pipelines import (
+    DEPTH,
+    SHAPES,
+    STAGES,
+    WIDTH,
+    Pipeline,
+    Processes,
+    Threads,
+    enter_epoch,
+    frame,
+    leave_epoch,
+    meet,
+    relay,
+    step,
+)
+from tests.worlds import Died, World
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < STAGES, reason=f"nccl needs {STAGES} GPUs")
@@ -240,3 +256,121 @@ def test_a_single_stage_has_a_transport_without_ends() -> None:
         transport.send(step(0, 1), frame(0, 1))
     transport.close()
     transport.close()
+
+
+# A killed neighbour.
+
+
+def wait_for_death(rank: int, kind: str, path: str, stage: int) -> str:
+    """Stages 0 and 2 of three; the middle one dies. Returns what they were told."""
+    transport = enter_epoch(kind, path, stage, STAGES)
+    said = ""
+    try:
+        for i in range(10_000):
+            plan = step(i, 8)
+            if stage == 0:
+                transport.send(plan, frame(i, 8))
+            else:
+                transport.post_receive(plan)
+                transport.receive(plan)
+    except TransportError as error:
+        said = str(error)
+    leave_epoch(transport)
+    return said
+
+
+def forward_then_die(rank: int, kind: str, path: str, num_steps: int) -> None:
+    """The middle stage: a few steps, then SIGKILL, while the last stage waits for more."""
+    transport = enter_epoch(kind, path, 1, STAGES)
+    for i in range(num_steps):
+        plan = step(i, 8)
+        transport.post_receive(plan)
+        transport.send(plan, transport.receive(plan).clone())
+    os.kill(os.getpid(), 9)
+
+
+def serve_again(rank: int, kind: str, path: str, stage: int) -> list[bool]:
+    transport = enter_epoch(kind, path, stage, STAGES)
+    right = relay(transport, stage, torch.float32, 1)
+    leave_epoch(transport)
+    return right
+
+
+def open_memory(rank: int) -> list[str]:
+    """What this process still holds of the links' memory, by descriptor and by mapping."""
+    gc.collect()
+    descriptors = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in (*descriptors, *mapped) if "memfd:ppserve" in line]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "first")
+    with World(STAGES + 1) as world:
+        world.start(0, wait_for_death, kind, path, 0)
+        world.start(1, forward_then_die, kind, path, 5)
+        world.start(2, wait_for_death, kind, path, 2)
+        assert world.finish(1) == Died(-9)
+        for survivor in (0, 2):
+            assert world.finish(survivor, timeout_s=20).startswith(kind)
+        path = str(tmp_path / "second")
+        for process, stage in ((0, 0), (3, 1), (2, 2)):
+            world.start(process, serve_again, kind, path, stage)
+        assert all(all(world.finish(process)) for process in (0, 2, 3))
+        for process in (0, 2, 3):
+            world.start(process, open_memory)
+            assert world.finish(process) == []
+
+
+# Streams.
+
+
+class Done(dist.Work):
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+def test_streams_hand_buffers_over_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is received into behind the stage's last use of it, at first of its memory; a send goes behind the
+    work that makes what is sent."""
+    log: list[tuple[str, ...]] = []
+    on = ["compute"]
+
+    class Stream:
+        def __init__(self, device: object, name: str = "transfers") -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            log.append((self.name, "records", f"event {len(log)}"))
+            return log[-1][2]
+
+        def wait_event(self, event: str) -> None:
+            log.append((self.name, "waits for", event))
+
+    @contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        on.append(stream.name)
+        yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "compute"))
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: log.append((on[-1], name)) or Done())
+    group = ParallelGroup((0, 1, 2), 1, None)  # type: ignore[arg-type]
+    frames = Frames(WIDTH, torch.float32, 8, depth=1)
+    transport = PointToPoint("nccl", frames, group, StreamPassage(frames.device))
+    for number in range(3):
+        transport.post_receive(step(number, 4))
+    for number in range(2):
+        transport.receive(step(number, 4))
+    transport.send(step(0, 4), torch.zeros(4, WIDTH))
+    assert log == [
+        *[("compute", "records", "event 0"), ("compute", "records", "event 1")],
+        *[("transfers", "waits for", "event 0"), ("transfers", "irecv")],
+        *[("transfers", "waits for", "event 1"), ("transfers", "irecv")],
+        *[("compute", "records", "event 6"), ("transfers", "waits for", "event 6"), ("transfers", "irecv")],
+        *[("compute", "records", "event 9"), ("transfers", "waits for", "event 9"), ("transfers", "isend")],
+    ]

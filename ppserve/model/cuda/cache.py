@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.cuda.device import Staging, packed_bytes
-from ppserve.model.cuda.draws import Draws, rows_read
+from ppserve.model.cuda.draws import Draws
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 from ppserve.model.inputs import ALONE, Gather, Ints, StepRows
+from ppserve.model.sampling import ReadRow, rows_read
 from ppserve.model.stock import AttendInputs
 
 NO_SLOT, NO_POSITION = -1, -1
@@ -110,8 +111,10 @@ class DeviceCache:
         return next((size for size in self._buffers if size >= num_rows), None)
 
     def _draws(self, rows: StepRows, pad_to: int) -> Draws:
-        read = rows_read(rows.plan, pad_to) if self._layout.is_last else []
-        return Draws.from_rows(read, self._arch.vocab_size)
+        if not self._layout.is_last:
+            return Draws.from_rows([], self._arch.vocab_size)
+        read = rows_read(rows.plan)
+        return Draws.from_rows(read + [ReadRow()] * (pad_to - len(read)), self._arch.vocab_size)
 
     def _attend(
         self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, scale: float

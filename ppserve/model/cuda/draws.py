@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.core.plan import Draw, StepPlan
 from ppserve.core.request import SamplingParams
-
-NO_TARGET = -1
+from ppserve.model.sampling import ReadRow
 
 PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 """The arrays with one number for every row."""
@@ -25,26 +23,6 @@ ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency
 """The arrays with one number for every row and id whose score is changed before drawing. In this order: a bias is
 added; repetition multiplies a negative score and divides others; frequency (times occurrences) and presence are
 subtracted, and the presence of a banned id is infinite."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRow:
-    """One row that is read out: drawn from, scored, or neither."""
-
-    draw: Draw | None = None
-    position: int = 0
-    """Of the token that is drawn."""
-    target: int = NO_TARGET
-    """The token whose log-probability is asked for."""
-    num_top: int | None = None
-    """How many of the most likely tokens are asked for; None without log-probabilities."""
-
-
-def rows_read(plan: StepPlan, pad_to: int = 0) -> list[ReadRow]:
-    """In the order of `StepRows.read_rows`, then padding up to so many."""
-    drawn = [ReadRow(draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws]
-    scored = [ReadRow(target=t, num_top=s.num_prompt_logprobs) for s in plan.slices for t in s.targets]
-    return drawn + scored + [ReadRow()] * (pad_to - len(drawn) - len(scored))
 
 
 @dataclass(frozen=True, slots=True)

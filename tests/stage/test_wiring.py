@@ -1,15 +1,18 @@
-"""How a stage leaves an epoch, and which errors only the end of its process can mend."""
+"""How a stage enters an epoch and leaves it, and which errors only the end of its process can mend."""
 
 from __future__ import annotations
 
 import os
 import queue
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 import torch
@@ -25,7 +28,7 @@ from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames
 from ppserve.stage.transport.gather import GroupGather
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
-from ppserve.stage.wiring import ProcessGroupWiring, Wires
+from ppserve.stage.wiring import ProcessGroupWiring, Wires, join_epoch_store, open_epoch_store, wait_for_ranks
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
 
@@ -167,3 +170,59 @@ def test_a_process_ends_though_threads_of_libraries_linger(ends: str, code: int)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == code
     assert ("RuntimeError: poisoned" in done.stderr) == (code == 1)
+
+
+# ---- meeting in an epoch's store: together, or not at all ---------------------------------------------------
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def open_stores(count: int) -> list[dist.Store]:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    return [store, *(join_epoch_store("127.0.0.1", port, TIMEOUT) for _ in range(count - 1))]
+
+
+def test_all_ranks_wait_for_the_last() -> None:
+    stores, asked = open_stores(3), [threading.Event() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        # Only a rank that waits asks whether the epoch is over.
+        early = [threads.submit(wait_for_ranks, stores[n], n, 3, asked[n].set) for n in (0, 1)]
+        assert all(event.wait(30) for event in asked)
+        assert not any(meeting.done() for meeting in early)
+        wait_for_ranks(stores[2], 2, 3, lambda: False)
+        for meeting in early:
+            meeting.result()
+
+
+def test_a_lost_epoch_is_not_waited_for() -> None:
+    stores, over = open_stores(2), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        meeting = threads.submit(wait_for_ranks, stores[0], 0, 2, over.is_set)
+        over.set()
+        with pytest.raises(TransportError, match="was lost"):
+            meeting.result()
+
+
+def test_a_store_whose_host_died_ends_the_meeting() -> None:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
+    del store
+    with pytest.raises(TransportError, match="store is gone"):
+        wait_for_ranks(guest, 1, 2, lambda: False)
+
+
+def test_the_store_keeps_to_the_ports_that_it_may_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=f"none of {port} to {port} is free"):
+            open_epoch_store("127.0.0.1", TIMEOUT, (port, port))
+        _store, found = open_epoch_store("127.0.0.1", TIMEOUT, (port, min(port + 50, 65535)))
+        assert port < found <= port + 50
+
+
+def test_a_store_whose_stage_is_gone_is_not_waited_for() -> None:
+    """torch would try for longer than the time-out: here, longer than any test may take."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(TransportError, match="cannot reach the epoch's store"):
+        join_epoch_store("127.0.0.1", port, timedelta(hours=1))

@@ -83,16 +83,17 @@ class BlockManager:
         for block in reversed(self._tables.pop(sequence_id)):
             self._drop_reference(block)
 
-    def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable:
-        """Let a table begin with these blocks instead of its own, which are freed. Returns the table; it is
-        unchanged if others have its blocks too."""
-        old = self._tables[sequence_id]
-        if all(self._references[block] == 1 for block in old[: len(shared)]):
-            for mine, other in zip(old, shared, strict=False):
-                self._add_reference(other)
-                self._drop_reference(mine)
-            self._tables[sequence_id] = shared + old[len(shared) :]
-        return self._tables[sequence_id]
+    def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable | None:
+        """Let a table begin with these blocks instead of its own, which are freed. Returns the table; None, and
+        nothing changes, if others have its own blocks too."""
+        own, rest = self._tables[sequence_id][: len(shared)], self._tables[sequence_id][len(shared) :]
+        if any(self._references[block] > 1 for block in own):
+            return None
+        for block, other in zip(own, shared, strict=True):
+            self._add_reference(other)
+            self._drop_reference(block)
+        self._tables[sequence_id] = shared + rest
+        return shared + rest
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let `match` find a full, held block. If another block has this content already, nothing changes."""

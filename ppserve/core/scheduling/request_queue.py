@@ -16,7 +16,7 @@ steps are each replica's own (`scheduler`). Laws
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Set
 from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
@@ -52,19 +52,14 @@ class PoisonIsolation:
     """
 
     def __init__(self) -> None:
+        self.suspects: list[str] = []  # the first of them runs alone, the others wait
         self._losses: dict[str, int] = {}
-        self._suspects: list[str] = []
         self._failures: list[Set[Hashable]] = []  # at each loss of the lone request: which ranks failed, and how
 
     @property
     def lone(self) -> str | None:
         """The only request that may run now; None = all may."""
-        return self._suspects[0] if self._suspects else None
-
-    @property
-    def suspects(self) -> Collection[str]:
-        """The requests that may run only alone."""
-        return self._suspects
+        return self.suspects[0] if self.suspects else None
 
     def watches(self, request_id: str) -> bool:
         """Whether a request was in flight at a loss and is not cleared."""
@@ -87,8 +82,8 @@ class PoisonIsolation:
             return lone
         for request in sorted(in_flight):
             self._losses[request] = self._losses.get(request, 0) + 1
-            if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self._suspects:
-                self._suspects.append(request)
+            if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self.suspects:
+                self.suspects.append(request)
         return None
 
     def clear(self, request_id: str) -> None:
@@ -96,8 +91,8 @@ class PoisonIsolation:
         self._losses.pop(request_id, None)
         if request_id == self.lone:
             self._failures = []
-        if request_id in self._suspects:
-            self._suspects.remove(request_id)
+        if request_id in self.suspects:
+            self.suspects.remove(request_id)
 
 
 class RequestScheduler(Protocol):
@@ -173,7 +168,10 @@ class RequestQueue:
         self._may_fit = True
         assignment = self._next_assignment(now)
         fits = assignment is not None and assignment[0] is group
-        if problem := self._late(group, tokens_ahead, now, fits) or (None if fits else self._full(config)):
+        problem = self._late(group, tokens_ahead, now, fits)
+        if problem is None and not fits:
+            problem = self._full(config)
+        if problem is not None:
             self.queue.remove(group)
             self.queue.end_request(request.caller)
             raise problem

@@ -89,10 +89,11 @@ class Scheduler:
     def _share_beginnings(self) -> None:
         """Requests that were admitted together, as after a loss, compute a common prefix only once."""
         for sequence in self._ready.values():
-            if sequence.scheduled or not sequence.is_ready or not (shared := self._prefix_cache.find(sequence)):
+            if sequence.scheduled > 0 or not sequence.is_ready:
                 continue
-            table = self._blocks.share_beginning(sequence.id, shared)
-            if table[: len(shared)] == shared:
+            shared = self._prefix_cache.find(sequence)
+            table = self._blocks.share_beginning(sequence.id, shared) if shared else None
+            if table is not None:
                 sequence.use_blocks(table, len(shared))
                 self.request_queue.retry_admission()
 

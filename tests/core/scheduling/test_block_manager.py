@@ -100,7 +100,7 @@ def test_a_table_begins_with_blocks_that_another_fills_unless_its_own_are_shared
     assert blocks.share_beginning(1, filled[:1]) == (filled[0], alone[1])
     assert blocks.num_held == 5
     allocate(blocks, 3, 2, [], leader[:1])
-    assert blocks.share_beginning(2, filled[:1]) == leader
+    assert blocks.share_beginning(2, filled[:1]) is None
     check_blocks(blocks)
 
 

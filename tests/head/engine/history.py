@@ -25,7 +25,7 @@ from tests.head.engine.history_callers import CUT_SHORT, Caller
 from tests.head.engine.history_faults import Faults
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
 from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
-from tests.head.engine.toy_ranks import ToyRules
+from tests.head.engine.toy_rules import ToyRules
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
 _TICK_S = 0.4

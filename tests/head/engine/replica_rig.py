@@ -22,7 +22,7 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
+from tests.head.engine.toy_rules import ARCH, NUM_BLOCKS, ToyRules
 from tests.hellos import hello
 
 SECOND = 1_000_000_000
@@ -53,6 +53,9 @@ class ScriptedControl:
 
     def drop(self, rank: int, cause: str) -> None:
         self.dropped.append((rank, cause))
+
+    def close(self, goodbye_s: float) -> None:
+        """Nothing is left to read."""
 
 
 class Notes(Observer):

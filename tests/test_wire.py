@@ -68,7 +68,7 @@ FROM_HEAD = [
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
     wire.Abandon(3),
     wire.Plan(PLAN),
-    wire.Plan(PLAN, SamplingUpdate(((0, PLAN.slices[0].draw),), (1,), (7, 2**40))),
+    wire.Plan(PLAN, SamplingUpdate(((3, PLAN.slices[0].draw),), (7, 2**40))),
     wire.Cancel((2**40, 7)),
     wire.Ping(2**60),
     wire.Shutdown(2),

@@ -49,13 +49,11 @@ class Summary:
     """Requests per second; infinite in a closed loop."""
     seed: int
     num_prompts: int
-    duration: float
-    """Seconds."""
+    duration: float  # seconds
     completed: int
     failed: int
     errors_by_status: Mapping[str, int]
-    problems: Mapping[str, str]
-    """One message for each status."""
+    problems: Mapping[str, str]  # one message for each status
     total_input_tokens: int
     total_output_tokens: int
     request_throughput: float
@@ -65,8 +63,7 @@ class Summary:
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
-    client_cores: float
-    """CPU cores that the load generator used."""
+    client_cores: float  # that the load generator used
     stages: tuple[StageTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -145,9 +142,8 @@ def render_table(summary: Summary) -> str:
     if summary.stages:
         lines += ["", *render_ledger(summary.stages, summary.served.num_replicas)]
     for status, number in summary.errors_by_status.items():
-        lines.append(
-            f"\n{number} of {summary.num_prompts} requests failed with {status}: {summary.problems[status]}"
-        )
+        problem = f"failed with {status}: {summary.problems[status]}"
+        lines.append(f"\n{number} of {summary.num_prompts} requests {problem}")
     lines.append(f"\nThis load generator used {summary.client_cores:.2f} cores. Seed {summary.seed}.")
     return "\n".join(lines)
 

@@ -50,9 +50,9 @@ class MetricsReading:
         """The sum of a metric's samples; 0 without any."""
         return sum(self._samples.get(name, {}).values())
 
-    def num(self, name: str) -> int:
-        """How many samples a metric has."""
-        return len(self._samples.get(name, {}))
+    def mean(self, name: str) -> float:
+        """The mean of a metric's samples; 0 without any."""
+        return self.value(name) / max(1, len(self._samples.get(name, {})))
 
     def buckets(self, name: str) -> Buckets:
         """Of a histogram, over all labels but its own."""
@@ -190,12 +190,11 @@ class View:
             p50_s, p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
             return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
-        # The mean: each replica has its own.
-        kv_usage = after.value("ppserve_kv_usage_ratio") / max(1, after.num("ppserve_kv_usage_ratio"))
         return [
             f"running {after.value('ppserve_requests_running'):.0f}"
             f"  waiting {after.value('ppserve_requests_waiting'):.0f}"
-            f"  microbatches in flight {after.value('ppserve_microbatches_in_flight'):.0f}  KV {kv_usage:.1%}",
+            f"  microbatches in flight {after.value('ppserve_microbatches_in_flight'):.0f}"
+            f"  KV {after.mean('ppserve_kv_usage_ratio'):.1%}",
             f"{per_s('ppserve_generated_tokens_total'):.1f} tok/s"
             f"  {per_s('ppserve_prompt_tokens_total'):.1f} prompt tok/s"
             f"  {per_s('ppserve_requests_total'):.2f} req/s"

@@ -1,9 +1,9 @@
 """The sampling state: how long draws travel. It is sent once, when a sequence first draws in an epoch.
 
-A `Draw` may hold a thousand biases and the sequence's whole history. Such draws are left out of plans. The first
-one of a sequence goes to the last stage alone, in a `SamplingUpdate`. That stage puts it back into each later
-plan, with the tokens that it has seen in slices since. Both sides see the same plans in the same order, and each
-epoch begins anew.
+A `Draw` may hold a thousand biases and the sequence's whole history. In plans KEPT stands in place of such draws.
+The first one of a sequence goes to the last stage alone, in a `SamplingUpdate`. That stage puts it back into each
+later plan, with the tokens that it has seen in slices since. Both sides see the same plans in the same order, and
+each epoch begins anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+
+KEPT = Draw(SamplingParams(temperature=-1.0))
+"""The draw that the last stage keeps for the sequence. No request has a temperature below 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +23,7 @@ class SamplingUpdate:
     """What the last stage is told with a plan."""
 
     first_draws: tuple[tuple[int, Draw], ...] = ()
-    """By place of a slice in the plan: the first draw of its sequence."""
-    later: tuple[int, ...] = ()
-    """Places of slices that draw as before."""
+    """By id, the first draws of sequences."""
     ended: tuple[int, ...] = ()
     """Ids of sequences that draw no more."""
 
@@ -39,21 +41,13 @@ class SamplingEncoder:
         """The plan without its long draws, and what goes to the last stage. running: ids of sequences that may
         draw again."""
         ended = self._sent - running
-        self._sent -= ended
-        first_draws, later, slices = list[tuple[int, Draw]](), list[int](), list(plan.slices)
-        for place, s in enumerate(plan.slices):
-            if s.draw is None or not s.draw.is_long:
-                continue
-            if s.sequence_id in self._sent:
-                later.append(place)
-            else:
-                first_draws.append((place, s.draw))
-                self._sent.add(s.sequence_id)
-            slices[place] = replace(s, draw=None)
-        if not (first_draws or later or ended):
-            return plan, NO_UPDATE
-        update = SamplingUpdate(tuple(first_draws), tuple(later), tuple(ended))
-        return replace(plan, slices=tuple(slices)), update
+        long = {s.sequence_id: s.draw for s in plan.slices if s.draw is not None and s.draw.is_long}
+        first_draws = tuple((key, draw) for key, draw in long.items() if key not in self._sent)
+        self._sent = (self._sent - ended).union(long)
+        if long:
+            slices = (replace(s, draw=KEPT) if s.draw and s.sequence_id in long else s for s in plan.slices)
+            plan = replace(plan, slices=tuple(slices))
+        return plan, SamplingUpdate(first_draws, tuple(ended)) if first_draws or ended else NO_UPDATE
 
 
 class SamplingDecoder:
@@ -72,15 +66,14 @@ class SamplingDecoder:
         for key in update.ended:
             self._draws.pop(key, None)
             self._tokens.pop(key, None)
-        for place, draw in update.first_draws:
-            key = plan.slices[place].sequence_id
+        for key, draw in update.first_draws:
             self._draws[key] = replace(draw, output_ids=())
             if draw.params.needs_history:
                 self._tokens[key] = [*draw.prompt_ids, *draw.output_ids]
-        drawing = {place for place, _ in update.first_draws}.union(update.later)
-        if not drawing:
+        kept = [s.draw is not None and s.draw.params.temperature < 0 for s in plan.slices]
+        if not any(kept):
             return plan
-        slices = (self._complete(s) if place in drawing else s for place, s in enumerate(plan.slices))
+        slices = (self._complete(s) if is_kept else s for s, is_kept in zip(plan.slices, kept, strict=True))
         return replace(plan, slices=tuple(slices))
 
     def _complete(self, s: Slice) -> Slice:

@@ -20,7 +20,7 @@ class Intent:
     layers: Split | None = None
     """None: split by `parts`."""
     parts: PartCosts | None = None
-    """What the model's parts cost; None: the weights that decode steps read."""
+    """None: the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "auto"

@@ -114,16 +114,14 @@ class Outcome:
 
     wall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
-    """All gaps between the tokens of a request."""
-    e2e_s: list[float] = field(default_factory=list)
-    """From each request's arrival to its end."""
+    itl_s: list[float] = field(default_factory=list)  # all gaps between the tokens of a request
+    e2e_s: list[float] = field(default_factory=list)  # from each request's arrival to its end
     stages: tuple[StageTimes, ...] = ()
 
     @property
     def figures(self) -> dict[str, Any]:
         """Seconds, rates per second, and each stage's shares of the time with work."""
-        latencies = {name: getattr(self, name) for name in ("ttft_s", "itl_s", "e2e_s")}
+        latencies = {"ttft_s": self.ttft_s, "itl_s": self.itl_s, "e2e_s": self.e2e_s}
         return {
             "requests": len(self.e2e_s),
             "duration_s": self.wall_s,

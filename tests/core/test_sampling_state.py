@@ -17,7 +17,7 @@ def test_a_draw_is_sent_with_the_first_step_of_an_epoch_and_no_more() -> None:
     for _epoch in range(2):
         encoder = SamplingEncoder()
         sent = [encoder.encode(decode(5, end), {5})[1].first_draws for end in (1, 2, 3)]
-        assert sent == [((0, LONG),), (), ()]
+        assert sent == [((5, LONG),), (), ()]
 
 
 def test_a_short_draw_stays_where_it_is() -> None:

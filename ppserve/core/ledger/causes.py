@@ -15,10 +15,9 @@ A stage waits for its next step b. The cause is decided by where b was at each m
 Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
 
 As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
-there are stages when b was sent. In a full pipeline a
-delay keeps its cause as it moves from stage to stage with its step: if the stage before had itself waited for w
-ns, then w ns of this stage's wait have the same causes. Only the rest is `imbalance`. So stages of equal speed
-show no imbalance, whatever else delays them.
+there are stages when b was sent. In a full pipeline a delay keeps its cause as it moves from stage to stage with
+its step: if the stage before had itself waited for w ns, then w ns of this stage's wait have the same causes. Only
+the rest is `imbalance`. So stages of equal speed show no imbalance, whatever else delays them.
 
 The stages form a ring through the head: the stage before the first is the last, with the step that triggered b.
 A delay can circulate in this ring after its cause is gone. When it re-enters stage 0 it is attributed again, in

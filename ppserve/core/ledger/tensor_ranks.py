@@ -16,8 +16,8 @@ class TensorRanks:
     """Collects the results of ranks until a stage's are complete."""
 
     def __init__(self, num_stages: int, num_tensor: int) -> None:
+        # Of each stage, how long each of its ranks has waited for the others.
         self.gathered_ns = [[0] * num_tensor for _ in range(num_stages)]
-        """Of each stage, how long each of its ranks has waited for the others."""
         self._num_tensor = num_tensor
         self._ended = [0] * num_stages
         self._owed_ns = [0] * num_stages

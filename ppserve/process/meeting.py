@@ -23,7 +23,7 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -163,10 +163,10 @@ def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
     """A rank's side of the handshake. Raises OSError, WireError, and UsageError if retrying cannot help."""
     reader, nonce = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES), new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
-    proof = rank_proof(secret, rank, challenge, nonce)
+    proof = make_proof("rank", secret, rank, challenge, nonce)
     connection.sendall(wire.encode(wire.Proof(rank, proof, nonce)))
     welcome = _receive(connection, reader, wire.Welcome)
-    if not hmac.compare_digest(welcome.proof, head_proof(secret, rank, challenge, nonce)):
+    if not hmac.compare_digest(welcome.proof, make_proof("head", secret, rank, challenge, nonce)):
         raise UsageError("the process at the head's address does not know this server's secret")
 
 
@@ -190,16 +190,8 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(32)
 
 
-def rank_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """What a rank answers to the head's challenge. nonce: its own."""
-    return _keyed_hash(secret, b"rank", rank, challenge, nonce)
-
-
-def head_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """What the head answers to a rank's nonce."""
-    return _keyed_hash(secret, b"head", rank, challenge, nonce)
-
-
-def _keyed_hash(secret: bytes, side: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    """What this side answers to the other's number. challenge: the head's; nonce: the rank's."""
     # With the length of what varies, no two different inputs make the same message.
-    return hmac.digest(secret, b"ppserve %s %d %d " % (side, rank, len(challenge)) + challenge + nonce, "sha256")
+    message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
+    return hmac.digest(secret, message, "sha256")

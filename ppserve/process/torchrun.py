@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -85,8 +84,6 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     except SignalException:
         # A signal to this process: the ranks got it too and have ended, their streams finished or timed out.
         return 0
-    finally:
-        sys.stderr.flush()
     return 0
 
 

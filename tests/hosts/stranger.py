@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 
 from ppserve import wire
-from ppserve.process.meeting import new_nonce, rank_proof
+from ppserve.process.meeting import make_proof, new_nonce
 
 _WITHIN_S = 15.0
 
@@ -31,7 +31,7 @@ def speak(host: str, port: int, words: bytes) -> str:
 
 def main() -> None:
     host, control_port, store_port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    wrong_proof = rank_proof(b"another secret", 1, b"no challenge of yours", nonce := new_nonce())
+    wrong_proof = make_proof("rank", b"another secret", 1, b"no challenge of yours", nonce := new_nonce())
     said = {
         "garbage": b"\xff" * 5000,
         "half a frame": b"\x10\0\0\0abc",

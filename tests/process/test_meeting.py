@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
@@ -23,9 +23,8 @@ from ppserve.process.meeting import (
     close_meeting,
     connect_to_head,
     find_meeting,
-    head_proof,
+    make_proof,
     open_meeting,
-    rank_proof,
     read_secret,
 )
 from ppserve.process.network import connect, listen
@@ -233,9 +232,10 @@ def test_what_is_no_greeting_is_tried_again_until_the_time_is_over(tmp_path: Pat
 def test_proofs_differ_by_everything_that_goes_into_them() -> None:
     inputs = [(SECRET, 1, b"c", b"n"), (b"x", 1, b"c", b"n"), (SECRET, 2, b"c", b"n"), (SECRET, 1, b"d", b"n")]
     inputs += [(SECRET, 1, b"c", b"m"), (SECRET, 1, b"cn", b""), (SECRET, 1, b"", b"cn")]
-    proofs = [make(*values) for values in inputs for make in (rank_proof, head_proof)]
+    sides: tuple[Literal["rank", "head"], ...] = ("rank", "head")
+    proofs = [make_proof(side, *values) for values in inputs for side in sides]
     assert len(set(proofs)) == len(proofs)
-    assert rank_proof(*inputs[0]) == proofs[0]
+    assert make_proof("rank", *inputs[0]) == proofs[0]
 
 
 def test_a_recorded_greeting_tells_no_secret_and_cannot_be_used_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.process.meeting import head_proof, new_nonce, rank_proof
+from ppserve.process.meeting import make_proof, new_nonce
 from ppserve.process.network import prepare
 from ppserve.process.tls import TlsConnection
 
@@ -257,7 +257,7 @@ class SocketControlPlane:
 
     def _check_proof(self, peer: _Peer, said: wire.Proof) -> None:
         """The head answers a stranger's proof with its own, or refuses."""
-        expected = rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
+        expected = make_proof("rank", self._secret, said.rank, peer.challenge, said.nonce)
         if not compare_digest(said.proof, expected):
             self._refuse(peer, "the head has another secret than this stage")
         elif not 0 <= said.rank < self._world_size:
@@ -270,7 +270,7 @@ class SocketControlPlane:
         else:
             peer.rank = said.rank
             peer.reader = wire.FrameReader(wire.FromStage)
-            answer = head_proof(self._secret, said.rank, peer.challenge, said.nonce)
+            answer = make_proof("head", self._secret, said.rank, peer.challenge, said.nonce)
             self._send_to(peer, wire.encode(wire.Welcome(answer)))
 
     def _admit(self, peer: _Peer, message: Any) -> bool:

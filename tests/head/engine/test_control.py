@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
-from ppserve.process.meeting import head_proof, rank_proof
+from ppserve.process.meeting import make_proof
 from tests.hellos import hello as hello_of
 from tests.process.test_network import finds_out_after_20_s
 
@@ -59,14 +59,14 @@ class Rank:
 
     def proof(self, rank: int, secret: bytes = SECRET) -> wire.Proof:
         """What is right to answer to the head's challenge."""
-        return wire.Proof(rank, rank_proof(secret, rank, self.challenge.nonce, b"mine"), b"mine")
+        return wire.Proof(rank, make_proof("rank", secret, rank, self.challenge.nonce, b"mine"), b"mine")
 
     def prove(self, control: Plane, rank: int) -> Rank:
         """Up to the head's Welcome."""
         self.say(self.proof(rank))
         while not self._is_readable():
             control.poll(0.01)
-        assert self.hear() == [wire.Welcome(head_proof(SECRET, rank, self.challenge.nonce, b"mine"))]
+        assert self.hear() == [wire.Welcome(make_proof("head", SECRET, rank, self.challenge.nonce, b"mine"))]
         return self
 
     def hear(self) -> list[Any]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import StepPlan
+from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cuda.cache import padded, step_arrays
 from ppserve.model.cuda.operators import Tiles
-from ppserve.model.inputs import StepRows
+from ppserve.model.inputs import StepRows, build_inputs
 from ppserve.model.sampling_kernels import draw
 from tests.model.cuda.here import KINDS, device_of, operators_of
 from tests.slow import quick_first
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUT = StageLayout(0, 1, 0, 4)
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -49,34 +52,15 @@ class Sequences:
 
     def rows(self, parts: list[tuple[int, int, int]]) -> StepRows:
         """Of a step with these (sequence, first position, rows)."""
-        sequence, start, count = (np.array(column) for column in zip(*parts, strict=True))
-        tables = [self.tables[i] for i in sequence]
-        sizes = np.array([len(table) for table in tables])
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(start, count, strict=True)])
-        blocks = np.concatenate(
-            [
-                table[np.arange(s, s + n) // self.block_size]
-                for table, s, n in zip(tables, start, count, strict=True)
-            ]
-        )
-        return StepRows(
-            plan=StepPlan(0, 0, 0, ()),
-            token_ids_T=np.zeros(len(positions), np.int64),
-            positions_T=positions,
-            slots_T=blocks * self.block_size + positions % self.block_size,
-            first_row_S=np.cumsum(count) - count,
-            num_rows_S=count,
-            start_S=start,
-            tables=np.concatenate(tables),
-            table_begin_S=np.cumsum(sizes) - sizes,
-            read_rows=np.empty(0, np.int64),
-        )
+        slices = (Slice(i, start, (0,) * count, tuple(self.tables[i].tolist())) for i, start, count in parts)
+        kept: Any = lambda rows, gather: rows  # noqa: E731
+        cache: Any = SimpleNamespace(block_size=self.block_size, num_blocks=len(self.keys), inputs=kept)
+        return build_inputs(StepPlan(0, 0, 0, tuple(slices)), LAYOUT, cache)  # type: ignore[return-value]
 
     def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
         """The rows' results; keys and values are kept."""
         rows = self.rows(parts)
-        layout = StageLayout(0, 1, 0, 4)
-        arrays = step_arrays(padded(rows, pad_to, layout) if pad_to else rows)
+        arrays = step_arrays(padded(rows, pad_to, LAYOUT) if pad_to else rows)
         on_device = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         qkv = torch.cat([self.qkv[i][start : start + count] for i, start, count in parts])
         more = len(arrays["slots"]) - len(qkv)

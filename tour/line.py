@@ -90,7 +90,7 @@ class TourStage:
     ) -> None:
         self.layout = layout
         self.device = device
-        compute = Compute(device, "float32", shares_gpu=False, stages_here=1, threads=torch.get_num_threads())
+        compute = Compute(device, "float32", stages_here=1, threads=torch.get_num_threads())
         backend = compute.backend(compute.dtype)
         self.model = GPT2Stage.load(checkpoint, layout, backend)
         self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE

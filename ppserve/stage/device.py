@@ -40,7 +40,6 @@ class Compute:
 
     device: torch.device
     dtype: str
-    shares_gpu: bool
     stages_here: int
     """Stages on this machine."""
     threads: int = 1
@@ -52,7 +51,7 @@ class Compute:
     reference: bool = False
     """The CPU takes a GPU's place, and computes by the reference operators."""
     stages_on_gpu: int = 1
-    """How many share its memory."""
+    """How many share a GPU and its memory."""
 
     @property
     def name(self) -> str:
@@ -141,8 +140,8 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     max_step_rows = max_rows + (config.scheduling.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
     flags = config.device
     options = DeviceOptions(flags.batch_invariant, flags.cuda_graphs, max_rows, kv_dtype, max_step_rows)
-    arithmetic = dtype, on_gpu and stages_on_gpu > 1, stages_here, threads, quantization, kv_dtype
-    return Compute(device, *arithmetic, options, reference, stages_on_gpu)
+    arithmetic = dtype, stages_here, threads, quantization, kv_dtype
+    return Compute(device, *arithmetic, options, reference, stages_on_gpu if on_gpu else 1)
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:

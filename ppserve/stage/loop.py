@@ -112,7 +112,7 @@ class StageLoop:
         model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
         device = wire.StageDevice(
             compute.device.index,
-            compute.shares_gpu,
+            shares_gpu=compute.stages_on_gpu > 1,
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
         )

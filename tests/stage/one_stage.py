@@ -32,7 +32,7 @@ from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 WITHIN_S = 60.0
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 8, 64
-CPU = Compute(torch.device("cpu"), "float32", shares_gpu=False, stages_here=1)
+CPU = Compute(torch.device("cpu"), "float32", stages_here=1)
 
 
 class Poisoned(Compute):

@@ -18,7 +18,7 @@ from ppserve.stage.probe import measure_costs, part_costs
 
 pytestmark = pytest.mark.slow
 
-COMPUTE = Compute(torch.device("cpu"), "float32", False, 1)
+COMPUTE = Compute(torch.device("cpu"), "float32", 1)
 TINY = open_checkpoint("tiny")
 STEP = ExpectedWorkload(prompt=32, new=64).step(1024)
 

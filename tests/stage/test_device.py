@@ -64,11 +64,11 @@ class Gpu:
 def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, rows, vocabulary = torch.device("cuda", 0), 512, 50257
     Gpu(monkeypatch, free=70, kept=5)
-    assert Compute(gpu, "bfloat16", False, 1).kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
+    assert Compute(gpu, "bfloat16", 1).kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
     Gpu(monkeypatch, free=60)
-    shared = Compute(gpu, "bfloat16", True, 2, stages_on_gpu=2)
+    shared = Compute(gpu, "bfloat16", 2, stages_on_gpu=2)
     assert shared.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
-    draws = Compute(gpu, "bfloat16", True, 1, options=DeviceOptions(max_rows=rows))
+    draws = Compute(gpu, "bfloat16", 1, options=DeviceOptions(max_rows=rows))
     logits_bytes = draws.options.logits_bytes(vocabulary)
     assert draws.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - logits_bytes) * 0.85)
     assert DeviceOptions(max_rows=4).logits_bytes(vocabulary) == logits_bytes // 2, "the self-test reads 256 rows"
@@ -77,9 +77,9 @@ def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch
 def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:
     """torch's products are tried with few of the numbers of rows that a step may have."""
     gpu = torch.device("cuda", 0)
-    assert "--batch-invariant" in Compute(gpu, "bfloat16", False, 1).doubt
-    assert Compute(gpu, "bfloat16", False, 1, options=DeviceOptions(batch_invariant=True)).doubt == ""
-    assert Compute(CPU, "float32", False, 1, reference=True).doubt == ""
+    assert "--batch-invariant" in Compute(gpu, "bfloat16", 1).doubt
+    assert Compute(gpu, "bfloat16", 1, options=DeviceOptions(batch_invariant=True)).doubt == ""
+    assert Compute(CPU, "float32", 1, reference=True).doubt == ""
 
 
 OLD, NEW = (7, 5), (8, 0)
@@ -145,7 +145,7 @@ def test_a_stage_says_what_it_weighs() -> None:
             weighed.append((weight_bytes, vocab_size))
             return 1 << 20
 
-    compute = Scales(CPU, "float32", False, 1)
+    compute = Scales(CPU, "float32", 1)
     with ThreadPoolExecutor(1) as threads:
         stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
         stage.hear(wire.Hello)
@@ -193,7 +193,7 @@ def test_stages_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.M
     def stage(number: int) -> torch.Tensor | None:
         threading.current_thread().name = f"stage {number}"
         with FakeTensorMode():
-            Compute(torch.device("cuda", 0), "float32", True, 2).occupy()
+            Compute(torch.device("cuda", 0), "float32", 2).occupy()
         if number == 0:
             ends[0].send(step, hidden_TD)
             return None
@@ -231,7 +231,7 @@ def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int
     """Beside our kernels its threads would spin after each of its operators, on the same cores."""
     num_threads = torch.get_num_threads()
     try:
-        Compute(torch.device("cpu"), "float32", False, 1, threads=2, reference=reference).occupy()
+        Compute(torch.device("cpu"), "float32", 1, threads=2, reference=reference).occupy()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(num_threads)

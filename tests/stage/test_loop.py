@@ -248,7 +248,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: str, error: Exception) -> Itera
     """A stage that has said Hello."""
     monkeypatch.setattr(FailingGpu, "at", at)
     monkeypatch.setattr(FailingGpu, "error", error)
-    compute = OnFailingGpu(torch.device("cpu"), "float32", False, 1)
+    compute = OnFailingGpu(torch.device("cpu"), "float32", 1)
     with ThreadPoolExecutor(1) as threads:
         stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
         try:

@@ -112,10 +112,9 @@ def _directory_of_launcher() -> Path:
     with contextlib.suppress(OSError):  # only Linux has network namespaces
         told.append(os.readlink("/proc/self/ns/net"))
     name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
-    for place in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
-        if os.access(place, os.W_OK) and len(os.fsencode(place)) <= _MAX_PLACE_BYTES:
-            return Path(place, f"ppserve-{os.getuid()}-{name}")
-    return Path(f"/tmp/ppserve-{os.getuid()}-{name}")
+    places = os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()
+    fits = [place for place in places if os.access(place, os.W_OK) and len(os.fsencode(place)) <= _MAX_PLACE_BYTES]
+    return Path(fits[0] if fits else "/tmp", f"ppserve-{os.getuid()}-{name}")
 
 
 def _check_private(directory: Path) -> None:

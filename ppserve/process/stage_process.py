@@ -83,8 +83,7 @@ class ForkServer:
 
     def kill(self) -> None:
         """SIGKILL; harmless when it has ended. Its stage dies with it. Safe in a signal handler."""
-        process = self._process
-        if process is not None:
+        if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> int:

@@ -106,8 +106,7 @@ def _hand_on_signals() -> None:
 
 
 def _has_terminal() -> bool:
-    try:
+    with contextlib.suppress(OSError):
         os.close(os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+        return True
+    return False

@@ -64,7 +64,7 @@ SLOW_IMPORT = """
 class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "ppserve.stage.probe":
-            time.sleep(1.2)
+            time.sleep(0.7)
 import importlib
 importlib.reload(main)
 main.be_stage = be_stage
@@ -255,7 +255,9 @@ def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
     assert stage.name() == "ppserve.stage"
     server = psutil.Process(stage.ppid())
     assert server.name() == "ppserve.forks"
-    assert server.num_threads() == 1
+    until_s = time.monotonic() + 10
+    while server.num_threads() > 1:  # the kernel counts one that was joined a moment longer
+        assert time.monotonic() < until_s
     for which in stage, server:
         descriptors = sorted(map(int, os.listdir(f"/proc/{which.pid}/fd")))
         assert descriptors[:3] == [0, 1, 2]

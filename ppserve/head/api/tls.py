@@ -12,25 +12,22 @@ from ppserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """chain, key, client_ca: contents of the PEM files; client_ca None: clients need no certificate. context: all
-    three, for servers that use Python's `ssl`."""
+    """The contents of the PEM files."""
 
     chain: bytes
     key: bytes = field(repr=False)
-    client_ca: bytes | None
-    context: ssl.SSLContext
+    client_ca: bytes | None  # None: clients need no certificate
+    context: ssl.SSLContext  # all three, for servers that use Python's `ssl`
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
     """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
-    if cert is None and key is None:
-        if client_ca is not None:
-            raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
-        return None
     if cert is None or key is None:
-        missing, given = ("--tls-cert", "--tls-key") if cert is None else ("--tls-key", "--tls-cert")
-        raise ConfigError(missing, f"needed beside {given}")
+        given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}
+        if beside := [flag for flag, path in given.items() if path is not None]:
+            raise ConfigError("--tls-cert" if cert is None else "--tls-key", f"needed beside {beside[0]}")
+        return None
     chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # A session that is taken up again would go by certificates that may have been replaced since.
@@ -39,14 +36,13 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
         context.load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
-    if client_ca is None:
-        return Certificates(chain, secret, None, context)
-    authority = _read("--tls-client-ca", client_ca)
-    try:
-        context.load_verify_locations(client_ca)
-    except ssl.SSLError as error:
-        raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
-    context.verify_mode = ssl.CERT_REQUIRED
+    authority = None if client_ca is None else _read("--tls-client-ca", client_ca)
+    if authority is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except ssl.SSLError as error:
+            raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(chain, secret, authority, context)
 
 

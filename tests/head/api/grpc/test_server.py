@@ -226,7 +226,7 @@ def test_tls_needs_no_certificate_of_the_client(tmp_path: Path) -> None:
     [
         ({"tls_cert": "leaf.pem"}, "--tls-key"),
         ({"tls_key": "leaf.key"}, "--tls-cert"),
-        ({"tls_client_ca": "ca.pem"}, "--tls-client-ca"),
+        ({"tls_client_ca": "ca.pem"}, "--tls-cert"),
         ({"tls_cert": "missing", "tls_key": "leaf.key"}, "--tls-cert"),
         ({"tls_cert": "leaf.pem", "tls_key": "ca.key"}, "--tls-cert"),
         ({"tls_cert": "names", "tls_key": "leaf.key"}, "--tls-cert"),

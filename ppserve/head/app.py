@@ -180,8 +180,8 @@ class HeadProcess:
         request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused)
         servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
         self._on_reload(request_handler, servers)
-        await self._open(servers, description)
-        await self._report_health(servers)
+        await self._open(servers, request_handler)
+        await self._report_health(request_handler)
         timeout_s = 0.0
         if not self._failed.done():
             timeout_s = settings.shutdown_timeout_s
@@ -189,13 +189,12 @@ class HeadProcess:
             self._engine.drain()
         await servers.close(timeout_s, self._stop_now)
 
-    async def _report_health(self, servers: Servers) -> None:
+    async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
-        serving = True
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
-            if serving != self._engine.is_healthy(time.monotonic_ns()):
-                serving = not serving
-                await servers.set_serving(serving)
+            healthy = self._engine.is_healthy(time.monotonic_ns())
+            if healthy != request_handler.is_serving:
+                request_handler.set_serving(healthy)
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
         engine, metrics, spans = self._engine, self._metrics, self._spans
@@ -204,15 +203,16 @@ class HeadProcess:
         costs = json_page(lambda: describe_costs(engine.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
-    async def _open(self, servers: Servers, description: ModelDescription) -> None:
+    async def _open(self, servers: Servers, request_handler: RequestHandler) -> None:
         """Serves, and says so. Raises UsageError."""
+        description = request_handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
         ports = await servers.open()
         # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
-        await servers.set_serving(True)
+        request_handler.set_serving(True)
         host = self._config.server.host
         print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"

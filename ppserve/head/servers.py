@@ -29,7 +29,7 @@ def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> Gr
 
 
 class Servers:
-    """The servers of all protocols. Their health checks say NOT_SERVING until `set_serving`."""
+    """The servers of all protocols."""
 
     def __init__(
         self,
@@ -61,9 +61,6 @@ class Servers:
             self._grpc.show(certificates)
             self._http.show(certificates)
             log.info("certificates read again")
-
-    async def set_serving(self, serving: bool) -> None:
-        self._request_handler.set_serving(serving)
 
     async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
         """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.

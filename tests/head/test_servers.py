@@ -23,9 +23,10 @@ def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun
     """num_turns: of the event loop, between the two."""
 
     async def main() -> None:
-        servers = Servers(SETTINGS, handler_of(FakeEngine(halt_after=1), SETTINGS), lambda path, status: None, {})
+        handler = handler_of(FakeEngine(halt_after=1), SETTINGS)
+        servers = Servers(SETTINGS, handler, lambda path, status: None, {})
         ports = await servers.open()
-        await servers.set_serving(True)
+        handler.set_serving(True)
         at_once = asyncio.get_running_loop().create_future()
         async with stub_of(f"127.0.0.1:{ports.grpc}") as stub:
             call = stub.Generate(pb.GenerateRequest(text="x")) if has_stream else None

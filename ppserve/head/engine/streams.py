@@ -93,12 +93,16 @@ class SequenceProgress:
     def end(self, finish: FinishReason) -> str:
         """The sequence has ended. Returns the text that the detokenizer held back."""
         self.has_ended = True
-        is_cut = self._detokenizer is None or finish is FinishReason.STOP_STRING
-        return "" if self._detokenizer is None or is_cut else self._detokenizer.finish()
+        if self._detokenizer is None or finish is FinishReason.STOP_STRING:
+            return ""
+        return self._detokenizer.finish()
 
 
 class OpenRequest:
-    """A request on its way through the engine, whose thread owns it once it is submitted."""
+    """A request on its way through the engine, until all of its sequences have ended.
+
+    The engine's thread owns it once it is submitted.
+    """
 
     def __init__(
         self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_id: int | None = None
@@ -195,7 +199,7 @@ class OpenRequest:
         return TokenOutput(0, 0, error=error)
 
     def progress(self, index: int) -> SequenceProgress:
-        """Of the sequence with this index."""
+        """The sequence with this index."""
         progress = self._sequences.get(index)
         if progress is None:
             progress = self._sequences[index] = SequenceProgress(self.request, self._tokenizer)

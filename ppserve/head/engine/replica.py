@@ -160,8 +160,7 @@ class Replica:
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
         events = self._handle_events(self.members.tick(now_ns))
-        stuck = self.steps.stuck(now_ns)
-        if stuck is not None:
+        if (stuck := self.steps.stuck(now_ns)) is not None:
             step_id, stage = stuck
             for tensor in self._ranks.owing(step_id, stage):
                 self._control.drop(self.members.ranks[stage * self.members.grid.tensor + tensor], "stuck")

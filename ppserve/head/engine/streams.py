@@ -99,10 +99,7 @@ class SequenceProgress:
 
 
 class OpenRequest:
-    """A request on its way through the engine, until all of its sequences have ended.
-
-    The engine's thread owns it once it is submitted.
-    """
+    """A request until all of its sequences have ended. The engine's thread owns it once it is submitted."""
 
     def __init__(
         self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_id: int | None = None

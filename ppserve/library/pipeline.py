@@ -123,6 +123,9 @@ class Pipeline:
     (ConfigError, CheckpointError) for what cannot be run.
     """
 
+    model: ModelDescription
+    """What is computed, in which arithmetic, and whether the promises hold on this machine."""
+
     def __init__(
         self,
         model: str | os.PathLike[str] = "tiny",
@@ -139,7 +142,7 @@ class Pipeline:
         for thread in threads:
             thread.start()
         try:
-            self._description, self._tokenizer = self._wait_until_formed(config)
+            self.model, self._tokenizer = self._wait_until_formed(config)
         except BaseException:
             self.close()
             raise
@@ -181,7 +184,7 @@ class Pipeline:
         requests = {}
         for place, prompt in enumerate(prompts):
             call = Call.begin("", timeout_s, None)
-            request = to_request(given, self._ids_of(prompt), self._description, call)
+            request = to_request(given, self._ids_of(prompt), self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = Pending(request, self._text_of(prompt) if request.output.echo else "")
         return Stream(self, engine, self._tokenizer, requests)
@@ -189,7 +192,7 @@ class Pipeline:
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        check_text("prompt", prompt, self._description)
+        check_text("prompt", prompt, self.model)
         try:
             return self._tokenizer.encode(prompt) if self._tokenizer is not None else ()
         except ValueError as error:
@@ -202,11 +205,6 @@ class Pipeline:
 
     # ---- what it says ---------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> ModelDescription:
-        """What is computed, in which arithmetic, and whether the promises hold on this machine."""
-        return self._description
-
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""
         return describe_topology(self._running().snapshot())
@@ -217,7 +215,7 @@ class Pipeline:
         return Ledger(topology.stages, topology.advice)
 
     def __repr__(self) -> str:
-        return f"<Pipeline {self._description.name!r}, {self._description.numbers}>"
+        return f"<Pipeline {self.model.name!r}, {self.model.numbers}>"
 
     def _running(self) -> Engine:
         """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,24 +18,16 @@ from ppserve.v1 import generation_pb2 as pb
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
+@dataclass(eq=False)
 class CallFailed(PpserveError):
     """A call that did not succeed. Its cause (`__cause__`): when the call was retried and its failures differed,
     the first one, or the first that a server explained."""
 
-    def __init__(
-        self,
-        code: str,
-        problem: str,
-        reason: str = "",
-        violations: tuple[Violation, ...] = (),
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(code, problem)
-        self.code = code  # name of the gRPC status, such as INVALID_ARGUMENT
-        self.problem = problem
-        self.reason = reason  # the server's stable name for the failure; empty when no server answered
-        self.violations = violations  # the wrong fields of the request
-        self.retry_after_s = retry_after_s  # how long the server asks the client to wait
+    code: str  # name of the gRPC status, such as INVALID_ARGUMENT
+    problem: str
+    reason: str = ""  # the server's stable name for the failure; empty when no server answered
+    violations: tuple[Violation, ...] = ()  # the wrong fields of the request
+    retry_after_s: float | None = None  # how long the server asks the client to wait
 
     def __str__(self) -> str:
         at_first = f" (at first: {self.__cause__})" if self.__cause__ is not None else ""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,11 @@ def frame(step_id: int, rows: int, dtype: torch.dtype = torch.float32) -> torch.
 Play = Callable[..., Any]
 
 
-class Pipeline(Protocol):
-    def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
-        """What `play(transport, stage, *args)` returned in every stage."""
-
-    def count_descriptors(self) -> list[int]:
-        """Open files of every process, between epochs."""
-
-
 class Threads:
     """Stages of the local transport."""
 
     def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
+        """What `play(transport, stage, *args)` returned in every stage."""
         transports = connect((Frames(WIDTH, dtype, depth=DEPTH),) * STAGES)
         with ThreadPoolExecutor(STAGES) as threads:
             barrier = threading.Barrier(STAGES, timeout=60)
@@ -63,6 +56,7 @@ class Threads:
         return [future.result() for future in running]
 
     def count_descriptors(self) -> list[int]:
+        """Open files of every process, between epochs."""
         return [count_descriptors(0)]
 
 
@@ -81,6 +75,9 @@ class Processes:
 
     def count_descriptors(self) -> list[int]:
         return self._world.run(count_descriptors)
+
+
+Pipeline = Threads | Processes
 
 
 def one_epoch(rank: int, kind: str, path: str, dtype: torch.dtype, play: Play, args: tuple[Any, ...]) -> Any:

@@ -19,7 +19,8 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.descriptions import ModelDescription, describe_model, describe_topology
+from ppserve.head.binding import Ports
+from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
@@ -182,12 +183,7 @@ class HeadProcess:
         self._on_reload(request_handler, servers)
         await self._open(servers, request_handler)
         await self._report_health(request_handler)
-        timeout_s = 0.0
-        if not self._failed.done():
-            timeout_s = settings.shutdown_timeout_s
-            log.info("draining: running streams have %g s", timeout_s)
-            self._engine.drain()
-        await servers.close(timeout_s, self._stop_now)
+        await servers.close(self._begin_draining(), self._stop_now)
 
     async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
@@ -195,6 +191,15 @@ class HeadProcess:
             healthy = self._engine.is_healthy(time.monotonic_ns())
             if healthy != request_handler.is_serving:
                 request_handler.set_serving(healthy)
+
+    def _begin_draining(self) -> float:
+        """Returns the seconds that running streams have; none if the pipeline has failed."""
+        if self._failed.done():
+            return 0.0
+        timeout_s = self._config.server.shutdown_timeout_s
+        log.info("draining: running streams have %g s", timeout_s)
+        self._engine.drain()
+        return timeout_s
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
         engine, metrics, spans = self._engine, self._metrics, self._spans
@@ -204,7 +209,7 @@ class HeadProcess:
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _open(self, servers: Servers, request_handler: RequestHandler) -> None:
-        """Serves, and says so. Raises UsageError."""
+        """Serves. Raises UsageError."""
         description = request_handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
@@ -213,6 +218,10 @@ class HeadProcess:
         gc.collect()
         gc.freeze()
         request_handler.set_serving(True)
+        self._announce(description, topology, ports)
+
+    def _announce(self, description: ModelDescription, topology: Topology, ports: Ports) -> None:
+        """The start-up table, and the line for those that wait for the server."""
         host = self._config.server.host
         print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"

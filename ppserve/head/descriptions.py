@@ -172,10 +172,14 @@ def why_not_deterministic(members: Iterable[Member]) -> list[str]:
             f"ranks compute with different kernels ({'; '.join(kernels)}): other requests, chunks and lost stages"
             " change nothing, but other layers per stage, another host or another replica may give other tokens"
         )
-        common = [name for name in loaded[0][1].variants if all(name in of.variants for _, of in loaded)]
-        remedy = f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
-        reasons.append(problem + remedy)
+        reasons.append(problem + _remedy([of.variants for _, of in loaded]))
     return reasons
+
+
+def _remedy(variants: Sequence[Sequence[str]]) -> str:
+    """What gives all ranks the same kernels; empty where one is no CPU. variants: that each can run."""
+    common = [name for name in variants[0] if all(name in others for others in variants)]
+    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer | None]:
@@ -224,20 +228,24 @@ def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
 
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
     """With advice, which may search for a better split: not for the engine's thread."""
-    stages: list[StageDescription] = []
-    advice = []
-    for reading in readings:
-        stages += map(_describe_stage, [reading] * len(reading.stages), reading.stages, predict_steps(reading))
-        if found := advise(reading.stage_times, reading.decision.layouts, reading.microbatches):
-            advice.append(f"Replica {reading.replica}: " * (len(readings) > 1) + found)
     return Topology(
-        stages=tuple(stages),
+        stages=tuple(
+            _describe_stage(reading, stage, predicted_s)
+            for reading in readings
+            for stage, predicted_s in zip(reading.stages, predict_steps(reading), strict=True)
+        ),
         replicas=tuple(readings),
         transport=readings[0].decision.transport,
         epoch=1 + sum(reading.epoch - 1 for reading in readings),
         microbatches=readings[0].microbatches,
-        advice=" ".join(advice),
+        advice=" ".join(filter(None, (_give_advice(reading, len(readings)) for reading in readings))),
     )
+
+
+def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
+    """What would help a replica most; empty when nothing would."""
+    found = advise(reading.stage_times, reading.decision.layouts, reading.microbatches)
+    return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 
 
 def _describe_stage(reading: ReplicaReading, stage: StageReading, predicted_s: float | None) -> StageDescription:

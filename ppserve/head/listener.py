@@ -27,9 +27,7 @@ class Listener:
     """Serves an ASGI application. Each request's `state` holds its connection's `transport`."""
 
     def __init__(self, app: ASGIApp, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """max_connections: while there are as many, requests are answered with 503. At most half of the files that
-        may be open: the rest is left to everything else."""
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        """max_connections: while there are as many, requests are answered with 503."""
         self._server = _Server(
             Config(
                 app,
@@ -43,7 +41,7 @@ class Listener:
                 proxy_headers=False,
                 server_header=False,
                 backlog=_BACKLOG,
-                limit_concurrency=min(max_connections, files // 2),
+                limit_concurrency=min(max_connections, _half_of_files()),
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=_IDLE_S,
                 timeout_graceful_shutdown=_CLOSING_S,
@@ -64,6 +62,11 @@ class Listener:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+
+
+def _half_of_files() -> int:
+    """Of those that may be open; the rest is left to everything else."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class _Server(Server):

@@ -95,10 +95,13 @@ def wait_for_hellos(
                 case Received(rank, _, wire.Failed() as failure):
                     failures.append((rank, failure))
         now_s = clock()
-        missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in hellos)
-        absent = f"{missing}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
-        fatal = limit.check(set(hellos), absent, now_s)
+        fatal = limit.check(set(hellos), _missing_ranks(set(range(world_size)) - set(hellos)), now_s)
     arrived_ns = round(now_s * 1e9)
     control.put_back([Received(rank, arrived_ns, message) for rank, message in (*hellos.items(), *failures)])
     is_complete = len(hellos) == world_size and not failures
     return tuple(hellos[rank] for rank in range(world_size)) if is_complete else fatal or ()
+
+
+def _missing_ranks(ranks: set[int]) -> str:
+    names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
+    return f"{names}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class RequestHandler:
-    """Serves the calls of all protocols, from one engine.
+    """The engine as all protocols call it, in the event loop.
 
     tokenizer: None when only tokens can be served. keys: None when no call needs one. count_refusal: is told of
     errors that end a request before the engine knows of it.

@@ -48,7 +48,7 @@ class Service(Protocol):
 
 
 class KeyCheck(aio.ServerInterceptor):
-    """Refuses every call without an accepted key, health excepted.
+    """An interceptor that refuses every call without an accepted key, health excepted.
 
     It stands before the method is even looked up, so a new method cannot be forgotten.
     """

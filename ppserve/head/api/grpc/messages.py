@@ -31,7 +31,7 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | S
 
 
 class GenerateMessages:
-    """Makes the messages of one request, by what it asked for.
+    """The messages of one request, by what it asked for.
 
     public_id: the request's id as its caller knows it. token_bytes: the bytes of a token.
     """

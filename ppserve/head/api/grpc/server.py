@@ -34,7 +34,7 @@ HealthState: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class GrpcServer:
-    """Serves until `stop`."""
+    """A server of all services that speak gRPC, from `start` to `stop`."""
 
     def __init__(
         self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[Service] = ()

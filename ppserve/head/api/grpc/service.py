@@ -12,7 +12,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 
 class GenerationService:
-    """Answers calls with what the request handler says."""
+    """Our own protocol, on the request handler."""
 
     descriptor = pb.DESCRIPTOR.services_by_name["GenerationService"]
 

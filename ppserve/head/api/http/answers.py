@@ -30,7 +30,7 @@ BytesOf = Callable[[int], bytes]
 
 
 class Answers:
-    """Makes the answers to one call. requests: one for each of its prompts, in order."""
+    """The answers to one call. requests: one for each of its prompts, in order."""
 
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     id_prefix: ClassVar[str] = "cmpl-"
@@ -132,7 +132,7 @@ def _usage(prompts: Sequence[PromptProgress]) -> Json:
 
 
 class LogprobWriter:
-    """Writes the log-probabilities of one sequence, from its first token on.
+    """The log-probabilities of one sequence as JSON, from its first token on.
 
     as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
     """

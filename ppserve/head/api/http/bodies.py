@@ -48,6 +48,8 @@ class Resume(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct):
+    """Which events of a stream tell the usage."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 

@@ -66,12 +66,10 @@ class ChatBody(GenerationBody, kw_only=True):
     }
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    """OpenAI's newer name of max_tokens."""
+    max_completion_tokens: int | None = None  # OpenAI's newer name of max_tokens
     has_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
     logprobs: int | None = msgspec.field(default=None, name="top_logprobs")
-    continue_final_message: bool | None = None
-    """Whether the answer is the rest of the last message."""
+    continue_final_message: bool | None = None  # whether the answer is the rest of the last message
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
@@ -114,7 +112,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 class ChatAnswers(Answers):
-    """Makes the answers to one chat."""
+    """The answers to one chat."""
 
     objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
     id_prefix: ClassVar[str] = "chatcmpl-"

@@ -45,7 +45,7 @@ Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
 
 class HttpServer:
-    """Serves until `stop`."""
+    """A server of OpenAI's paths, from `start` to `stop`."""
 
     def __init__(
         self, settings: ServerSettings, request_handler: RequestHandler, count_answer: Callable[[str, int], None]
@@ -118,9 +118,10 @@ class HttpServer:
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The endpoint's answer, or its error as one; counted, and with the call's names."""
         path, state = request.scope["path"], request.state
-        state.call = begin_call(request, self._request_handler.keys is not None)
+        key = bearer_key(request.headers.get("authorization", ""))
+        state.call = begin_call(request, None if self._request_handler.keys is None else key)
         try:
-            timeout_s = self._admit(request, path)
+            timeout_s = self._admit(request, path, key)
             async with asyncio.timeout(timeout_s):
                 response = await endpoint(request, self._request_handler)
         except ClientDisconnect:
@@ -134,12 +135,12 @@ class HttpServer:
         self._count_answer(path if path in self._paths else _OTHER_PATHS, response.status_code)
         return response
 
-    def _admit(self, request: Request, path: str) -> float | None:
+    def _admit(self, request: Request, path: str, key: str | None) -> float | None:
         """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
         handler, state = self._request_handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
             if path not in OPEN_PATHS:
-                handler.check_key(bearer_key(request.headers.get("authorization", "")))
+                handler.check_key(key)
             # The caller, or a proxy, may have named the call.
             state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")
             timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
@@ -148,9 +149,8 @@ class HttpServer:
         return timeout_s
 
 
-def begin_call(request: Request, keys_are_checked: bool) -> Call:
-    """The call as the request handler knows it, under a name of ours."""
-    key = bearer_key(request.headers.get("authorization", "")) if keys_are_checked else None
+def begin_call(request: Request, key: str | None) -> Call:
+    """The call as the request handler knows it, under a name of ours. key: one that is checked."""
     tls = request.state.transport.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) if tls is not None else None
     host = request.client.host if request.client is not None else ""

@@ -40,7 +40,7 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | S
     return given, message.text if kind == "text" else message.tokenized.input_ids
 
 
-def in_words_of(message: pb.GenerateRequest, error: InvalidRequest) -> InvalidRequest:
+def rename_fields(message: pb.GenerateRequest, error: InvalidRequest) -> InvalidRequest:
     """The same error, with the names that this protocol's fields have."""
     prompt = "text" if message.WhichOneof("input") == "text" else "tokenized"
     return renamed(error, _NAMES | {"prompt": prompt}, "sampling_params.")

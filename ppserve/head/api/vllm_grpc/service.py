@@ -18,7 +18,7 @@ from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.stream import deltas_in_time
-from ppserve.head.api.vllm_grpc.messages import SequenceMessages, in_words_of, request_fields
+from ppserve.head.api.vllm_grpc.messages import SequenceMessages, rename_fields, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
 # Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
@@ -28,7 +28,7 @@ CHUNK_BYTES = 256 << 10
 
 
 class VllmService:
-    """Answers calls with what the request handler says."""
+    """vLLM's protocol, on the request handler."""
 
     descriptor = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 
@@ -47,7 +47,7 @@ class VllmService:
                     for answer in messages.answers(delta):
                         yield answer
         except InvalidRequest as error:
-            raise in_words_of(message, error) from None
+            raise rename_fields(message, error) from None
 
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call

@@ -88,6 +88,10 @@ def test_the_model_and_the_ledger() -> None:
         async with served(FakeEngine()) as (_, target), Caller(target) as caller:
             assert (await caller.model_info()).architecture.vocab_size == 257
             (stage,) = read_ledger(await caller.topology())
-            assert (stage.computed_ns, stage.bubble_ns["host"], stage.idle_ns) == (10**9, 10**9 // 2, 2 * 10**9)
+            assert (stage.computed_ns, stage.bubble_ns["host"], stage.idle_ns) == (
+                3 * 10**9,
+                10**9 // 2,
+                2 * 10**9,
+            ), "a second in each phase"
 
     asyncio.run(main())

@@ -69,21 +69,11 @@ class Rank:
         assert self.hear() == [wire.Welcome(make_proof("head", SECRET, rank, self.challenge.nonce, b"mine"))]
         return self
 
-    def hear(self) -> list[Any]:
-        """Messages that arrived; waits for one. None at all when the head has hung up."""
+    def hear(self, number: int = 1) -> list[Any]:
+        """Messages that arrived; waits for so many. Fewer when the head has hung up."""
         messages: list[Any] = []
-        while not messages:
-            received = self.connection.recv(1 << 16)
-            if not received:
-                break
-            messages = self._reader.feed(received)
-        return messages
-
-    def hear_all(self, number: int) -> list[Any]:
-        """As `hear`, until so many have come."""
-        messages: list[Any] = []
-        while len(messages) < number:
-            messages += self.hear()
+        while len(messages) < number and (received := self.connection.recv(1 << 16)):
+            messages += self._reader.feed(received)
         return messages
 
     @property
@@ -354,7 +344,7 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
         assert has_ended(in_thread(say))
         assert reader.hear() == [wire.Ping(4)]
         heard = list[object]()
-        reading = in_thread(lambda: heard.extend(slow.hear_all(33)))
+        reading = in_thread(lambda: heard.extend(slow.hear(33)))
         while reading.is_alive():
             assert control.poll(0.05) == []
         assert heard == [LONG] * 32 + [wire.Ping(4)]

@@ -33,11 +33,11 @@ Events = list[Received | Disconnected]
 class Plane(SocketControlPlane):
     """The head's end, on a free port of this host. It has two ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: float) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)
         self.port = listener.getsockname()[1]
-        super().__init__(listener, 2, SECRET)
+        super().__init__(listener, 2, SECRET, **settings)
 
 
 class Rank:
@@ -90,8 +90,8 @@ def hello(rank: int) -> wire.Hello:
 
 
 @contextmanager
-def listening() -> Iterator[Plane]:
-    control = Plane()
+def listening(**settings: float) -> Iterator[Plane]:
+    control = Plane(**settings)
     try:
         yield control
     finally:
@@ -212,8 +212,18 @@ def test_after_the_proof_only_the_ranks_own_greeting_will_do(words: wire.FromSta
         assert cut_off(control, stranger) == []
 
 
+@pytest.mark.parametrize("words", [b"", wire.encode(hello(0))[:-1]])
+def test_a_stranger_that_never_finishes_its_greeting_is_cut_off_and_a_silent_rank_is_not(words: bytes) -> None:
+    with listening(greeting_timeout_s=0.5) as control, greeted(control, 1) as silent:
+        with connected(control) as stranger:
+            stranger.connection.sendall(words)
+            assert cut_off(control, stranger) == []
+        silent.say(wire.Heartbeat(1, 2))
+        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+
+
 def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
-    with listening() as control, ExitStack() as crowd:
+    with listening(greeting_timeout_s=AGES_S) as control, ExitStack() as crowd:
         strangers = [crowd.enter_context(connected(control)) for _ in range(40)]
         with greeted(control, 0) as rank:
             assert strangers[0].is_cut_off

@@ -53,7 +53,7 @@ CARD = ModelDescription(
     why_not="",
     version="0",
 )
-_HELLO = hello(0, 1, CARD.architecture, costs={1: PartCosts(0.001, 0.001, 0.0, 0.0)})
+_HELLO = hello(0, 1, CARD.architecture)
 _LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
 _STAGE = StageReading(
     StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),
@@ -74,6 +74,7 @@ READING = ReplicaReading(
     decision=Decision(
         *(CARD.architecture, stage_layouts(Split((4,))), "float32", "local"),
         SchedulerConfig(1, max_num_seqs=8, max_model_len=64, block_size=16),
+        PartCosts(0.001, 0.001, 0.0, 0.0),
     ),
     overheads=OverheadTimes(),
     stages=(_STAGE,),

@@ -13,7 +13,6 @@ from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.figures import numbers
 from ppserve.core.ledger.advice import advise
-from ppserve.core.partition import mean
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import ReplicaReading, StageReading
@@ -229,11 +228,7 @@ def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
     """With advice, which may search for a better split: not for the engine's thread."""
     return Topology(
-        stages=tuple(
-            _describe_stage(reading, stage, predicted_s)
-            for reading in readings
-            for stage, predicted_s in zip(reading.stages, predict_steps(reading), strict=True)
-        ),
+        stages=tuple(_describe_stage(reading, stage) for reading in readings for stage in reading.stages),
         replicas=tuple(readings),
         transport=readings[0].decision.transport,
         epoch=1 + sum(reading.epoch - 1 for reading in readings),
@@ -248,12 +243,12 @@ def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
     return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 
 
-def _describe_stage(reading: ReplicaReading, stage: StageReading, predicted_s: float | None) -> StageDescription:
+def _describe_stage(reading: ReplicaReading, stage: StageReading) -> StageDescription:
     first, times, num_ranks = stage.ranks[0], stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
     ranks = tuple(map(_describe_rank, stage.ranks, stage.gathered_ns))
     assert len(loaded) == num_ranks
-    layout = reading.decision.layouts[first.stage]
+    layout, parts = reading.decision.layouts[first.stage], reading.decision.parts
     busy_s = times.computed_ns / 1e9
     return StageDescription(
         replica=reading.replica,
@@ -267,7 +262,7 @@ def _describe_stage(reading: ReplicaReading, stage: StageReading, predicted_s: f
         num_parameters=sum(rank.params for rank in loaded),
         weight_bytes=sum(rank.weight_bytes for rank in loaded),
         kv_bytes=sum(reading.num_blocks * rank.block_bytes for rank in loaded),
-        predicted_step_s=predicted_s,
+        predicted_step_s=None if parts is None else parts.stage_cost(layout),
         measured_step_s=busy_s / stage.steps if stage.steps else None,
         busy_s=busy_s,
         bubble_s={cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
@@ -293,15 +288,3 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
         live=member.state is StageState.READY,
         restarts=member.restarts,
     )
-
-
-def predict_steps(reading: ReplicaReading) -> tuple[float | None, ...]:
-    """Seconds of a step on every stage, by the mean of what the ranks measured; None if they did not."""
-    layouts = reading.decision.layouts
-    hellos = [rank.hello for stage in reading.stages for rank in stage.ranks]
-    costs = [hello.costs.get(layouts[0].num_tensor) for hello in hellos if hello is not None]
-    measured = tuple(each for each in costs if each is not None)
-    if len(measured) < len(hellos):
-        return (None,) * len(layouts)
-    parts = mean(measured)
-    return tuple(parts.stage_cost(layout) for layout in layouts)

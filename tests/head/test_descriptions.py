@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.partition import PartCosts
-from ppserve.head.descriptions import describe_load, predict_steps, why_not_deterministic
+from ppserve.head.descriptions import describe_load, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -34,19 +32,6 @@ def test_the_load_is_of_the_replicas_that_serve(
     load = describe_load(readings)
     assert (load.running, load.waiting, load.max_running) == (running, 3, max_running)
     assert (load.kv_tokens, load.kv_usage) == (kv_tokens, kv_usage)
-
-
-def test_a_stage_is_predicted_by_what_all_ranks_measured() -> None:
-    decision: Any = SimpleNamespace(layouts=stage_layouts(Split.parse("2,1")))
-
-    def predicted(*attention_s: float | None) -> Any:
-        costs = [{1: PartCosts(each, 0.0, 0.0, 0.0)} if each else {} for each in attention_s]
-        stages = [SimpleNamespace(ranks=[SimpleNamespace(hello=SimpleNamespace(costs=each))]) for each in costs]
-        asked: Any = SimpleNamespace(decision=decision, stages=stages)
-        return predict_steps(asked)
-
-    assert predicted(1.0, 3.0) == (4.0, 2.0)
-    assert predicted(1.0, None) == (None, None)
 
 
 def on(stage: int, kernels: str, *variants: str) -> Any:

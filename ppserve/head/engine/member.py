@@ -21,6 +21,7 @@ from enum import Enum, auto
 from ppserve import wire
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.ledger.account import in_head_clock
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 
@@ -63,6 +64,7 @@ class Decision:
     dtype: str
     transport: str
     scheduling: SchedulerConfig
+    parts: PartCosts | None = None  # what the ranks measured, on average; None where they did not
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,15 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import balance, check_split, check_tensor_ranks, mean, split_by_cost, split_by_weight
+from ppserve.core.partition import (
+    PartCosts,
+    balance,
+    check_split,
+    check_tensor_ranks,
+    mean,
+    split_by_cost,
+    split_by_weight,
+)
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
@@ -42,7 +50,9 @@ class Placement:
                 raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
         arch = first.model.architecture
         check_tensor_ranks(arch, grid.tensor)
-        split = config.pipeline.layers or choose_split(arch, hellos, grid)
+        measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
+        parts = mean(measured) if len(measured) == len(hellos) else None
+        split = config.pipeline.layers or choose_split(arch, parts, grid.pipeline)
         check_split(split, arch, grid.pipeline)
         stage_addresses(hellos, grid)
         one_host = len({hello.host.machine for hello in hellos}) == 1
@@ -52,6 +62,7 @@ class Placement:
             dtype=first.model.dtype,
             transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
             scheduling=scheduler_config(config, arch, hellos, grid),
+            parts=parts,
         )
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
@@ -94,13 +105,11 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     return tuple(addresses)
 
 
-def choose_split(arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid) -> Split:
-    """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
-    measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
-    if len(measured) < len(hellos):
-        return split_by_weight(arch, grid.pipeline)
-    parts = mean(measured)
-    split = split_by_cost(parts, arch.num_layers, grid.pipeline)
+def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
+    """The split for the expected prompts and answers: by costs that the ranks measured, or else by parameters."""
+    if parts is None:
+        return split_by_weight(arch, num_stages)
+    split = split_by_cost(parts, arch.num_layers, num_stages)
     log.info("--layers auto: %s, predicted balance %.0f%%", split, 100 * balance(parts.costs(split)))
     return split
 

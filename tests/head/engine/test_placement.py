@@ -11,6 +11,7 @@ from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
+from ppserve.core.partition import PartCosts
 from ppserve.errors import ConfigError
 from ppserve.head.engine.placement import Placement, stage_addresses
 from tests.hellos import changed
@@ -52,6 +53,13 @@ def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], c
 def test_what_cannot_connect_them_is_refused(asked: str, second: wire.Hello, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Placement(ServeConfig(pipeline=PipelineSettings(transport=asked))).decide((hello(0), second))
+
+
+def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
+    costs = [{1: PartCosts(seconds, 0.0, 0.0, 0.0)} for seconds in (1.0, 3.0)]
+    measured = [hello_of(rank, 2, ARCH, costs=each) for rank, each in enumerate(costs)]
+    assert Placement(ServeConfig()).decide(tuple(measured)).parts == PartCosts(2.0, 0.0, 0.0, 0.0)
+    assert Placement(ServeConfig()).decide((measured[0], hello(1, host="here"))).parts is None
 
 
 def test_what_was_asked_for_is_taken_where_it_can_be() -> None:

@@ -16,7 +16,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import FatalError
 from ppserve.head.starting import TELL_EVERY_S, WaitLimit, find_missing, wait_for_hellos
-from tests.head.engine.members_rig import MembersRig
+from tests.head.engine.scripted import MembersRig
 from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)

@@ -34,18 +34,6 @@ def test_a_step_is_in_flight_until_the_last_stage_reports_and_in_the_book_until_
     assert (step.is_complete, len(steps), step.returned_ns) == (True, 0, 20)
 
 
-def test_what_is_unknown_repeated_or_of_another_epoch_is_not_entered() -> None:
-    steps = Steps(2)
-    steps.sent(plan(0), 0, 0, num_slots=2)
-    assert steps.reported(result(1, 0), 1) is None
-    assert steps.reported(result(0, 0, epoch=2), 1) is None
-    assert steps.reported(result(0, 0), 1) is not None
-    assert steps.reported(result(0, 0), 2) is None
-    steps.lost()
-    assert steps.reported(result(0, 1), 3) is None
-    assert (steps.num_in_flight, len(steps)) == (0, 0)
-
-
 def test_a_step_knows_whether_it_fills_the_pipeline_and_the_slots() -> None:
     steps = Steps(2)
     sent = [steps.sent(plan(k), 0, 0, num_slots=3) for k in range(3)]

@@ -5,27 +5,28 @@ After every turn of the engine all invariants are checked. When the faults are o
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.request_queue import PoisonIsolation, RequestQueue
-from ppserve.errors import Draining, Overloaded
+from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.streams import OpenRequest
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.process.keeper import MAX_DEATHS
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
-from tests.core.toy_pipeline import EOS_ID
-from tests.head.engine.history_callers import CUT_SHORT, Caller
+from tests.core.toy_pipeline import EOS_ID, expected_answer
 from tests.head.engine.history_faults import Faults
+from tests.head.engine.scripted import SECOND, ToyRules
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
-from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
-from tests.head.engine.toy_rules import ToyRules
+from tests.head.engine.simulated_world import Network, SimulatedControl, World
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
 _TICK_S = 0.4
@@ -35,6 +36,7 @@ _SERVED_WITHIN_S = 150.0
 _ENDS_WITHIN_S = 600.0
 _EPOCHS_PER_LOSS = 3
 _MAX_QUEUE = 8
+_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
 
 class History:
@@ -288,6 +290,55 @@ class History:
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())
-                assert ends & {"RequestFailed", *(finish.name for finish in CUT_SHORT)}, f"the culprit got {ends}"
+                assert ends & {"RequestFailed", *(finish.name for finish in _CUT_SHORT)}, f"the culprit got {ends}"
         for member in [member for members in self.members for member in members.all]:
             assert not member.round_trips, "one machine has one clock"
+
+
+@dataclass(eq=False)
+class Caller:
+    """A sink: what a stream brought, checked as it comes."""
+
+    request: Request
+    history: History
+    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[int, str] = field(default_factory=dict)
+    is_refused: bool = False
+    waits_for_server: bool = False
+    may_be_lost: bool = False
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            self._take(output)
+
+    def _take(self, output: TokenOutput) -> None:
+        name, index = f"{self.request.id}/{output.index}", output.index
+        if self.may_be_lost and isinstance(output.error, StagesLost):  # one for all sequences
+            assert not self.is_over
+            self.ends |= dict.fromkeys(range(self.request.num_sequences), "StagesLost")
+            return
+        assert index not in self.ends, f"{name}: something after its end"
+        if output.token_id is not None:
+            assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
+            self.tokens[index].append(output.token_id)
+        if output.error is not None:
+            self.ends[index] = type(output.error).__name__
+            assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
+            kills = self.request.sampling.seed == POISON_SEED or self.history.all_may_be_convicted
+            assert kills, f"{name}: convicted, and innocent"
+        elif output.finish is not None:
+            self._check_end(name, index, output.finish)
+        self.history.world.note(f"{name} {output.token_id} {self.ends.get(index, '')}")
+
+    def _check_end(self, name: str, index: int, finish: FinishReason) -> None:
+        self.ends[index] = finish.name
+        expected = expected_answer(self.request, index)
+        brought = tuple(self.tokens[index])
+        if finish in _CUT_SHORT:
+            assert brought == expected.token_ids[: len(brought)], f"{name}: other tokens than alone"
+        else:
+            assert (brought, finish) == (expected.token_ids, expected.finish), f"{name}: another answer than alone"
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_refused or len(self.ends) == self.request.num_sequences

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.head.engine.scripted import SECOND
 from tests.head.engine.simulated_stages import StageProcess
-from tests.head.engine.simulated_world import SECOND
 
 if TYPE_CHECKING:
     from tests.head.engine.history import History

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ppserve import wire
@@ -22,40 +20,10 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.toy_rules import ARCH, NUM_BLOCKS, ToyRules
+from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
 from tests.hellos import hello
 
-SECOND = 1_000_000_000
 MS = 1_000_000
-
-
-@dataclass
-class ScriptedControl:
-    """A control plane that remembers what was sent and which ranks were dropped. arrived: for the next `poll`."""
-
-    sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
-    dropped: list[tuple[int, str]] = field(default_factory=list)
-    arrived: list[Received | Disconnected] = field(default_factory=list)
-
-    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def wake(self) -> None:
-        """The test makes the turns."""
-
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        self.sent.append((rank, message))
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        for rank in ranks:
-            self.send(rank, message)
-
-    def drop(self, rank: int, cause: str) -> None:
-        self.dropped.append((rank, cause))
-
-    def close(self, goodbye_s: float) -> None:
-        """Nothing is left to read."""
 
 
 class Notes(Observer):

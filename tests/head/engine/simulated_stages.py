@@ -21,8 +21,8 @@ from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import Reported, RestartPolicy
 from ppserve.stage.link import _SILENCE_S, Link
 from tests.core.toy_pipeline import ToyPipeline
-from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
-from tests.head.engine.toy_rules import ARCH, BLOCK_SIZE, NUM_BLOCKS
+from tests.head.engine.scripted import ARCH, BLOCK_SIZE, NUM_BLOCKS, SECOND
+from tests.head.engine.simulated_world import Connection, Network, SimulatedControl, World
 from tests.hellos import hello
 
 POISON_SEED = 666

@@ -15,8 +15,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.head.engine.control import Disconnected, Received
-
-SECOND = 1_000_000_000
+from tests.head.engine.scripted import SECOND
 
 
 class World:

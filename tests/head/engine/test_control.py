@@ -25,6 +25,7 @@ ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
+HEARTBEAT = wire.Heartbeat(1, 2)
 # Of the sockets' buffers: systems differ, and let them grow to many megabytes.
 _SMALL = 1 << 18
 Events = list[Received | Disconnected]
@@ -38,6 +39,11 @@ class Plane(SocketControlPlane):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)
         self.port = listener.getsockname()[1]
         super().__init__(listener, 2, SECRET, **settings)
+
+    def serves(self, rank: int, peer: Rank) -> bool:
+        """Whether a rank is still heard."""
+        peer.say(HEARTBEAT)
+        return told(until(self, bool)) == [(rank, HEARTBEAT)]
 
 
 class Rank:
@@ -201,11 +207,10 @@ def test_strangers_are_cut_off_and_ranks_stay(says: Says) -> None:
     with listening() as control, greeted(control, 1) as known, connected(control) as stranger:
         stranger.connection.sendall(says(stranger))
         assert cut_off(control, stranger) == []
-        known.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+        assert control.serves(1, known)
 
 
-@pytest.mark.parametrize("words", [wire.Heartbeat(1, 2), hello(1)], ids=["no greeting", "another rank's"])
+@pytest.mark.parametrize("words", [HEARTBEAT, hello(1)], ids=["no greeting", "another rank's"])
 def test_after_the_proof_only_the_ranks_own_greeting_will_do(words: wire.FromStage) -> None:
     with listening() as control, proven(control, 0) as stranger:
         stranger.say(words)
@@ -218,8 +223,7 @@ def test_a_stranger_that_never_finishes_its_greeting_is_cut_off_and_a_silent_ran
         with connected(control) as stranger:
             stranger.connection.sendall(words)
             assert cut_off(control, stranger) == []
-        silent.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+        assert control.serves(1, silent)
 
 
 def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
@@ -230,8 +234,7 @@ def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
             assert strangers[-19].is_cut_off
             strangers[-1].prove(control, 1).say(hello(1))
             assert told(until(control, bool)) == [(1, hello(1))]
-            rank.say(wire.Heartbeat(1, 2))
-            assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+            assert control.serves(0, rank)
 
 
 def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
@@ -245,8 +248,7 @@ def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
                 late.connect(("127.0.0.1", control.port))
                 assert control.poll(WITHIN_S) == []
                 assert has_ended(in_thread(lambda: control.poll(0.05))), "the listener is not asked again at once"
-                rank.say(wire.Heartbeat(1, 2))
-                assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+                assert control.serves(0, rank)
                 # To judge a stranger needs no descriptor either; this one claims to be a rank that is there.
                 stranger.say(stranger.proof(0))
                 assert cut_off(control, stranger) == []
@@ -258,16 +260,6 @@ def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
 
 
 # ---- who is gone ----
-
-
-def test_the_end_of_a_connection_is_an_event() -> None:
-    with listening() as control:
-        with greeted(control, 0) as peer:
-            peer.say(wire.Failed("no memory"))
-        events = until(control, lambda events: len(events) == 2)
-        assert told(events) == [(0, wire.Failed("no memory")), (0, "exit")]
-        control.send(0, wire.Ping(1))
-        assert control.poll(0) == []
 
 
 def test_a_new_process_is_accepted_once_the_old_ones_end_was_read() -> None:
@@ -284,6 +276,8 @@ def test_a_new_process_is_accepted_once_the_old_ones_end_was_read() -> None:
         old.say(last_words)
         old.connection.close()
         assert told(until(control, lambda events: len(events) == 2)) == [(0, last_words), (0, "exit")]
+        control.send(0, wire.Ping(1))
+        assert control.poll(0) == []
         new.prove(control, 0).say(hello(0))
         assert told(until(control, bool)) == [(0, hello(0))]
 
@@ -323,8 +317,7 @@ def test_a_rank_that_breaks_the_schema_is_gone(words: bytes) -> None:
         peer.connection.sendall(words)
         assert told(until(control, bool)) == [(0, "protocol")]
         assert peer.is_cut_off
-        other.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+        assert control.serves(1, other)
 
 
 def test_a_rank_that_is_dropped_is_gone_once_and_its_process_sees_it() -> None:
@@ -358,8 +351,7 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
         while reading.is_alive():
             assert control.poll(0.05) == []
         assert heard == [LONG] * 32 + [wire.Ping(4)]
-        slow.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+        assert control.serves(0, slow)
 
 
 def test_what_is_kept_for_a_rank_is_bounded() -> None:

@@ -27,8 +27,7 @@ from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.replica_rig import SECOND, ScriptedControl
-from tests.head.engine.toy_rules import ARCH, NUM_BLOCKS, ToyRules
+from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
 from tests.hellos import hello as hello_of
 
 LOADED = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")

@@ -13,9 +13,8 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageDied, StageState
-from ppserve.head.engine.members import Members
-from tests.head.engine.members_rig import ARCH, SECOND, MembersRig, answer, loaded_pipeline, result
-from tests.hellos import changed, hello
+from tests.head.engine.scripted import SECOND, MembersRig, answer, loaded_pipeline, result, started_pipeline
+from tests.hellos import changed
 
 Fail = Callable[[MembersRig, int], list[MemberEvent]]
 OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
@@ -23,8 +22,7 @@ OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
-    pipeline = MembersRig(num_stages)
-    assert pipeline.start() == [Formed(1, 10)]
+    pipeline = started_pipeline(num_stages)
     assert pipeline.members.is_healthy(pipeline.now_ns)
 
 
@@ -37,8 +35,7 @@ def test_nothing_is_assigned_before_all_have_greeted() -> None:
 
 
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
-    pipeline = MembersRig(3)
-    pipeline.start()
+    pipeline = started_pipeline(3)
     events = pipeline.lose(1, "exit")
     assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit", 1)]
     assert not pipeline.members.formed
@@ -55,8 +52,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
 
 
 def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_known() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset", 0)]
     pipeline.tick(1)
     assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
@@ -66,8 +62,7 @@ def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_kn
 
 
 def test_after_a_broken_transport_alone_the_same_stages_form_again() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     pipeline.say(0, wire.Broken(1, "reset"))
     assert pipeline.say(1, wire.Broken(1, "reset")) == [], "one loss, one event"
     assert pipeline.say(1, wire.Broken(1, "reset")) == [], "what is said twice is heard once"
@@ -77,47 +72,25 @@ def test_after_a_broken_transport_alone_the_same_stages_form_again() -> None:
     assert pipeline.join() == [Formed(2, 10)]
 
 
-def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
-    pipeline = MembersRig(3)
-    pipeline.start()
-    pipeline.lose(0, "exit")
-    pipeline.leave(1, 2)
-    pipeline.load(0)
-    pipeline.tick(1)
-    pipeline.say(0, wire.StoreOpened(2, 4002))
-    assert pipeline.forms()
-    pipeline.say(1, wire.Ready(2))
-    assert pipeline.lose(2, "exit") == [StageDied(2, 2, "exit")], "nothing was in flight"
-    assert pipeline.leave(0, 1) == []
-    assert pipeline.say(0, wire.Ready(2)) == [], "a late word of the epoch that never was"
-    pipeline.load(2)
-    pipeline.tick(1)
-    assert pipeline.join() == [Formed(3, 10)]
-
-
 def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> None:
     """Four ranks of the second of two replicas, two for each of two stages."""
-    rig = MembersRig(2)
-    grid = RankGrid(2, 2, 2)
-    rig.members = members = Members(grid, "here", rig, rig, replica=1)
-    ranks = (2, 3, 6, 7)
+    rig = MembersRig(2, grid=RankGrid(2, 2, 2), replica=1)
+    members, ranks = rig.members, (2, 3, 6, 7)
     assert members.ranks == ranks
     assert [(member.stage, member.tensor) for member in members.all] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    members.start(0)
-    host = wire.StageHost("h", "here", "10.0.0.1", "10.0.0.1")
     for rank in ranks:
-        rig.say(rank, hello(rank, 8, ARCH, host))
+        rig.hello(rank)
     layouts = {rank: message.layout for rank, message in rig.sent if isinstance(message, wire.Assign)}
     assert [layouts[rank].place for rank in ranks] == [0, 1, 2, 3]
     assert layouts[7] == replace(layouts[6], tensor=1)
     assert (layouts[6].stage, layouts[6].num_tensor, layouts[6].num_places) == (1, 2, 4)
     for rank in ranks:
-        rig.say(rank, wire.Loaded("cpu", 1, 1, 100, 1000, ""))
+        rig.loaded(rank)
     assert list(rig.forms()) == [2]
     rig.say(2, wire.StoreOpened(1, 1))
     assert list(rig.forms()) == [3, 6, 7]
     formed = [event for rank in ranks for event in rig.say(rank, wire.Ready(1))]
-    assert formed == [Formed(1, 10)]
+    assert formed == [Formed(1, 12)]
     died, lost = members.handle_disconnect(7, "exit", rig.now_ns)
     assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 7))
     left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
@@ -133,27 +106,17 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
     assert pipeline.dropped == [(0, "protocol")]
     assert pipeline.members[0].state is StageState.ABSENT
     assert pipeline.members[0].loaded is None
-    pipeline.start()
-    assert pipeline.hello(1) == [], "a second greeting on the same connection"
+    pipeline.load(0, 1)
+    pipeline.say(0, wire.StoreOpened(1, 4001))
+    assert pipeline.loaded(1) == [], "weights that are loaded twice"
     assert pipeline.dropped[1:] == [(1, "protocol")]
+    assert pipeline.members[1].state is StageState.FORMING, "else it would wait for ever, and the others for it"
+    for stage in range(2):
+        pipeline.say(stage, wire.Ready(1))
+    assert pipeline.hello(1) == [], "a second greeting on the same connection"
+    assert pipeline.dropped[2:] == [(1, "protocol")]
     assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
     assert pipeline.lose(1, "protocol")[1] == EpochLost(1, "stage 1: protocol", 1)
-
-
-def test_weights_that_are_loaded_twice_end_the_connection_and_not_the_epoch() -> None:
-    pipeline = loaded_pipeline()
-    pipeline.say(0, wire.StoreOpened(1, 4000))
-    assert pipeline.members[1].state is StageState.FORMING
-    assert pipeline.loaded(1) == []
-    assert pipeline.dropped == [(1, "protocol")]
-    assert pipeline.members[1].state is StageState.FORMING, "else it would wait for ever, and the others for it"
-
-
-def test_a_rank_cannot_report_another_stages_step() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
-    assert pipeline.say(1, result(1)) == [], "the result names stage 0"
-    assert len(pipeline.say(0, result(1))) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,8 +132,7 @@ def test_a_rank_cannot_report_another_stages_step() -> None:
     ],
 )
 def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object], named: str | None) -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     before = pipeline.members[1].hello
     assert before is not None
     pipeline.lose(1, "exit")
@@ -206,8 +168,7 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
 
 
 def test_a_pause_of_the_head_is_nobodys_fault() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     assert pipeline.tick(5) == []
     assert pipeline.members.formed
     for _ in range(22):
@@ -217,8 +178,7 @@ def test_a_pause_of_the_head_is_nobodys_fault() -> None:
 
 @pytest.mark.parametrize("silent_s", [3, 9])
 def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     events: list[MemberEvent] = []
     for _ in range(2 * silent_s):
         answer(pipeline, 0)
@@ -234,8 +194,7 @@ def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None
 
 
 def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
+    pipeline = started_pipeline()
     began_ns, lost_ns = pipeline.now_ns, 0
     while not pipeline.dropped:
         answer(pipeline, 0)

@@ -14,7 +14,8 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import Draining
 from ppserve.head.engine.member import FatalError
-from tests.head.engine.replica_rig import MS, SECOND, Rig, finished, formed
+from tests.head.engine.replica_rig import MS, Rig, finished, formed
+from tests.head.engine.scripted import SECOND
 
 # ---- slots --------------------------------------------------------------------------------------------
 
@@ -59,15 +60,10 @@ def test_the_next_plan_is_sent_before_a_result_is_accounted_for_and_no_reading_l
     before = rig.replica.busy_s()
     rig.compute(last)
     assert [now - then for now, then in zip(rig.replica.busy_s(), before, strict=True)] == [0.001, 0.001]
-
-
-def test_the_last_result_is_accounted_for_before_the_pipeline_is_idle() -> None:
-    rig = formed(microbatches=1)
-    rig.submit("a", max_tokens=1)
-    (plan,) = rig.refill()
-    rig.compute(plan)
+    (last,) = rig.refill()
+    rig.compute(last)
     rig.replica.note_demand(exists=False)
-    assert rig.notes.called[-1] == ("reported", plan.step_id, 1)
+    assert rig.notes.called[-1] == ("reported", last.step_id, 1), "before the pipeline is idle"
 
 
 # ---- results that count for nothing -------------------------------------------------------------------
@@ -219,18 +215,6 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
         assert times.bubble_ns["host"] >= 3 * SECOND
         assert times.demand_ns == 3 * SECOND + 3 * MS
     assert plan.epoch < again.epoch
-
-
-def test_a_stage_lost_without_demand_leaves_idle_time_only() -> None:
-    rig = formed()
-    rig.now_ns += SECOND
-    rig.lose(3)
-    rig.now_ns += 2 * SECOND
-    rig.greet(3)
-    rig.join()
-    rig.now_ns += SECOND
-    assert [times.idle_ns for times in rig.times()] == [4 * SECOND] * 2
-    assert [times.demand_ns for times in rig.times()] == [0, 0]
 
 
 # ---- losses in a row, and draft tokens --------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.history import History
-from tests.head.engine.simulated_world import SECOND
+from tests.head.engine.scripted import SECOND
 
 T = TypeVar("T")
 

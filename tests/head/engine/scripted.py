@@ -1,9 +1,10 @@
-"""Members without connections, for tests of epochs, of ranks' moves and of who is cut off when."""
+"""The rules of a toy model, a control plane that remembers, and members without connections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture, Split, stage_layouts
@@ -11,46 +12,76 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
-from ppserve.head.engine.member import Decision, MemberEvent
+from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.member import Decision, Formed, MemberEvent
 from ppserve.head.engine.members import Members
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
 
-ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+ARCH = Architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_id=EOS_ID)
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
 SECOND = 1_000_000_000
 
 
-@dataclass
-class MembersRig:
-    """Members without connections: records what they send and which ranks they drop. The test sets the time."""
+class ToyRules:
+    """Layers divided evenly, and the configuration of the test. mistake: the operator's."""
 
-    num_stages: int
-    split: Split | None = None
-    mistake: ConfigError | None = None
-    sent: list[tuple[int, object]] = field(default_factory=list)
-    dropped: list[tuple[int, str]] = field(default_factory=list)
-    now_ns: int = SECOND
-
-    def __post_init__(self) -> None:
-        self.members = Members(RankGrid(1, 1, self.num_stages), "here", self, self)
-        self.members.start(self.now_ns)
+    def __init__(self, num_stages: int, config: dict[str, Any], mistake: ConfigError | None = None) -> None:
+        self._num_stages, self._mistake = num_stages, mistake
+        settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_id": EOS_ID, **config}
+        self._config = SchedulerConfig(num_stages, **settings)
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        if self.mistake is not None:
-            raise self.mistake
-        layouts = stage_layouts(self.split or Split((2,) * self.num_stages))
-        return Decision(ARCH, layouts, "float32", "gloo", SchedulerConfig(self.num_stages))
+        if self._mistake is not None:
+            raise self._mistake
+        layouts = stage_layouts(Split((8 // self._num_stages,) * self._num_stages))
+        return Decision(ARCH, layouts, "float32", "shm", self._config)
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        return min(x.kv_bytes // x.block_bytes for x in loaded)
+        return min(stage.kv_bytes // stage.block_bytes for stage in loaded)
 
-    def send(self, rank: int, message: object) -> None:
+
+@dataclass
+class ScriptedControl:
+    """A control plane that remembers what was sent and which ranks were dropped. arrived: for the next `poll`."""
+
+    sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    arrived: list[Received | Disconnected] = field(default_factory=list)
+
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def wake(self) -> None:
+        """The test makes the turns."""
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
         self.sent.append((rank, message))
 
-    def broadcast(self, ranks: Iterable[int], message: object) -> None:
-        self.sent += [(rank, message) for rank in ranks]
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        for rank in ranks:
+            self.send(rank, message)
 
     def drop(self, rank: int, cause: str) -> None:
         self.dropped.append((rank, cause))
+
+    def close(self, goodbye_s: float) -> None:
+        """Nothing is left to read."""
+
+
+class MembersRig:
+    """Members of one pipeline, or of one replica of a grid. The test sets the time."""
+
+    def __init__(
+        self, num_stages: int, mistake: ConfigError | None = None, grid: RankGrid | None = None, replica: int = 0
+    ) -> None:
+        self.num_stages, self.now_ns = num_stages, SECOND
+        control, rules = ScriptedControl(), ToyRules(num_stages, {}, mistake)
+        self.sent, self.dropped = control.sent, control.dropped
+        self.members = Members(grid or RankGrid(1, 1, num_stages), "here", rules, control, replica)
+        self.members.start(self.now_ns)
 
     def say(self, stage: int, message: object) -> list[MemberEvent]:
         return self.members.handle_message(stage, self.now_ns, message)
@@ -59,17 +90,12 @@ class MembersRig:
         """Its connection ends."""
         return self.members.handle_disconnect(stage, cause, self.now_ns)
 
-    def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
+    def hello(self, rank: int, machine: str = "here") -> list[MemberEvent]:
         host = wire.StageHost("same name", machine, "10.0.0.1", "10.0.0.1")
-        return self.say(stage, hello(stage, self.num_stages, arch, host))
+        return self.say(rank, hello(rank, self.members.grid.size, ARCH, host))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))
-
-    def load(self, stage: int) -> None:
-        """Its process greets and loads its weights; the last one begins an epoch."""
-        self.hello(stage)
-        self.loaded(stage)
 
     def tick(self, seconds: float) -> list[MemberEvent]:
         self.now_ns += int(seconds * SECOND)
@@ -105,14 +131,11 @@ class MembersRig:
         self.sent.clear()
         return [event for stage in stages for event in self.say(stage, wire.Broken(epoch, "told"))]
 
-    def start(self) -> list[MemberEvent]:
-        self.load_all()
-        return self.join()
-
-    def load_all(self) -> None:
-        for stage in range(self.num_stages):
+    def load(self, *stages: int) -> None:
+        """Their processes greet and load their weights; the last one of all begins an epoch."""
+        for stage in stages:
             self.hello(stage)
-        for stage in range(self.num_stages):
+        for stage in stages:
             self.loaded(stage)
 
 
@@ -127,5 +150,11 @@ def answer(pipeline: MembersRig, *stages: int) -> None:
 
 def loaded_pipeline(num_stages: int = 2) -> MembersRig:
     pipeline = MembersRig(num_stages)
-    pipeline.load_all()
+    pipeline.load(*range(num_stages))
+    return pipeline
+
+
+def started_pipeline(num_stages: int = 2) -> MembersRig:
+    pipeline = loaded_pipeline(num_stages)
+    assert pipeline.join() == [Formed(1, 10)]
     return pipeline

@@ -81,35 +81,26 @@ Pipeline = Threads | Processes
 
 
 def one_epoch(rank: int, kind: str, path: str, dtype: torch.dtype, play: Play, args: tuple[Any, ...]) -> Any:
-    transport = enter_epoch(kind, path, rank, STAGES, dtype)
-    try:
-        return play(transport, rank, *args)
-    finally:
-        leave_epoch(transport)
-
-
-def enter_epoch(kind: str, path: str, stage: int, stages: int, dtype: torch.dtype = torch.float32) -> Transport:
     torch.set_num_threads(1)
-    device = torch.device("cuda", stage) if kind == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", rank) if kind == "nccl" else torch.device("cpu")
     dist.init_process_group(
         "nccl" if kind == "nccl" else "gloo",
-        store=dist.FileStore(path, stages),
-        rank=stage,
-        world_size=stages,
+        store=dist.FileStore(path, STAGES),
+        rank=rank,
+        world_size=STAGES,
         timeout=timedelta(seconds=30),
     )
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
     transport = create_transport(kind, Frames(WIDTH, dtype, max_rows=512, depth=DEPTH, device=device))
     transport.warm_up()
     # A stage that has nothing to wait for would leave while others still connect, and they would see it die.
     dist.barrier()
-    return transport
-
-
-def leave_epoch(transport: Transport) -> None:
-    transport.close()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        return play(transport, rank, *args)
+    finally:
+        transport.close()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def relay(transport: Transport, stage: int, dtype: torch.dtype, post_ahead: int) -> list[bool]:

@@ -98,13 +98,20 @@ def undisturbed() -> list[Answer]:
     return answers
 
 
+def shared_memory_of(pid: int) -> list[str]:
+    """The links' memory that a stage has mapped."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:ppserve" in line]
+
+
 def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]) -> None:
+    mapped = [len(shared_memory_of(three_stages.stage_pid(stage))) for stage in range(3)]
     ranks = {three_stages.process.pid, *map(three_stages.rank_pid, range(3))}
     for stage in range(3):
         survivors = {three_stages.stage_pid(other) for other in range(3) if other != stage}
         assert ask_and_hurt(three_stages, stage, signal.SIGKILL) == undisturbed
         assert survivors <= {p.pid for p in three_stages.processes()}, "a survivor lost its weights"
     assert ranks <= {p.pid for p in three_stages.processes()}, "a rank died with its stage"
+    assert [len(shared_memory_of(three_stages.stage_pid(stage))) for stage in range(3)] == mapped
 
 
 @pytest.mark.parametrize(("transport", "victim"), [("shm", 3), ("gloo", 0)])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppserve import Pipeline, wire
 from ppserve.config import DeviceSettings, ServeConfig
@@ -20,10 +18,9 @@ from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute, available_bytes, available_cores, choose, devices_here, gpu_share
-from ppserve.stage.transport import Frames, connect
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import plan, start
+from tests.stage.one_stage import start
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -153,58 +150,6 @@ def test_a_stage_says_what_it_weighs() -> None:
         stage.tell(wire.Shutdown())
     vocab_size = architecture().vocab_size
     assert weighed == [(0, 0), (weight_bytes, vocab_size)]
-
-
-class OnGpu(torch.Tensor):
-    """Says that it is on a GPU, and who uses it."""
-
-    is_cuda = True
-    users: list[object]
-
-    def record_stream(self, stream: object) -> None:
-        self.users.append(stream)
-
-
-def test_stages_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states are used behind the work that makes them, on whichever stream, and kept until they were."""
-    log: list[tuple[str, str, object]] = []
-    own = threading.local()
-
-    class Stream:
-        def __init__(self, device: object) -> None:
-            self.name = f"of {threading.current_thread().name}"
-
-        def record_event(self) -> str:
-            log.append((self.name, "records", made := f"event {len(log)}"))
-            return made
-
-        def wait_event(self, event: str) -> None:
-            log.append((self.name, "waits for", event))
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(own, "stream", stream))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own.stream)
-    ends = connect((Frames(4, torch.float32), Frames(4, torch.float32)))
-    hidden_TD = torch.ones(3, 4).as_subclass(OnGpu)
-    hidden_TD.users = []
-    step = plan(1, 0)
-
-    def stage(number: int) -> torch.Tensor | None:
-        threading.current_thread().name = f"stage {number}"
-        with FakeTensorMode():
-            Compute(torch.device("cuda", 0), "float32", 2).occupy()
-        if number == 0:
-            ends[0].send(step, hidden_TD)
-            return None
-        ends[1].post_receive(step)
-        return ends[1].receive(step)
-
-    with ThreadPoolExecutor(2) as threads:
-        _, received_TD = threads.map(stage, range(2))
-    assert received_TD is hidden_TD
-    assert log == [("of stage 0", "records", "event 0"), ("of stage 1", "waits for", "event 0")]
-    assert [user.name for user in hidden_TD.users] == ["of stage 1"]
 
 
 def test_devices_are_those_that_were_asked_for() -> None:

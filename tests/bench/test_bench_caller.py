@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from ppserve.bench.caller import Answer, Caller, Question
-from ppserve.bench.ledger import read_ledger
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
 from ppserve.head.engine.streams import TokenOutput
@@ -81,17 +80,3 @@ def test_an_early_end_is_a_failure() -> None:
     answer = by_hand([TokenOutput(0, 0, 97, "a", finish=FinishReason.CANCELLED)])
     assert (answer.is_ok, answer.status) == (False, "CANCELLED")
     assert by_hand([], timeout_s=0.2).status in ("DEADLINE", "DEADLINE_EXCEEDED")
-
-
-def test_the_model_and_the_ledger() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target), Caller(target) as caller:
-            assert (await caller.model_info()).architecture.vocab_size == 257
-            (stage,) = read_ledger(await caller.topology())
-            assert (stage.computed_ns, stage.bubble_ns["host"], stage.idle_ns) == (
-                3 * 10**9,
-                10**9 // 2,
-                2 * 10**9,
-            ), "a second in each phase"
-
-    asyncio.run(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -101,12 +100,3 @@ def test_stages_are_numbered_within_their_replica() -> None:
     summary = summarize(measurement(FIRST, served=replace(SERVED, num_stages=1, num_replicas=2)))
     assert [row.split()[0] for row in render_ledger(summary.stages, 2)] == ["stage", "0.0", "1.0"]
     assert [(each["replica"], each["stage"]) for each in summary.to_json()["stages"]] == [(0, 0), (1, 0)]
-
-
-def test_json() -> None:
-    one = json.loads(json.dumps(summarize(measurement(FIRST, SECOND)).to_json()))
-    assert one["mean_ttft_ms"] == pytest.approx(300)
-    assert {"p99_itl_ms", "median_tpot_ms", "mean_e2el_ms", "request_throughput", "output_throughput"} <= set(one)
-    assert (one["completed"], one["total_output_tokens"], one["request_rate"]) == (2, 7, "inf")
-    assert (one["model_id"], one["num_stages"], one["max_concurrency"], one["seed"]) == ("m", 2, 2, 0)
-    assert one["stages"][1]["bubble_share_by_cause"]["imbalance"] == pytest.approx(3 / 8)

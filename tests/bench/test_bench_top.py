@@ -177,13 +177,6 @@ def flags(target: str, *arguments: str) -> list[str]:
     return ["top", "--target", target, "--metrics", "none", "--interval", "0.1", *arguments]
 
 
-def test_once_and_not_a_terminal(target: str) -> None:
-    done = run(*flags(target, "--once"))
-    assert (done.returncode, done.stderr) == (0, "")
-    (line,) = done.stdout.splitlines()
-    assert re.match(r"\d\d:\d\d:\d\d \| stage 0.*busy", line)
-
-
 @pytest.mark.parametrize(
     ("server", "page", "problem"),
     [

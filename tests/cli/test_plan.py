@@ -4,18 +4,6 @@ import pytest
 
 from tests.commands import run
 
-CONFIG_13B = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_layer": 40,
-    "n_embd": 5120,
-    "n_head": 40,
-    "n_positions": 2048,
-    "n_inner": 20480,
-    "vocab_size": 50257,
-    "activation_function": "gelu",
-}
-
 
 def plan(*args: str) -> str:
     done = run("plan", *args)
@@ -28,17 +16,6 @@ def test_the_built_in_model():
     assert lines[0].startswith("tiny: ")
     assert lines[3].split()[0] == "0"
     assert lines[-1].startswith("predicted balance: decode ")
-
-
-def test_a_13b_shaped_config_without_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG_13B))
-    sizes = ["--layers", "5,5,5,5,5,5,5,5", "--kv-cache-memory", "8G"]
-    found = json.loads(plan("--model", str(tmp_path), "--stages", "8", *sizes, "--dtype", "bfloat16", "--json"))
-    assert found["parameters"] == pytest.approx(12.85e9, rel=1e-3)
-    assert found["split"] == [5] * 8
-    assert found["stages"][1]["layers"] == "5-9"
-    assert {stage["kv_bytes_per_token"] for stage in found["stages"]} == {5 * 2 * 5120 * 2}
-    assert found["max_sequences"] == (8 << 30) // (5 * 2 * 5120 * 2) // 2048
 
 
 def test_all_three_dimensions_are_shown():

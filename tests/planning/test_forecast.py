@@ -1,7 +1,6 @@
 import pytest
 
 from ppserve.core.architecture import Architecture, Split
-from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -57,14 +56,6 @@ def test_weights_that_do_not_fit():
     plan = forecast(CEREBRAS_13B, Intent(2, dtype="float32", stage_memory=16 * GiB))
     assert plan.max_sequences == 0
     assert "does not fit: the weights of stage 0 alone fill its memory" in render("13b", plan)
-
-
-def test_what_is_asked_for_is_checked():
-    with pytest.raises(ConfigError, match="--layers: 9,4 adds up to 13 layers"):
-        forecast(GPT2, Intent(2, layers=Split.parse("9,4")))
-    with pytest.raises(ConfigError, match="--max-model-len: 1025 is beyond the model's 1024 positions"):
-        forecast(GPT2, Intent(2, max_model_len=1025))
-    assert forecast(GPT2, Intent(2, layers=Split.parse("6,6"), max_model_len=100)).max_model_len == 100
 
 
 def table(plan: Forecast) -> list[list[str]]:

@@ -8,7 +8,6 @@ import pytest
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
 from ppserve.core.partition import ExpectedStep, ExpectedWorkload
-from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import (
     Conditions,
@@ -137,8 +136,3 @@ def test_without_speeds_there_are_sizes_and_balances() -> None:
     assert by_name["1x2x1"]["balance"]["decode"] == pytest.approx(0.97, abs=0.01)
     assert by_name["1x1x2"]["max_sequences"] == 2 * compare(GPT2, Intent(1), 1, None)[0].plan.max_sequences
     assert by_name["2x1x1"]["output_tokens_per_s"] is None
-
-
-def test_nothing_fits() -> None:
-    with pytest.raises(ConfigError, match="no shape of 2 ranks holds this model"):
-        compare(GPT2, Intent(1, stage_memory=1 << 20), 2, None)

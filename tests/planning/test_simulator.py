@@ -10,7 +10,7 @@ from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.planning.shapes import round_seconds
-from ppserve.planning.simulator import Outcome, Simulator, render_outcome
+from ppserve.planning.simulator import Outcome, Simulator
 from tests.slow import quick_first
 
 FREE = OverheadTimes()
@@ -97,13 +97,3 @@ def test_long_prompts_are_cut_into_chunks_that_fill_the_pipeline() -> None:
     whole, chunked = (simulate(stages, 1, 1, prompt=1000, prefill_chunk=chunk) for chunk in (1000, 50))
     assert whole.ttft_s[0] == pytest.approx(0.4)
     assert chunked.ttft_s[0] == pytest.approx(0.1 * 23 / 20)
-
-
-def test_figures_and_their_text() -> None:
-    figures = simulate((Coefficients(S),) * 2, 8, 8).figures
-    assert figures["requests"] == 8
-    assert [sum(stage.values()) for stage in figures["stages"]] == pytest.approx([1.0, 1.0])
-    lines = render_outcome(figures).splitlines()
-    assert lines[1].startswith("duration_s")
-    assert lines[-3].split()[:3] == ["stage", "busy", "fill_drain"]
-    assert [line.split()[0] for line in lines[-2:]] == ["0", "1"]

@@ -345,17 +345,6 @@ def test_what_lies_in_a_folder_imports_one_way(folder: str) -> None:
     assert circles(arrows_within(folder)) == []
 
 
-def test_no_module_imports_itself_by_a_detour() -> None:
-    """Not even for types: what a circle of modules means can be understood only all at once."""
-    files = {**dict(modules()), **dict(tour_modules())}
-    arrows = {}
-    for module, path in files.items():
-        named = {part for name in imports(path) for part in (name, name.rpartition(".")[0])}
-        # A folder imports what it gathers; its modules may ask it for what it had before: `__version__`.
-        arrows[module] = {own for own in named & set(files) if not is_within(module, {own})}
-    assert circles(arrows) == []
-
-
 def test_the_name_of_a_type_has_one_meaning() -> None:
     """A class is defined once, and what a name in capitals stands for is the same in every module."""
     meanings: dict[str, set[str]] = {}

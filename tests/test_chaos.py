@@ -29,23 +29,6 @@ def test_a_leak_of_a_kilobyte_is_found_and_none_is_seen_where_none_is(seed: int)
     assert flat.high < LIMIT_BYTES
 
 
-def wandering(seed: int) -> list[tuple[int, float]]:
-    """A random walk: no trend, though a straight line fitted to it has a slope."""
-    dice, found, value = random.Random(seed), [], 60e6
-    for served in range(1000, 3000, 25):
-        value += dice.gauss(0.0, 2e5)
-        found.append((served, value))
-    return found
-
-
-def test_a_memory_that_wanders_is_hardly_ever_taken_for_a_leak_or_for_flat() -> None:
-    verdicts = [found for seed in range(40) if (found := growth(wandering(seed))) is not None]
-    assert len(verdicts) == 40
-    assert sum(found.low > LIMIT_BYTES for found in verdicts) <= 3
-    assert sum(found.high < LIMIT_BYTES for found in verdicts) <= 6
-    assert growth(wandering(0)[:5]) is None
-
-
 def recorded(path: Path, second_answer: list[int], text: str = "", logprob: float = -1.0) -> Path:
     record = Record(path)
     for kind, ids in (("undisturbed", [1, 2, 3]), ("answer", second_answer)):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parallel_state as ps
-from parallel_state import ParallelGroup, RankGrid
+from parallel_state import RankGrid
 from ppserve.core.grid import RankPlace
 from tests.worlds import World
 
@@ -74,19 +74,6 @@ def test_asking_before_initialisation_is_a_clear_error() -> None:
     with pytest.raises(ps.ParallelStateError, match="init_process_group"):
         ps.initialize_model_parallel()
     ps.destroy_model_parallel()
-
-
-def test_neighbours_of_a_line_do_not_wrap(tmp_path: Path) -> None:
-    # A group in the middle of a larger world: neighbours are global ranks, three apart.
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        groups = [ParallelGroup((1, 4, 7), i, dist.group.WORLD) for i in range(3)]
-    finally:
-        dist.destroy_process_group()
-    assert [(g.prev_rank, g.rank, g.next_rank) for g in groups] == [(None, 1, 4), (1, 4, 7), (4, 7, None)]
-    assert [(g.is_first_rank, g.is_last_rank) for g in groups] == [(True, False), (False, False), (False, True)]
-    assert {(g.first_rank, g.last_rank, g.world_size) for g in groups} == {(1, 7, 3)}
 
 
 # Real worlds. What follows runs in the ranks.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,36 +10,12 @@ import pytest
 import tiktoken
 import torch
 import transformers
-from tiktoken_ext.openai_public import r50k_pat_str
 
 from tools import make_random_gpt2 as random_maker
 from tools import make_tiny_model as tiny_maker
-from tools.byte_pairs import learn_ranks, recover_merges
 from tools.make_random_gpt2 import gpt2_config
-from tools.tiny_stories import story
 
 TINY = Path(__file__).parents[1] / "ppserve/assets/tiny"
-
-
-def test_stories_come_from_their_seed_alone() -> None:
-    first, again, other = ([story(rng) for _ in range(20)] for rng in map(random.Random, (3, 3, 4)))
-    assert first == again
-    assert first != other
-    assert len(set(first)) == len(first)
-    assert not set("{}[]") & set("".join(first)), "nothing is left unexpanded"
-
-
-def test_byte_pairs_join_the_most_frequent_first() -> None:
-    ranks = learn_ranks("low lower lowest slow", r50k_pat_str, 260)
-    learned = [token for token, rank in sorted(ranks.items(), key=lambda item: item[1]) if rank >= 256]
-    assert learned[:2] == [b"lo", b"low"]
-    assert recover_merges(ranks)[:2] == [(b"l", b"o"), (b"lo", b"w")]
-
-
-def test_merges_of_a_vocabulary_out_of_order_cannot_be_recovered() -> None:
-    ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256, b"ab": 257}
-    with pytest.raises(ValueError, match="token 256"):
-        recover_merges(ranks)
 
 
 @pytest.fixture(scope="module")

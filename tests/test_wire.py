@@ -112,21 +112,11 @@ def test_all_messages_are_covered() -> None:
     }
 
 
-def test_a_huge_frame_is_refused_before_it_is_read() -> None:
-    with pytest.raises(WireError, match="beyond the limit"):
-        wire.FrameReader(wire.FromHead).feed(struct.pack("<I", wire.MAX_FRAME_BYTES + 1))
-
-
 def test_a_stranger_has_four_kilobytes() -> None:
     reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
     assert reader.feed(wire.encode(FROM_STRANGER[0])) == FROM_STRANGER
     with pytest.raises(WireError, match="beyond the limit of 4096"):
         reader.feed(struct.pack("<I", 4097))
-
-
-def test_the_other_direction_is_refused() -> None:
-    with pytest.raises(WireError, match="schema"):
-        wire.FrameReader(wire.FromHead).feed(wire.encode(wire.Loading(1, 2)))
 
 
 def test_damaged_frames_are_wire_errors_or_other_messages_but_nothing_else() -> None:

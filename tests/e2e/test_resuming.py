@@ -7,12 +7,9 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
 from ppserve.client import CallFailed, Chunk, Client, RetryPolicy, completion_of
-from ppserve.v1 import generation_pb2 as pb
-from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.serving import Forked, Server, alive, serving, wait_until
 from tests.ports import port_to_come_back_to
 
@@ -23,39 +20,6 @@ PROMPT = "Once upon a time"
 def one_stage() -> Iterator[Server]:
     with serving(1, "--port", str(port_to_come_back_to()), by=Forked) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def stub(one_stage: Server) -> Iterator[GenerationServiceStub]:
-    with grpc.insecure_channel(one_stage.grpc) as channel:
-        yield GenerationServiceStub(channel)
-
-
-def asked(**stop: object) -> pb.GenerateRequest:
-    stop = {"max_tokens": 60, **stop}
-    sampling, output = pb.SamplingParams(seed=3), pb.OutputOptions(token_ids=True)
-    return pb.GenerateRequest(text=PROMPT, stop=pb.StopConditions(**stop), sampling=sampling, output=output)
-
-
-def test_a_sequence_that_had_ended_says_so_again(stub: GenerationServiceStub) -> None:
-    request = asked(min_tokens=7)
-    eos_id = stub.GetModelInfo(pb.GetModelInfoRequest()).eos_token_id
-    request.sampling.logit_bias[eos_id] = 100
-    messages = list(stub.Generate(request))
-    last = messages[-1]
-    assert last.finish.reason == pb.Finish.EOS
-    ids = [token.id for message in messages for token in message.tokens]
-    request.resume.generated_token_ids.extend(ids)
-    (again,) = stub.Generate(request)
-    assert (again.finish, again.seed) == (last.finish, last.seed)
-    assert (again.text, again.num_tokens, again.first_token) == ("", 0, len(ids))
-    said, expected = again.usage, last.usage
-    assert (said.prompt_tokens, said.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
-    # The control: one token less, and the stream says the rest.
-    request.resume.generated_token_ids.pop()
-    rest = list(stub.Generate(request))
-    assert [token.id for message in rest for token in message.tokens] == ids[-1:]
-    assert rest[-1].finish == last.finish
 
 
 def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(one_stage: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppserve import Completion, ConfigError, Pipeline
+from ppserve import Completion, Pipeline
 from ppserve.stage.device import REFERENCE
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 
@@ -74,9 +74,3 @@ def test_tokens_are_those_of_the_cpu_also_without_the_choice(
     with tiny(2, max_num_seqs=16) as pipeline:
         assert pipeline.model.deterministic == (not pipeline.model.why_not)
         assert tokens(together(pipeline, mixed_requests(COUNT))) == tokens(on_cpu)
-
-
-def test_what_gpus_do_not_have_is_refused_by_name(reference: None) -> None:
-    for settings in ({"quantization": "int8"}, {"kv_dtype": "int8"}):
-        with pytest.raises(ConfigError, match="int8 needs a CPU"):
-            tiny(**settings)

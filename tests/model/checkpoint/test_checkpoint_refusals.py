@@ -154,16 +154,6 @@ def test_an_index_names_files(tmp_path: Path) -> None:
     assert "twice" in str(refusal(tmp_path))
 
 
-def test_links_as_the_hub_makes_them_are_followed(tmp_path: Path) -> None:
-    """snapshots/<revision>/<file> links to ../../blobs/<hash>."""
-    snapshot = write_hf(tmp_path / "snapshots" / "abc", ARCH, TENSORS, parts=2)
-    (tmp_path / "blobs").mkdir()
-    for i, path in enumerate(sorted(snapshot.iterdir())):
-        path.rename(tmp_path / "blobs" / f"{i}")
-        path.symlink_to(f"../../blobs/{i}")
-    assert torch.equal(open_checkpoint(str(snapshot)).tensor("wpe.weight"), TENSORS["wpe.weight"])
-
-
 @pytest.mark.parametrize("length", [0, 1, 2**40, 2**63 - 1, 2**64 - 1])
 def test_a_header_of_absurd_length(tmp_path: Path, length: int) -> None:
     path = write_hf(tmp_path, ARCH, TENSORS) / "model.safetensors"

@@ -14,17 +14,17 @@ rank and the last stage's next rank are None, so nobody can talk backwards by ac
 one frozen object in one variable, replaced as a whole by `initialize_model_parallel` and
 `destroy_model_parallel`, so a process can leave a broken pipeline and join the next one.
 
-The arithmetic of ranks alone, without processes, is `RankGrid` (ppserve/core/grid.py).
+Where each rank sits is `RankGrid` (ppserve/core/grid.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ppserve.core.grid import RankGrid
+from ppserve.core.grid import RankGrid, RankPlace
 
 
 class ParallelStateError(RuntimeError):
@@ -106,7 +106,7 @@ def initialize_model_parallel(
         raise ParallelStateError("model parallelism is already initialised; call destroy_model_parallel() first")
     if not dist.is_initialized():
         raise ParallelStateError("torch.distributed is not initialised; call dist.init_process_group() first")
-    grid = RankGrid.fit(
+    grid = fit_grid(
         dist.get_world_size(), tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size
     )
 
@@ -127,10 +127,30 @@ def initialize_model_parallel(
 
     _state = _ParallelState(
         grid,
-        tensor=create(grid.groups("tensor")),
-        data=create(grid.groups("replica")),
-        pipeline=create(grid.groups("stage")),
+        tensor=create(groups_of(grid, "tensor")),
+        data=create(groups_of(grid, "replica")),
+        pipeline=create(groups_of(grid, "stage")),
     )
+
+
+def fit_grid(world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
+    """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
+    for name, size in (("tensor", tensor), ("pipeline", pipeline), ("data", data)):
+        if size is not None and size < 1:
+            raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
+    grid = RankGrid(tensor, max(1, world_size // (tensor * pipeline)) if data is None else data, pipeline)
+    if grid.size != world_size:
+        sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data is not None else "")
+        raise ValueError(f"{sizes} does not fill a world of {world_size} ranks")
+    return grid
+
+
+def groups_of(grid: RankGrid, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
+    found: dict[RankPlace, list[int]] = {}
+    for rank in range(grid.size):
+        found.setdefault(replace(grid.place(rank), **{axis: 0}), []).append(rank)
+    return tuple(map(tuple, found.values()))
 
 
 def model_parallel_is_initialized() -> bool:

@@ -26,7 +26,7 @@ def test_each_axis_partitions_the_world_and_groups_of_two_axes_share_at_most_one
     tensor: int, data: int, pipeline: int
 ) -> None:
     grid = RankGrid(tensor, data, pipeline)
-    axes = [grid.groups(axis) for axis in ("tensor", "replica", "stage")]
+    axes = [ps.groups_of(grid, axis) for axis in ("tensor", "replica", "stage")]
     for size, groups in zip((tensor, data, pipeline), axes, strict=True):
         assert all(len(group) == size for group in groups)
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
@@ -36,11 +36,11 @@ def test_each_axis_partitions_the_world_and_groups_of_two_axes_share_at_most_one
 
 
 def test_tensor_is_fastest_and_pipeline_slowest() -> None:
-    grid = RankGrid.fit(1024, tensor=8, pipeline=16)
+    grid = ps.fit_grid(1024, tensor=8, pipeline=16)
     assert grid == RankGrid(tensor=8, data=8, pipeline=16)
-    assert grid.groups("tensor")[0] == tuple(range(8))
-    assert grid.groups("replica")[0] == tuple(range(0, 64, 8))
-    assert grid.groups("stage")[0] == tuple(range(0, 1024, 64))
+    assert ps.groups_of(grid, "tensor")[0] == tuple(range(8))
+    assert ps.groups_of(grid, "replica")[0] == tuple(range(0, 64, 8))
+    assert ps.groups_of(grid, "stage")[0] == tuple(range(0, 1024, 64))
     assert grid.place(3 + 8 * 2 + 64 * 5) == RankPlace(replica=2, stage=5, tensor=3)
 
 
@@ -59,7 +59,7 @@ def test_sizes_that_do_not_multiply_to_the_world(
     world: int, tensor: int, pipeline: int, data: int | None, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        RankGrid.fit(world, tensor, pipeline, data)
+        ps.fit_grid(world, tensor, pipeline, data)
 
 
 ASKING = [name for name in dir(ps) if name.startswith(("get_", "is_pipeline_"))]

@@ -8,7 +8,7 @@ apart. Rank r of a world of tensor x data x pipeline ranks sits at
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +28,11 @@ class RankGrid:
     data: int
     pipeline: int
 
-    def __post_init__(self) -> None:
-        for name in ("tensor", "data", "pipeline"):
-            size = getattr(self, name)
-            if size < 1:
-                raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
-
-    @classmethod
-    def fit(cls, world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
-        """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
-        grid = cls(tensor, 1 if data is None else data, pipeline)
-        if data is None:
-            grid = replace(grid, data=max(1, world_size // grid.size))
-        if grid.size != world_size:
-            sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data is not None else "")
-            raise ValueError(f"{sizes} does not fill a world of {world_size} ranks")
-        return grid
-
     @property
     def size(self) -> int:
         return self.tensor * self.data * self.pipeline
 
     def place(self, rank: int) -> RankPlace:
-        """Where a rank sits."""
         assert 0 <= rank < self.size, rank
         replica, stage = rank // self.tensor % self.data, rank // (self.tensor * self.data)
         return RankPlace(replica, stage, rank % self.tensor)
@@ -58,13 +40,6 @@ class RankGrid:
     def ranks_of(self, replica: int) -> tuple[int, ...]:
         """The ranks of one replica, in order of stages, then of tensor ranks."""
         return tuple(rank for rank in range(self.size) if self.place(rank).replica == replica)
-
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
-        found: dict[RankPlace, list[int]] = {}
-        for rank in range(self.size):
-            found.setdefault(replace(self.place(rank), **{axis: 0}), []).append(rank)
-        return tuple(map(tuple, found.values()))
 
     def name(self, rank: int) -> str:
         """A rank in words, without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""

@@ -8,8 +8,9 @@ either way the same hidden states cross. The best split is the one whose heavies
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import astuple, dataclass
-from functools import cache
+from itertools import product
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
@@ -20,8 +21,6 @@ from ppserve.errors import ConfigError
 
 # A layer is cut only where that makes the heaviest stage lighter by more than this share.
 _WORTH_A_CUT = 0.01
-# With more layers than these, half a layer is too little to be worth a cut, and the search takes too long.
-_MOST_CUT = 128
 
 BUSY_DECODES = 16
 """Sequences that decode in a step, where only the balance of stages matters."""
@@ -150,17 +149,14 @@ def split_by_weight(arch: Architecture, num_stages: int) -> Split:
 def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     """The split, of at least one layer each, whose heaviest stage is lightest. Raises ConfigError.
 
-    Among equals the one that cuts fewest layers; of whole layers the earlier stage gets one more.
+    Of whole layers the earlier stage gets one more.
     """
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
         raise ConfigError("--layers", f"{num_stages} stages cannot share {layers}; each needs at least one")
     whole = _whole_layers(parts, num_layers, num_stages)
-    if num_layers > _MOST_CUT:
-        return whole
-    heaviest = max(parts.costs(whole))
-    cut = _cut_layers(parts, num_layers, num_stages, heaviest)
-    return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * heaviest else whole
+    cut = _cut_layers(parts, num_layers, num_stages)
+    return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * max(parts.costs(whole)) else whole
 
 
 def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
@@ -174,31 +170,29 @@ def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     return Split(tuple(sublayers))
 
 
-def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split:
-    """The best split, over all cuts between sublayers; one with no stage heavier than `limit` is there."""
-    num_sublayers = 2 * num_layers
-    # What so many sublayers cost; overhead and head come on top. Costs are shares of the limit.
-    upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(num_sublayers + 1)]
-    bare = [parts.stage_cost(StageLayout(stage, num_stages, 0, 0)) / limit for stage in range(num_stages)]
+def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
+    """The best of all cuts between sublayers: stages are filled in turn up to the least limit that holds all."""
+    stages, sizes = {0, num_stages - 1}, range(2, 2 * num_layers + 1)
+    layouts = (StageLayout(*place) for place in product(stages, (num_stages,), (0, 1), sizes))
+    limits = sorted(set(map(parts.stage_cost, layouts)))
+    least = bisect_left(limits, True, key=lambda limit: _fill(parts, num_layers, num_stages, limit) is not None)
+    found = _fill(parts, num_layers, num_stages, limits[least])
+    assert found is not None, "a stage with all sublayers is among the limits"
+    return found
 
-    @cache
-    def best(stage: int, begin: int) -> tuple[float, int, float, tuple[int, ...]] | None:
-        """From `begin` on: heaviest stage, cut layers, sum of squares, sublayers of each stage; None if none."""
-        if stage == num_stages:
-            return (0.0, 0, 0.0, ()) if begin == num_sublayers else None
-        choices = []
-        for end in range(begin + 2, num_sublayers + 1):
-            cost = round(upto[end] - upto[begin] + bare[stage], 9)
-            if cost > 1:
-                break
-            if behind := best(stage + 1, end):
-                heaviest, cuts, squares, sizes = behind
-                choices.append((max(cost, heaviest), cuts + end % 2, squares + cost * cost, (end - begin, *sizes)))
-        return min(choices, default=None)
 
-    found = best(0, 0)
-    assert found is not None, "whole layers are within the limit"
-    return Split(found[3])
+def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split | None:
+    """As many sublayers to each stage in turn as `limit` and a layer for each later one leave; None if too few."""
+    sublayers: list[int] = []
+
+    def cost(size: int) -> float:
+        return parts.stage_cost(StageLayout(len(sublayers), num_stages, sum(sublayers), size))
+
+    for num_later in reversed(range(num_stages)):
+        sizes = range(2 * (num_layers - num_later) - sum(sublayers) + 1)
+        sublayers.append(bisect_right(sizes, limit, key=cost) - 1)
+    is_filled = min(sublayers) >= 2 and sum(sublayers) == 2 * num_layers
+    return Split(tuple(sublayers)) if is_filled else None
 
 
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:

@@ -31,7 +31,7 @@ def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
 def test_13b_on_eight_stages():
     plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", stage_memory=16 * GiB))
     assert plan.arch.num_params == pytest.approx(12.85e9, rel=1e-3)
-    assert plan.split == Split.parse("5,5,5,5,5,5,5.5,4.5")
+    assert plan.split == Split.parse("5.5,5,5,5,5,5,5,4.5")
     even = forecast(CEREBRAS_13B, Intent(8, layers=Split((10,) * 8)))
     assert (plan.balance["decode"], even.balance["decode"]) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)

@@ -130,10 +130,13 @@ def test_an_end_that_a_restart_would_not_mend_ends_the_rank(scene: Scene, code: 
 
 @pytest.mark.parametrize("code", [KILLED, CRASHED, 1, EXIT_HEAD_GONE])
 def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> None:
+    scene.stage()  # one that dies at once
     scene.stage((1, KNOWS_HEAD), code=code)
-    second = scene.stage(code=0)
+    scene.stage((0, KNOWS_HEAD), times=MAX_DEATHS - 3)
+    last = scene.stage(code=0)
     assert scene.run() == 0
-    assert second.started == START
+    assert last.started == START
+    assert scene.clock.now_s == 1001, "each is followed at once"
 
 
 @pytest.mark.parametrize(
@@ -170,28 +173,17 @@ def test_a_frozen_stage_is_replaced_later_while_it_imports(scene: Scene, line: s
     assert limit_s < frozen.killed_at_s - 1004 <= limit_s + 1
 
 
-def test_signs_of_life_keep_a_stage_alive(scene: Scene) -> None:
-    signs = [(FROZEN_AFTER_S - 0.5, "") for _ in range(50)]
-    alive = scene.stage((1, KNOWS_HEAD), *signs, code=0)
-    assert scene.run() == 0
-    assert alive.killed_at_s is None
+def test_signs_of_life_keep_a_stage_alive_and_a_keeper_that_was_held_up_listens_first(scene: Scene) -> None:
+    """Each new stage has the long limit again."""
 
-
-def test_the_replacement_has_the_long_limit_again(scene: Scene) -> None:
-    scene.stage((1, KNOWS_HEAD))
-    long_s = FROZEN_WHILE_PREPARING_S - 1
-    second = scene.stage((long_s, ""), (long_s, KNOWS_HEAD), code=0)
-    assert scene.run() == 0
-    assert second.killed_at_s is None
-
-
-def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(scene: Scene) -> None:
     def hold_up() -> None:
         scene.clock.now_s += 10 * FROZEN_WHILE_PREPARING_S
 
-    alive = scene.stage((1, KNOWS_HEAD), (0, hold_up), (0, ""), (1, ""), code=0)
+    scene.stage((1, KNOWS_HEAD), *[(FROZEN_AFTER_S - 0.5, "")] * 50, (0, hold_up), (0, ""), (1, ""))
+    long_s = FROZEN_WHILE_PREPARING_S - 1
+    scene.stage((long_s, ""), (long_s, KNOWS_HEAD), code=0)
     assert scene.run() == 0
-    assert alive.killed_at_s is None
+    assert [stage.killed_at_s for stage in scene.stages] == [None, None]
 
 
 # ---- a stage that keeps dying ------------------------------------------------------------------------------
@@ -222,14 +214,6 @@ def test_no_life_is_waited_for_longer_than_a_stop_lasts(scene: Scene) -> None:
     assert scene.run() == 1
     assert scene.clock.now_s <= 1000.5
     assert scene.num_forked == 3, "the third is killed at once"
-
-
-def test_a_stage_that_dies_once_or_after_it_found_the_head_is_followed_at_once(scene: Scene) -> None:
-    scene.stage()
-    scene.stage((0, KNOWS_HEAD), times=MAX_DEATHS - 2)
-    scene.stage(code=0)
-    assert scene.run() == 0
-    assert scene.clock.now_s == 1000
 
 
 def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
@@ -300,32 +284,23 @@ def test_a_second_stop_can_only_shorten_the_grace(scene: Scene) -> None:
     assert 1005 < stubborn.killed_at_s <= 1007
 
 
-def test_a_stage_that_crashes_while_streams_finish_is_replaced(scene: Scene) -> None:
-    scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""))
-    second = scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
-    assert scene.run() == 0
-    assert second.started is not None
-    assert scene.num_forked == 2
+@pytest.mark.parametrize(("code", "is_replaced"), [(CRASHED, True), (EXIT_HEAD_GONE, False)])
+def test_a_stage_that_ends_while_streams_finish_is_replaced_while_there_is_a_head(
+    scene: Scene, code: int, is_replaced: bool
+) -> None:
+    scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""), code=code)
+    scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
+    assert scene.run() == (0 if is_replaced else 1)
+    assert scene.num_forked == 1 + is_replaced
 
 
-def test_a_stage_without_a_head_while_stopping_is_not_replaced(scene: Scene) -> None:
-    scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""), code=EXIT_HEAD_GONE)
-    assert scene.run() == 1
-    assert scene.num_forked == 1
-
-
-def test_a_stop_before_the_head_was_found_kills_at_once(scene: Scene) -> None:
-    lost = scene.stage((1, lambda: scene.keeper.stop(20)), (FOREVER, ""))
-    assert scene.run() == 1
-    assert lost.killed_at_s == 1001
-    assert scene.num_forked == 1
-
-
-def test_a_stop_after_the_head_was_lost_kills_at_once(scene: Scene) -> None:
+@pytest.mark.parametrize("loses_head", [False, True])
+def test_a_stop_without_a_head_kills_at_once(scene: Scene, loses_head: bool) -> None:
     """torchrun ends the others when it sees that the head has died, and waits 30 s for who does not end. A stage
     sees it sooner: the next one may be looking by then for a head that comes only when all have ended."""
-    scene.stage((1, KNOWS_HEAD), code=EXIT_HEAD_GONE)
+    if loses_head:
+        scene.stage((1, KNOWS_HEAD), code=EXIT_HEAD_GONE)
     looking = scene.stage((1, "started"), (1, lambda: scene.keeper.stop(32)), (FOREVER, ""))
     assert scene.run() == 1
-    assert looking.killed_at_s == 1003
-    assert scene.num_forked == 2
+    assert looking.killed_at_s == 1002 + loses_head
+    assert scene.num_forked == 1 + loses_head

@@ -157,6 +157,8 @@ def test_one_server_forks_one_stage_after_the_other_and_leaves_nothing_open(
         assert process.reap() == 11
     assert len(parents) == 1
     server.close()
+    with pytest.raises(FileNotFoundError):
+        ForkServer(("/no/such/program",)).fork()
     assert sorted(os.listdir("/proc/self/fd")) == before, "descriptors stay open"
 
 
@@ -171,11 +173,26 @@ def test_nothing_said_is_not_the_end(server_of: Callable[[str], ForkServer]) -> 
     process.kill()
 
 
-def test_one_that_is_killed_before_it_exists_ends_as_well(server_of: Callable[[str], ForkServer]) -> None:
-    server = server_of("time.sleep(1000)")
-    process = server.fork()
+def stop_and_kill(process: StageProcess) -> None:
+    os.kill(psutil.Process(pid_of(process)).ppid(), signal.SIGSTOP)
     process.kill()
-    assert await_end(process) == -9
+
+
+@pytest.mark.parametrize(
+    ("program", "act", "code"),
+    [
+        ("time.sleep(1000)", StageProcess.kill, -9),
+        ("sys.exit(3)", lambda process: process.start(START), 3),
+        (STUCK + RUN, stop_and_kill, -9),
+    ],
+    ids=["is killed before it exists", "cannot import, and its end tells", "its server stands still"],
+)
+def test_one_ends_that(
+    server_of: Callable[..., ForkServer], program: str, act: Callable[[StageProcess], None], code: int
+) -> None:
+    process = server_of("", program).fork()
+    act(process)
+    assert await_end(process) == code
 
 
 @pytest.mark.parametrize("program", [STUCK, DYING], ids=["with its stage", "after its stage"])
@@ -194,12 +211,6 @@ def test_a_server_that_dies_is_replaced(server_of: Callable[[str], ForkServer], 
     assert psutil.Process(pid_of(process)).ppid() != parent
     process.kill()
     assert await_end(process) in (7, -9)
-
-
-def test_a_server_that_cannot_import_says_so_by_its_code(server_of: Callable[..., ForkServer]) -> None:
-    process = server_of("", "sys.exit(3)").fork()
-    process.start(START)  # too late: its end tells
-    assert await_end(process) == 3
 
 
 def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
@@ -235,14 +246,6 @@ def test_it_ends_when_its_keeper_does() -> None:
         time.sleep(0.01)
 
 
-def test_a_stopped_server_is_woken(server_of: Callable[[str], ForkServer]) -> None:
-    process = server_of(STUCK).fork()
-    stage = psutil.Process(pid_of(process))
-    os.kill(stage.ppid(), signal.SIGSTOP)
-    process.kill()
-    assert await_end(process) == -9
-
-
 @pytest.mark.slow
 def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
     servers: list[ForkServer], monkeypatch: pytest.MonkeyPatch
@@ -266,13 +269,6 @@ def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
     process.kill()
     assert set(lines_of(process)) <= {""}  # it writes an empty line each half second
     assert process.reap() == -9
-
-
-def test_a_server_that_cannot_be_started_leaves_nothing_open() -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError):
-        ForkServer(("/no/such/program",)).fork()
-    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_descriptors_from_1024_on_are_listened_to(server_of: Callable[[str], ForkServer]) -> None:

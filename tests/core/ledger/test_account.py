@@ -182,17 +182,6 @@ def test_nothing_is_kept_about_settled_steps():
 # ---- idle, losses -----------------------------------------------------------------------------------------
 
 
-def test_no_demand_is_idle():
-    account = account_of(2, 100)
-    assert [t.idle_ns for t in account.snapshot(600)] == [500, 500]
-    end = ArtificialPipeline((S, S), 2, start_ns=1000).run(4).feed(account)
-    end = ArtificialPipeline((S, S), 2, start_ns=end + 3 * S).run(4).feed(account, first_step_id=4)
-    for times in account.snapshot(end + 5000):
-        assert times.idle_ns == 900 + 3 * S + 5000
-        assert times.busy_ns["decode"] == 8 * S
-        assert bubbles(times) == {"fill_drain": 2 * S}
-
-
 def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
     account = account_of(2)
     account.demand_began(0)

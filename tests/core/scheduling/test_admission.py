@@ -113,16 +113,6 @@ def test_a_light_caller_beside_a_hundred_greedy_ones_waits_for_one_free_place() 
     assert max(num_places_freed) <= 16, "all places that became free in one step"
 
 
-def test_a_refused_request_leaves_nothing_behind() -> None:
-    rig = a_rig(max_num_seqs=1, max_queue=0)
-    rig.submit(a_request("r"))
-    for i in range(50):
-        assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
-    check_scheduler(rig.scheduler)
-    assert rig.scheduler.request_queue.expire(2e9) == []
-    rig.finish()
-
-
 def test_priority_and_fairness_decide_who_is_next() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running", caller="flood"))
@@ -136,18 +126,6 @@ def test_priority_and_fairness_decide_who_is_next() -> None:
 
 
 # ---- cancellation ----
-
-
-def test_cancelling_while_waiting() -> None:
-    rig = a_rig(max_num_seqs=1)
-    rig.submit(a_request("running"))
-    rig.submit(a_request("waiting"))
-    (event,) = rig.tell(rig.scheduler.request_queue.abort("waiting", FinishReason.CANCELLED))
-    assert event.finish is FinishReason.CANCELLED
-    assert rig.scheduler.request_queue.num_waiting == 0
-    for ended in ("waiting", "nobody"):
-        assert rig.scheduler.request_queue.abort(ended, FinishReason.CANCELLED) == []
-    rig.finish()
 
 
 def test_cancelling_in_flight_frees_the_blocks_at_once() -> None:
@@ -312,7 +290,11 @@ def test_each_deadline_is_kept_whatever_ended_before() -> None:
     rig = a_rig(max_num_seqs=1)
     for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
         rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
-    rig.tell(rig.scheduler.request_queue.abort("gone", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("gone", FinishReason.CANCELLED))
+    assert event.finish is FinishReason.CANCELLED
+    for ended in ("gone", "nobody"):
+        assert rig.scheduler.request_queue.abort(ended, FinishReason.CANCELLED) == []
     expire = rig.scheduler.request_queue.expire
     overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
     assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}
+    assert rig.scheduler.request_queue.num_waiting == 0

@@ -116,11 +116,6 @@ def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
     check_blocks(blocks)
 
 
-def test_sizes_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        BlockManager(0, 16)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_walk_keeps_every_block_in_one_state(seed: int) -> None:
     rng = random.Random(seed)

@@ -27,15 +27,6 @@ def target() -> Iterator[str]:
         yield target
 
 
-def test_a_closed_loop(target: str, tmp_path: Path) -> None:
-    flags = ("--concurrency", "3", "--prompt-tokens", "uniform:2:9", "--new-tokens", "5")
-    done = run("bench", "--target", target, *flags, "--json", str(tmp_path / "out.json"))
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (16, 0, 80)
-    assert 32 <= found["total_input_tokens"] <= 144
-
-
 def test_two_open_loops_without_a_seed_ask_different_things(target: str, tmp_path: Path) -> None:
     seeds = []
     for _ in range(2):
@@ -102,7 +93,7 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], words: s
 
 def test_against_two_real_stages(shared_server: Server, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ("--concurrency", "4", "--requests", "12", "--warm-up", "2", "--prompt-tokens", "48")
+    flags = ("--concurrency", "4", "--requests", "12", "--warm-up", "2", "--prompt-tokens", "uniform:40:48")
     done = run(
         *("bench", "--target", shared_server.grpc, *flags, "--new-tokens", "uniform:3:8", "--json", str(out))
     )
@@ -110,7 +101,7 @@ def test_against_two_real_stages(shared_server: Server, tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert (found["completed"], found["failed"], found["num_prompts"]) == (12, 0, 12)
     assert (found["model_id"], found["num_stages"], found["max_concurrency"]) == ("tiny", 2, 4)
-    assert found["total_input_tokens"] == 12 * 48
+    assert 12 * 40 <= found["total_input_tokens"] <= 12 * 48
     assert 12 * 3 <= found["total_output_tokens"] <= 12 * 8
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert 0 < found[f"median_{name}_ms"] <= found[f"p99_{name}_ms"]

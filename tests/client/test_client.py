@@ -156,25 +156,6 @@ def test_what_grpc_could_not_send_or_read_is_named(tmp_path: Path) -> None:
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "ca.pem")))
 
 
-def test_refusals_name_the_field() -> None:
-    with served_in_thread(FakeEngine()) as target, Client(target) as client:
-        with pytest.raises(CallFailed) as failure:
-            client.generate("a", top_p=3.0, n=99)
-    assert (failure.value.code, failure.value.reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-    assert [violation.field for violation in failure.value.violations] == ["sampling.top_p", "sampling.n"]
-
-
-def test_keys_are_sent(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("0123456789abcdef\n")
-    with served_in_thread(FakeEngine(), api_key_file=keys) as target:
-        with Client(target, api_key="0123456789abcdef") as client:
-            assert client.model_info().model == "fake"
-        with Client(target) as client, pytest.raises(CallFailed) as failure:
-            client.model_info()
-    assert failure.value.code == "UNAUTHENTICATED"
-
-
 @pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_broken_stream_goes_on_where_it_broke(after: int, n: int) -> None:

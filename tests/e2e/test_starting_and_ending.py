@@ -74,12 +74,6 @@ def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("mistake", [("--no-such-flag", ""), ("--model", "no-such-dir"), ("--layers", "4,5")])
-def test_a_mistake_is_one_line_that_names_it(tmp_path: Path, mistake: tuple[str, str]) -> None:
-    line = refused(tmp_path, 2, *filter(None, mistake))
-    assert mistake[0] in line or mistake[1] in line
-
-
 def test_truncated_weights_and_a_port_in_use_are_named(tmp_path: Path) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     weights = model / "model.safetensors"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from ppserve.v1 import generation_pb2 as v1
-from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
-from tests.e2e.serving import Server, wait_until
+from tests.e2e.serving import Server
 from tests.e2e.test_http import ENDS
 
 # All numbers of a sequence: its tokens, scores of them and of the prompt, its end.
@@ -102,38 +98,3 @@ def test_it_says_what_our_own_protocol_says(shared_server: Server, channel: grpc
         for stream in (True, False):
             asked = [as_vllm(request, stream) for request in requests]
             assert list(pool.map(lambda request: ask_vllm(stub, request), asked)) == spoken
-
-
-def test_a_running_request_is_aborted_by_its_name(channel: grpc.Channel) -> None:
-    stub = VllmEngineStub(channel)
-    params = pb.SamplingParams(max_tokens=900, ignore_eos=True)
-    asked = pb.GenerateRequest(text="Once upon a time", sampling_params=params, stream=True, request_id="mine")
-    answers = []
-    for answer in stub.Generate(asked, timeout=100):
-        answers.append(answer)
-        if len(answers) == 3:
-            assert stub.GetServerInfo(pb.GetServerInfoRequest()).active_requests == 1
-            (load,) = stub.GetLoads(pb.GetLoadsRequest()).loads
-            assert (load.num_running_reqs, load.num_total_reqs) == (1, 1)
-            assert 0 < load.num_used_tokens < load.max_total_num_tokens
-            stub.Abort(pb.AbortRequest(request_ids=["mine"]))
-    assert answers[-1].complete.finish_reason == "abort"
-    assert len(answers[-1].complete.output_ids) < 900
-    # A step may still be under way.
-    wait_until(lambda: stub.GetLoads(pb.GetLoadsRequest()).loads[0].token_usage == 0)
-
-
-def test_a_router_tokenizes_as_the_server_does(channel: grpc.Channel) -> None:
-    stub = VllmEngineStub(channel)
-    content = b"".join(part.data for part in stub.GetTokenizer(pb.GetTokenizerRequest()))
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
-    text = "Once upon a time, in Alder Bridge — there’s 1 lamp.\n"
-    ids = [token.id for token in GenerationServiceStub(channel).Tokenize(v1.TokenizeRequest(text=text)).tokens]
-    assert tokenizer.encode(text).ids == ids
-    params = pb.SamplingParams(max_tokens=8, seed=5)
-    tokenized = pb.TokenizedInput(original_text=text, input_ids=tokenizer.encode(text).ids)
-    both = [pb.GenerateRequest(text=text), pb.GenerateRequest(tokenized=tokenized)]
-    for asked in both:
-        asked.sampling_params.CopyFrom(params)
-    assert ask_vllm(stub, both[0]) == ask_vllm(stub, both[1])

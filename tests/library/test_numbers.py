@@ -86,7 +86,7 @@ def digests_of_answers() -> list[str]:
         for numbers in kinds:
             with tiny(2, **numbers) as pipeline:
                 assert pipeline.model.deterministic
-                for answer in together(pipeline, mixed_requests(12)):
+                for answer in together(pipeline, mixed_requests(8)):
                     for one in answer.sequences:
                         digest.update(repr((one.finish, one.text, one.tokens, one.prompt_tokens)).encode())
         digests.append(digest.hexdigest())

@@ -127,12 +127,3 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last() -> None:
     lines = render_prospects(found).splitlines()
     assert lines[1].startswith("2x1x1")
     assert "do not fit" in lines[3]
-
-
-def test_without_speeds_there_are_sizes_and_balances() -> None:
-    found = compare(GPT2, Intent(1), 2, None)
-    assert [each.tokens_per_s for each in found] == [None] * 3
-    by_name = {shape_name(each.grid): each.figures for each in found}
-    assert by_name["1x2x1"]["balance"]["decode"] == pytest.approx(0.97, abs=0.01)
-    assert by_name["1x1x2"]["max_sequences"] == 2 * compare(GPT2, Intent(1), 1, None)[0].plan.max_sequences
-    assert by_name["2x1x1"]["output_tokens_per_s"] is None

@@ -208,24 +208,24 @@ def tree(root: Path, **files: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("limit", "limit_within", "cores"),
     [
-        ({}, 16),
-        ({"proc/self/cgroup": "0::/\n"}, 16),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "350000 100000\n"}, 3),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "20000 100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "6400000 100000\n"}, 16),
-        # Of a group and those around it the narrowest counts.
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
-          "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n"}, 2),
+        ("max", "max", 16),
+        ("350000", "max", 3),
+        ("20000", "max", 1),
+        ("6400000", "max", 16),
+        ("200000", "800000", 2),
     ],
-)  # fmt: skip
+)
 def test_cores_are_those_of_the_container(
-    tmp_path: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limit: str, limit_within: str, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a group and those around it the narrowest counts."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
-    assert available_cores(tree(tmp_path, **files)) == cores
+    assert available_cores(tree(tmp_path / "without")) == 16
+    limits = {"sys/fs/cgroup/cpu.max": f"{limit} 100000\n", "sys/fs/cgroup/a/cpu.max": f"{limit_within} 100000\n"}
+    assert available_cores(tree(tmp_path / "within", **{"proc/self/cgroup": "0::/a\n"}, **limits)) == cores
+    assert available_cores(tree(tmp_path / "around", **{"proc/self/cgroup": "0::/\n"}, **limits)) >= cores
 
 
 @pytest.mark.parametrize(

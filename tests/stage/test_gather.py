@@ -129,11 +129,6 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
         assert line_of(left, 0).tolist() == [1, 0]
 
 
-def test_a_rank_alone_waits_for_no_other() -> None:
-    assert NoTensorLink().all(own := torch.ones(2, 3), Cut((3,), 0)) is own
-    assert NoTensorLink().all(torch.ones(1, 2), Cut.from_size(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
-
-
 # ---- processes ----------------------------------------------------------------------------------------------
 
 

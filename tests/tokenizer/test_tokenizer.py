@@ -69,4 +69,6 @@ def test_what_is_written_is_read_back(tiny: Tokenizer, tmp_path: Path) -> None:
         assert read.token_bytes(token_id) == tiny.token_bytes(token_id)
         assert read.text_bytes(token_id) == tiny.text_bytes(token_id)
     theirs = HuggingFaceTokenizer.from_str(tiny.to_json().decode())
+    text = "Once upon a time, in Alder Bridge — there’s 1 lamp.\n"
+    assert theirs.encode(text).ids == tiny.encode(text)
     assert theirs.encode("a<|endoftext|>").ids == [*tiny.encode("a"), tiny.eos_id]

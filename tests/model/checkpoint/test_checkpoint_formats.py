@@ -160,17 +160,3 @@ def test_it_depends_on_the_bits_that_are_computed_with(tmp_path: Path) -> None:
     whole = open_checkpoint(str(write_hf(tmp_path, arch, random_tensors(arch))))
     found: list[Checkpoint] = [whole, whole.rounded_to("bfloat16"), whole.rounded_to("float16")]
     assert len({fingerprint(checkpoint) for checkpoint in found}) == 3
-
-
-def test_little_of_a_matrix_is_read() -> None:
-    sizes: list[int] = []
-
-    class Counting(RandomCheckpoint):
-        def tensor(self, name: str, part: TensorPart) -> torch.Tensor:  # type: ignore[override]
-            sizes.append((read := super().tensor(name, part)).numel())
-            return read
-
-    arch = of_random(width=48)
-    fingerprint(Counting(arch))
-    assert max(sizes) == arch.inner_width, "vectors are read whole"
-    assert sum(size > 3 * 64 for size in sizes) < len(sizes) / 2

@@ -1,4 +1,4 @@
-"""The head's process: what it leaves behind."""
+"""The head's process: what it leaves behind, and that its servers close whenever they are asked to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from ppserve.config import ServeConfig
+from ppserve.config import ServeConfig, ServerSettings
 from ppserve.head.app import HeadProcess
+from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.meeting import find_meeting
+from ppserve.v1 import generation_pb2 as pb
+from tests.fake_engine import FakeEngine, code_of, handler_of, stub_of
+
+SETTINGS = ServerSettings(port=0, http_port=0, metrics_port=0)
+WITHIN_S = 20.0
 
 
 class Faulty(HeadProcess):
@@ -59,3 +65,30 @@ def test_a_keeper_that_fails_ends_the_server_with_the_reason(
 
     assert asyncio.run(run()) == 1
     assert "error: stage 0 cannot be kept alive: [Errno 24] Too many open files" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+@pytest.mark.parametrize("num_turns", [0, 1, 4])
+def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun(
+    num_turns: int, has_stream: bool
+) -> None:
+    """num_turns: of the event loop, between the two."""
+
+    async def main() -> None:
+        handler = handler_of(FakeEngine(halt_after=1), SETTINGS)
+        servers = Servers(SETTINGS, handler, lambda path, status: None, {})
+        ports = await servers.open()
+        handler.set_serving(True)
+        at_once = asyncio.get_running_loop().create_future()
+        async with stub_of(f"127.0.0.1:{ports.grpc}") as stub:
+            call = stub.Generate(pb.GenerateRequest(text="x")) if has_stream else None
+            if call is not None:
+                await anext(aiter(call))
+            closing = asyncio.create_task(servers.close(600.0, at_once))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            at_once.set_result(None)
+            await asyncio.wait_for(closing, WITHIN_S)
+            assert call is None or (await code_of(call)).name == "UNAVAILABLE"
+
+    asyncio.run(main())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace as changed
 
 from ppserve import wire
 from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, ServeConfig
@@ -27,10 +27,13 @@ def hellos(count: int, **about: Any) -> list[wire.Hello]:
     cores, costs = about.pop("cores", 0), about.pop("costs", {1: READS, 2: HALF})
     host = wire.StageHost("here", about.pop("machine", "one"), cores=cores)
     device = wire.StageDevice(**{"memory_bytes": 4 << 30, "kv_bytes": 2 << 30, **about})
-    return [
-        msgspec.structs.replace(hello(rank, count, GPT2, host, device=device), costs=costs)
-        for rank in range(count)
-    ]
+    return [changed(hello(rank, count, GPT2, host, device=device), costs=costs) for rank in range(count)]
+
+
+def apart(**about: Any) -> list[wire.Hello]:
+    """Of two ranks on two hosts."""
+    first, second = hellos(2, **about)
+    return [first, changed(second, host=wire.StageHost("there", "another"))]
 
 
 def config(callers: int = 16, threads: int | None = None) -> ServeConfig:
@@ -45,9 +48,7 @@ def rates(asked: ServeConfig, of: list[wire.Hello]) -> dict[str, float]:
 def test_the_shape_follows_from_the_load_and_the_network() -> None:
     one_host = rates(config(), hellos(2))
     assert list(one_host) == ["2x1x1", "1x1x2", "1x2x1"], "weights are read once for all callers"
-    apart = hellos(2)
-    apart[1] = msgspec.structs.replace(apart[1], host=wire.StageHost("there", "another"))
-    assert rates(config(), apart)["2x1x1"] < one_host["2x1x1"], "gathers between hosts take longer"
+    assert rates(config(), apart())["2x1x1"] < one_host["2x1x1"], "gathers between hosts take longer"
 
 
 def test_tensor_ranks_are_predicted_by_what_they_measured_as_such() -> None:
@@ -58,9 +59,11 @@ def test_tensor_ranks_are_predicted_by_what_they_measured_as_such() -> None:
 
 def test_the_mean_of_all_ranks_counts() -> None:
     first, second = hellos(2)
-    slower = {count: replace(costs, head=3 * costs.head) for count, costs in ((1, READS), (2, HALF))}
-    mixed = rates(config(), [first, msgspec.structs.replace(second, costs=slower)])
-    doubled = {count: replace(costs, head=2 * costs.head) for count, costs in ((1, READS), (2, HALF))}
+    slower, doubled = (
+        {count: replace(costs, head=factor * costs.head) for count, costs in ((1, READS), (2, HALF))}
+        for factor in (3, 2)
+    )
+    mixed = rates(config(), [first, changed(second, costs=slower)])
     assert mixed == pytest.approx(rates(config(), hellos(2, costs=doubled)))
 
 
@@ -68,9 +71,7 @@ def test_ranks_share_the_cores_of_their_machine() -> None:
     own, scarce = (rates(config(threads=1), hellos(2, cores=cores)) for cores in (2, 1))
     assert own == pytest.approx(rates(config(threads=1), hellos(2, cores=8)))
     assert scarce["2x1x1"] == pytest.approx(own["2x1x1"] / 2, rel=0.05)
-    apart = hellos(2, cores=1)
-    apart[1] = msgspec.structs.replace(apart[1], host=wire.StageHost("there", "another"))
-    assert rates(config(threads=1), apart)["1x1x2"] > 1.8 * scarce["1x1x2"]
+    assert rates(config(threads=1), apart(cores=1))["1x1x2"] > 1.8 * scarce["1x1x2"]
     assert rates(config(threads=2), hellos(2, cores=2)) == pytest.approx(scarce), "each rank keeps two cores busy"
 
 

@@ -6,8 +6,7 @@ For `--parallel auto` the head waits for the Hello of every rank; the engine rec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -16,7 +15,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import FatalError
 from ppserve.head.starting import TELL_EVERY_S, WaitLimit, find_missing, wait_for_hellos
-from tests.head.engine.scripted import MembersRig
+from tests.head.engine.scripted import MembersRig, ScriptedControl
 from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
@@ -64,27 +63,24 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
     assert "stage 0" not in end.reason
 
 
-@dataclass
-class ScriptedControl:
+class TurnsControl(ScriptedControl):
     """A control plane on which turns of messages arrive as written here."""
 
-    turns: deque[list[Event]]
-    put: list[Event] = field(default_factory=list)
-    sent: list[tuple[int, object]] = field(default_factory=list)
+    def __init__(self, *turns: list[Event]) -> None:
+        super().__init__()
+        self.turns = deque(turns)
+        self.put: list[Event] = []
 
     def poll(self, timeout_s: float) -> list[Event]:
         return self.turns.popleft()
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        self.sent += [(rank, message) for rank in ranks]
 
     def put_back(self, heard: Sequence[Event]) -> None:
         self.put = list(heard)
 
 
-def wait(*turns: list[Event], clock: Callable[[], float] = lambda: 1e-9) -> tuple[list[str], ScriptedControl]:
+def wait(*turns: list[Event], clock: Callable[[], float] = lambda: 1e-9) -> tuple[list[str], TurnsControl]:
     """The hellos that were returned, as rank@host. The clock stands still when `hello` arrives."""
-    control = ScriptedControl(deque(turns))
+    control = TurnsControl(*turns)
     found = wait_for_hellos(control, 2, WaitLimit(1000.0, 0.0), lambda: not control.turns, clock)
     assert not isinstance(found, FatalError)
     return [f"{each.rank}@{each.host.name}" for each in found], control
@@ -118,7 +114,7 @@ def test_ranks_that_wait_are_pinged_and_their_wait_is_not_their_silence() -> Non
 
 
 def test_ranks_that_have_not_measured_are_named() -> None:
-    control, times = ScriptedControl(deque([[hello(0)], []])), iter([0.0, 5.0, 16.0])
+    control, times = TurnsControl([hello(0)], []), iter([0.0, 5.0, 16.0])
     found = wait_for_hellos(control, 2, WaitLimit(10.0, 0.0), lambda: False, lambda: next(times))
     assert isinstance(found, FatalError)
     assert "waiting for rank 1, which has not come" in found.reason

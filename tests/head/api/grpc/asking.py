@@ -11,11 +11,7 @@ from grpc_status import rpc_status
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import (
-    FakeEngine,
-    served,
-    stub_of,
-)
+from tests.fake_engine import FakeEngine, served, stub_of
 
 
 def run(scenario: Callable[[FakeEngine, GenerationServiceStub], Awaitable[None]], **engine: object) -> None:

@@ -12,13 +12,7 @@ from grpc import aio
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import (
-    CARD,
-    FakeEngine,
-    code_of,
-    served,
-    texts_until_failure,
-)
+from tests.fake_engine import CARD, FakeEngine, code_of, served, texts_until_failure
 from tests.head.api.grpc.asking import ask, details, run
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"

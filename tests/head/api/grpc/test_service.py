@@ -15,12 +15,7 @@ from ppserve.head.descriptions import Limits, RankDescription, StageDescription,
 from ppserve.head.engine.streams import TimingsOutput, TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import (
-    ByteCodec,
-    FakeEngine,
-    code_of,
-    drawn_token,
-)
+from tests.fake_engine import ByteCodec, FakeEngine, code_of, drawn_token
 from tests.head.api.grpc.asking import ask, run
 from tests.head.api.test_requests import REFUSED, fields_refused, made
 
@@ -68,17 +63,9 @@ def test_n_sequences_echo_logprobs_and_timings() -> None:
         assert [token.bytes for token in scored.prompt_tokens] == [b"h", b"e", b"l", b"l", b"o"]
         assert not scored.prompt_tokens[0].HasField("logprob")
         assert [token.logprob for token in scored.prompt_tokens[1:]] == [-float(ord(c)) for c in "ello"]
-
-    run(scenario)
-
-
-def test_scoring_without_generating() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        messages = [m async for m in stub.Generate(ask(max_tokens=0, output=pb.OutputOptions(prompt_logprobs=1)))]
-        assert len(messages) == 1
-        assert len(messages[0].prompt_tokens) == 5
-        assert (messages[0].num_tokens, messages[0].usage.completion_tokens) == (0, 0)
-        assert messages[0].finish.reason == pb.Finish.MAX_TOKENS
+        (alone,) = [m async for m in stub.Generate(ask(0, output=pb.OutputOptions(prompt_logprobs=1)))]
+        assert (len(alone.prompt_tokens), alone.num_tokens, alone.usage.completion_tokens) == (5, 0, 0)
+        assert alone.finish.reason == pb.Finish.MAX_TOKENS
 
     run(scenario)
 
@@ -100,22 +87,15 @@ def test_what_matched_is_named() -> None:
     run(scenario, by_hand=True)
 
 
-def test_cancelling_reaches_the_engine() -> None:
+def test_cancelling_and_the_deadline_reach_the_engine() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         call = stub.Generate(ask())
         await engine.until(lambda engine: bool(engine.requests))
         call.cancel()
         await engine.until(lambda engine: bool(engine.cancelled))
-        assert engine.cancelled == {engine.requests[0].id: FinishReason.CANCELLED}
-
-    run(scenario, by_hand=True)
-
-
-def test_deadline_reaches_the_engine() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         assert await code_of(stub.Generate(ask(), timeout=0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
-        await engine.until(lambda engine: bool(engine.cancelled))
-        assert engine.cancelled == {engine.requests[0].id: FinishReason.DEADLINE}
+        await engine.until(lambda engine: len(engine.cancelled) == 2)
+        assert list(engine.cancelled.values()) == [FinishReason.CANCELLED, FinishReason.DEADLINE]
 
     run(scenario, by_hand=True)
 

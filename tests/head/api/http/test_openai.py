@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from ppserve.core.request import Request
-from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
+from ppserve.errors import DeadlinePassed, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.streams import Sink
 from tests.fake_engine import FakeEngine
 from tests.head.api.http.asking import Served, served_http
@@ -69,15 +69,6 @@ def test_the_blocking_client_and_further_fields() -> None:
     run(scenario)
 
 
-def test_leaving_a_stream_cancels_it() -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        async with await client.completions.create(model="fake", prompt="a", max_tokens=40, stream=True) as stream:
-            await anext(aiter(stream))
-        await served.engine.until(lambda engine: bool(engine.cancelled))
-
-    run(scenario, FakeEngine(halt_after=5))
-
-
 def test_errors_are_its_classes() -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -111,26 +102,25 @@ def test_an_error_in_mid_stream_raises() -> None:
     run(scenario, FakeEngine(break_error=StagesLost("stage 1 is gone"), break_after=3, num_breaks=1))
 
 
-def test_it_comes_back_when_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "seconds"),
+    [(Overloaded("the queue is full", 0.023), 429, "0.023000"), (StagesLost("stage 1 is gone"), 503, "5.000000")],
+)
+def test_it_comes_back_when_it_was_told_to(
+    error: RequestError, status: int, seconds: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        await client.completions.create(model="fake", prompt="a")
-        assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
-
-    with caplog.at_level(logging.INFO, "openai"):
-        run(scenario, BusyAtFirst(refusal=Overloaded("the queue is full", 0.023), times=2))
-    assert caplog.text.count("Retrying request in 0.023000 seconds") == 2
-
-
-def test_it_waits_as_long_as_a_503_says(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(_served: Served, client: AsyncOpenAI) -> None:
         asking = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
         while "Retrying request" not in caplog.text:
             await asyncio.sleep(0.01)
+        if status == 429:
+            await asking
+            assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
         asking.cancel()
 
     with caplog.at_level(logging.INFO, "openai"):
-        run(scenario, BusyAtFirst(refusal=StagesLost("stage 1 is gone"), times=1))
-    assert "Retrying request in 5.000000 seconds" in caplog.text
+        run(scenario, BusyAtFirst(refusal=error, times=2))
+    assert f"Retrying request in {seconds} seconds" in caplog.text
 
 
 def test_it_does_not_come_back_when_that_cannot_help() -> None:

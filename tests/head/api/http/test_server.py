@@ -220,21 +220,19 @@ def test_bytes_that_are_no_request_are_the_caller_s_mistake(sent: bytes, caplog:
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def listening(answered: list[socket.socket]) -> Listener:
-    """Room for two connections. answered: the sockets of those that have asked."""
+def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
+    """Small events do not wait for each other: asyncio switches Nagle's algorithm off only for sockets that name
+    their protocol."""
+
+    answered: list[socket.socket] = []  # of those that have asked
 
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
         answered.append(scope["state"]["transport"].get_extra_info("socket"))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    return Listener(app, max_connections=3)
-
-
-def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
     async def main() -> None:
-        answered: list[socket.socket] = []
-        listener = listening(answered)
+        listener = Listener(app, max_connections=3)  # room for two
         port = await listener.start("127.0.0.1", 0, "--http-port")
         opened = []
         for expected in (b"200", b"200", b"503"):
@@ -246,6 +244,7 @@ def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
+        assert answered[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         reader, writer = opened[0]
         status = b""
         while b"200" not in status:  # the server hears of the ends in time
@@ -255,22 +254,5 @@ def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
         writer.close()
         await listener.stop()
         assert len(answered) == 3
-
-    asyncio.run(main())
-
-
-def test_small_events_do_not_wait_for_each_other() -> None:
-    """asyncio switches Nagle's algorithm off only for sockets that name their protocol."""
-
-    async def main() -> None:
-        answered: list[socket.socket] = []
-        listener = listening(answered)
-        port = await listener.start("127.0.0.1", 0, "--http-port")
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(ASK)
-        assert b"200" in await reader.readline()
-        assert answered[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        writer.close()
-        await listener.stop()
 
     asyncio.run(main())

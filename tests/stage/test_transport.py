@@ -18,7 +18,6 @@ from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
 from ppserve.stage.device import Compute
 from ppserve.stage.transport import Frames, Transport, connect
-from ppserve.stage.transport.frames import ReceiveOrder
 from ppserve.stage.transport.nccl import AbortedPassage, StreamPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
 from tests.pipelines import (
@@ -103,27 +102,6 @@ def test_epochs_leave_nothing_open(pipeline: Pipeline) -> None:
         pipeline.run(relay, torch.float32, 1)
         counts.append(pipeline.count_descriptors())
     assert counts[-1] == counts[1], counts
-
-
-def test_a_skipped_step_is_noticed() -> None:
-    order = ReceiveOrder()
-    order.post(step(0, 4))
-    with pytest.raises(AssertionError, match="step 1 is received where step 0 is next"):
-        order.check_next(step(1, 4))
-    with pytest.raises(AssertionError, match="step 2 was not posted"):
-        order.check_next(step(2, 4))
-
-
-def test_a_frame_that_does_not_fit_its_plan_is_not_sent() -> None:
-    frames = Frames(WIDTH, torch.float32)
-    assert frames.check(step(0, 4), frame(0, 4)) == 4
-    for hidden_TD, problem in (
-        (frame(0, 5), r"\(5, 48\) is not \(4, 48\)"),
-        (frame(0, 4, torch.float64), "torch.float64 is not torch.float32"),
-        (torch.zeros(WIDTH, 4).T, "not contiguous"),
-    ):
-        with pytest.raises(AssertionError, match=problem):
-            frames.check(step(0, 4), hidden_TD)
 
 
 # Ends of waits.

@@ -32,8 +32,6 @@ _GREETING_TIMEOUT_S = 10.0
 _MAX_STRANGERS = 16
 # Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
 _ACCEPT_AGAIN_NS = 500_000_000
-# The log has at most one line about refused connections in this time.
-_WARN_EVERY_NS = 5_000_000_000
 # Frames are much smaller than a socket's buffer: a stage for which so many bytes are unsent does not read.
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
@@ -114,7 +112,7 @@ class SocketControlPlane:
         self._tls = tls
         self._listener = listener
         self._listener.setblocking(False)
-        self._accepts_from_ns = self._warns_from_ns = 0
+        self._accepts_from_ns = 0
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[_Peer, None] = {}  # in order of arrival
         self._arrived: list[Received | Disconnected] = []  # since the last poll
@@ -212,12 +210,12 @@ class SocketControlPlane:
         except BlockingIOError:  # a part of something encrypted
             pass
         except WireError as error:
-            self._warn(f"a message on the control plane does not fit the schema: {error}")
+            log.warning("a message on the control plane does not fit the schema: %s", error)
             self._end(peer, "protocol")
         except OSError as error:
             received = b""
             if isinstance(error, ssl.SSLError):
-                self._warn(f"refused a connection: {error.reason}")
+                log.warning("refused a connection: %s", error.reason)
         self._send_to(peer, b"")
         if received == b"":
             self._end(peer, "exit")
@@ -300,11 +298,6 @@ class SocketControlPlane:
         return True
 
     def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:
-        self._warn(f"refused a connection: {reason}")
+        log.warning("refused a connection: %s", reason)
         self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
         self._end(peer, "refused")
-
-    def _warn(self, problem: str) -> None:
-        if time.monotonic_ns() >= self._warns_from_ns:
-            self._warns_from_ns = time.monotonic_ns() + _WARN_EVERY_NS
-            log.warning("%s", problem)

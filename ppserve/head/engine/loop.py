@@ -90,7 +90,7 @@ class Engine(threading.Thread):
         self._streams = OpenStreams(self.request_queue, [each.on_output for each in observers], hand_over)
         self._restarting: tuple[Replica, int, Future[None]] | None = None
         """A replica, its epoch when its processes were ended, and a future that is done when it serves again."""
-        self._has_formed = self._stopping = self._ended = False
+        self._stopping = self._ended = False
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Engine(threading.Thread):
         future: Future[T] = Future()
         self._inbox.append((function, future))
         if self._ended:
-            self._refuse_calls()
+            self._answer_calls()
         else:
             self._control.wake()
         return future
@@ -149,7 +149,6 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.begin()
             while not self._stopping:
                 self.turn()
         except Exception as error:
@@ -158,13 +157,8 @@ class Engine(threading.Thread):
         self._streams.fail_all(_shutting_down(), self._now_s())
         self._shut_down_ranks()
         self._ended = True
-        self._refuse_calls()
+        self._answer_calls()
         self._control.close(_GOODBYE_S)
-
-    def begin(self) -> None:
-        """Ranks may connect from now on."""
-        for replica in self.replicas:
-            replica.members.start(self._clock())
 
     def turn(self) -> None:
         """Handles all messages since the last turn, then fills the pipelines. Public for simulated worlds."""
@@ -172,8 +166,7 @@ class Engine(threading.Thread):
         woken_ns = self._clock()
         for event in received:
             self._handle_rank(event)
-        while self._inbox and not self._stopping:
-            self._answer(*self._inbox.popleft())
+        self._answer_calls()
         self._tick()
         self._note_demand()
         # For all replicas first: one that is refilled early gets its share too.
@@ -193,26 +186,23 @@ class Engine(threading.Thread):
             # It was away when the others of its replica were told to exit.
             self._control.send(event.rank, wire.Shutdown())
 
-    def _answer(self, function: Callable[[], object], future: Future[Any]) -> None:
-        """Makes a call of another thread."""
-        if not future.set_running_or_notify_cancel():
-            return  # its caller left
-        try:
-            future.set_result(function())
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                log.exception("a call of the engine failed")
-            future.set_exception(error)
-
-    def _refuse_calls(self) -> None:
-        """Refuses calls after the last turn. Safe in any thread."""
+    def _answer_calls(self) -> None:
+        """Makes the calls of other threads, or refuses them once it stops. Then it is safe in any thread."""
         while self._inbox:
             try:
-                _, future = self._inbox.popleft()
+                function, future = self._inbox.popleft()
             except IndexError:  # another thread refused it
                 return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(_shutting_down())
+            if not future.set_running_or_notify_cancel():
+                continue  # its caller left
+            try:
+                if self._stopping:
+                    raise _shutting_down()
+                future.set_result(function())
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    log.exception("a call of the engine failed")
+                future.set_exception(error)
 
     def _handle_events(self, replica: Replica, events: Iterable[ReplicaEvent]) -> None:
         for event in events:
@@ -245,7 +235,7 @@ class Engine(threading.Thread):
             self._streams.add_output(opened, end, now_s)
             return
         try:
-            if not self._has_formed:
+            if not self.formed.done():
                 raise Draining("the server is not serving")
             self.request_queue.submit(opened.request, now_s)
         except RequestError as error:
@@ -276,12 +266,11 @@ class Engine(threading.Thread):
                 mistake = f"replica {number} on {hello.host.name} has {found[1]}, unlike replica 0"
                 self._fail(FatalError(mistake, usage=True))
                 return
-        self._has_formed = True
         self.formed.set_result(None)
 
     def _end_replica(self, replica: Replica, fatal: FatalError) -> None:
         """Its requests are computed by others; without another, the engine ends."""
-        if not self._has_formed or self._living == [replica]:
+        if not self.formed.done() or self._living == [replica]:
             self._fail(fatal)
             return
         if replica not in self._living:

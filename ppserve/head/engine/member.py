@@ -75,10 +75,6 @@ class StageDied:
     stage: int
     cause: str  # one word
 
-    @property
-    def is_failure(self) -> bool:
-        return self.cause != RESTART
-
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
@@ -86,7 +82,7 @@ class EpochLost:
 
     epoch: int
     cause: str
-    rank: int | None  # which failed or reported an error; None if one was only silent, or was restarted
+    rank: int | None = None  # which reported an error; None if one died or was silent
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,6 @@ class Members:
 
     # ---- commands -------------------------------------------------------------------------------------
 
-    def start(self, now_ns: int) -> None:
-        """The times of silence and absence begin now."""
-        self._ticked_ns = now_ns
-        self._heard_ns = dict.fromkeys(self.ranks, now_ns)
-        self.all = tuple(replace(member, since_ns=now_ns) for member in self.all)
-
     def start_draining(self) -> None:
         """The server is stopping: a lost rank must come back sooner than usual."""
         self._draining = True
@@ -151,7 +145,7 @@ class Members:
             case wire.Hello():
                 return self._handle_hello(member, message, now_ns)
             case wire.Loading():
-                self._update(member.rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
+                self._update(member.rank, progress=(message.done_bytes, message.total_bytes))
             case wire.Loaded():
                 if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
                     raise InvalidMove(member.rank, member.state, StageState.LOADED)
@@ -176,10 +170,9 @@ class Members:
         if not self.epoch:
             return []
         self._update(rank, restarts=member.restarts + 1)
-        failed = None if cause == RESTART else rank
         # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
-        lost = self._lose_epoch(f"{self.grid.name(rank)}: {cause}", failed, now_ns, is_error=cause == "stuck")
-        return [StageDied(rank, member.stage, cause), *lost]
+        lost = self._lose_epoch(f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == "stuck")
+        return [*lost, StageDied(rank, member.stage, cause)]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
         """Pings all ranks every 0.5 s, and cuts off those that have not answered for too long."""

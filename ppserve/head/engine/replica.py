@@ -24,7 +24,16 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import Decision, EpochLost, FatalError, Formed, Member, MemberEvent, StageDied
+from ppserve.head.engine.member import (
+    RESTART,
+    Decision,
+    EpochLost,
+    FatalError,
+    Formed,
+    Member,
+    MemberEvent,
+    StageDied,
+)
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.observer import Observers
 
@@ -35,8 +44,6 @@ log = logging.getLogger("ppserve.engine")
 _MAX_FRUITLESS_LOSSES = 64
 
 ReplicaEvent = SequenceEvent | Formed | FatalError
-Failure = tuple[int, int, str]
-"""A failed rank's stage and tensor rank, and how it failed: its process ended, was stuck, or reported an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +103,10 @@ class Replica:
         self._account = TimeAccount(self.steps, clock(), self._note_settled)
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
-        self._slots = SlotCount(num_stages, self._costs.fixed_s)
-        # Since the last epoch formed. When a process dies, its neighbours report that their transports broke: so
-        # reported errors count only where nothing died.
-        self._died: set[Failure] = set()
-        self._broke: set[Failure] = set()
-        # Requests that were in flight at a loss for which no stage is known yet to have failed.
+        self._slot_count = SlotCount(num_stages, self._costs.fixed_s)
+        # Requests that were in flight at a loss for which no rank is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
-        self._was_balanced = True
         # The latest result, until it is accounted for: after the plan that follows it has been sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
@@ -131,9 +133,6 @@ class Replica:
         else:
             self._account_for_result()
             self._account.demand_ended(self._clock())
-            if self._was_balanced and not self.is_balanced:
-                self._was_balanced = False  # it stays so: once in the log is enough
-                log.error("%sidle, yet KV blocks are held", self._prefix)
 
     def give_back(self) -> frozenset[str]:
         """All requests wait again, and no further one is admitted here until an epoch has formed.
@@ -212,16 +211,15 @@ class Replica:
                 case Formed():
                     events += self._handle_formed(event)
                 case EpochLost():
-                    events += self._count_loss(event)
                     self._handle_epoch_lost(event)
-                    events += self._blame_requests()
+                    if event.rank is not None:
+                        events += self._blame_requests(event.rank, "error")
                 case StageDied():
-                    if event.is_failure and self._may_blame:
-                        self._died.add(self._failure(event.rank, event.cause))
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     for observer in self._observers:
                         observer.on_stage_died(self.number, event.stage, event.cause)
-                    events += self._blame_requests()
+                    if event.cause != RESTART:
+                        events += self._blame_requests(event.rank, event.cause)
                 case FatalError():
                     events.append(event)
         return events
@@ -240,7 +238,7 @@ class Replica:
             events = self.scheduler.commit(result, self._now_s())
             self._fruitless_losses = 0 if events else self._fruitless_losses
         if self.scheduler.config.microbatches is None:
-            self.scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
+            self.scheduler.slots.resize(self._slot_count.observe(result, step.fills_slots))
         return events
 
     def _account_for_result(self) -> None:
@@ -260,7 +258,7 @@ class Replica:
     def _handle_formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("%sepoch %d formed", self._prefix, formed.epoch)
         self._account.formed(self._clock())
-        self._died, self._broke, self._in_flight = set(), set(), frozenset()
+        self._in_flight = frozenset()
         if self.scheduler is None:
             self.scheduler = self._new_scheduler(formed)
             return [formed]
@@ -283,38 +281,34 @@ class Replica:
         scheduler.open(formed.epoch)
         return scheduler
 
-    def _count_loss(self, lost: EpochLost) -> list[FatalError]:
-        """Counts fruitless losses: a stage that dies of every request, but not of a probe, is not replaced without
-        end."""
-        if lost.rank is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
-            return []
-        self._fruitless_losses += 1
-        if self._fruitless_losses < _MAX_FRUITLESS_LOSSES:
-            return []
-        reason = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
-        return [FatalError(f"{reason}; the last one: {lost.cause}", usage=False)]
-
     def _handle_epoch_lost(self, lost: EpochLost) -> None:
         """Steps in flight will not return. Another replica computes the requests, or this one when the next epoch
         has formed."""
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
-        if lost.rank is not None and self._may_blame:
-            self._broke.add(self._failure(lost.rank, "error"))
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
-        self._slots.forget_last_steps()
+        self._slot_count.forget_last_steps()
         self._account.stage_lost(self._clock())
         self._in_flight = self.give_back()
 
-    def _blame_requests(self) -> list[SequenceEvent]:
+    def _blame_requests(self, rank: int, failure: str) -> list[ReplicaEvent]:
         """Names the requests that were in flight as soon as a failed rank is known. Another replica may compute
-        them by now, and one that kills stages must not end that replica too."""
-        failed = self._died or self._broke
-        if not failed or not self._in_flight or self.scheduler is None:
+        them by now, and one that kills stages must not end that replica too. failure: in one word.
+
+        A stage that dies of every request, but not of a probe, is not replaced without end.
+        """
+        if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
-        return self.request_queue.record_loss(in_flight, failed)
+        self._fruitless_losses += 1
+        if self._fruitless_losses == _MAX_FRUITLESS_LOSSES:
+            name = self.members.grid.name(rank)
+            reason = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
+            return [FatalError(f"{reason}; the last one: {name}: {failure}", usage=False)]
+        # The same for ranks of several replicas that compute the same part of the model.
+        place = self.members.grid.place(rank)
+        return [*self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})]
 
     # ---- state ----------------------------------------------------------------------------------------
 
@@ -350,21 +344,6 @@ class Replica:
             ),
             now_ns=now_ns,
         )
-
-    @property
-    def is_balanced(self) -> bool:
-        """False if KV blocks are held although no step is in flight; to be asked when there is no request."""
-        return self.scheduler is None or self.scheduler.is_busy or self.scheduler.kv_usage == 0
-
-    def _failure(self, rank: int, cause: str) -> Failure:
-        """The same for ranks of several replicas that compute the same part of the model."""
-        place = self.members.grid.place(rank)
-        return place.stage, place.tensor, cause
-
-    @property
-    def _may_blame(self) -> bool:
-        """Whether a request may have ended a stage: not if the head was silent."""
-        return not self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

@@ -100,7 +100,6 @@ class History:
         return self.world.trace
 
     def _live(self) -> None:
-        self.engine.begin()
         self._tick()
         while not self.engine.formed.done():
             self._step(60.0)
@@ -248,7 +247,6 @@ class History:
         self._start_head()
         for host in self.hosts:
             host.has_new_head(self.control)
-        self.engine.begin()
         self._wake()
         for caller in self.callers:
             if not caller.is_over and not caller.waits_for_server:
@@ -281,7 +279,8 @@ class History:
 
     def _check_the_end(self) -> None:
         for replica in self.replicas:
-            assert replica.is_balanced
+            scheduler = replica.scheduler
+            assert scheduler is None or scheduler.is_busy or scheduler.kv_usage == 0, "blocks are held"
         readings = [replica.read(self.world.now_ns) for replica in self.replicas]
         for stage in [stage for reading in readings for stage in reading.stages]:
             times = stage.times

@@ -54,7 +54,6 @@ class Rig:
         members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
         self.request_queue = RequestQueue()
         self.replica = Replica(members, self.control, [self.notes], lambda: self.now_ns, self.request_queue)
-        members.start(self.now_ns)
 
     def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
         return self.replica.handle_rank(Received(rank, self.now_ns, message))

@@ -81,7 +81,8 @@ class MembersRig:
         control, rules = ScriptedControl(), ToyRules(num_stages, {}, mistake)
         self.sent, self.dropped = control.sent, control.dropped
         self.members = Members(grid or RankGrid(1, 1, num_stages), "here", rules, control, replica)
-        self.members.start(self.now_ns)
+        self.members.tick(self.now_ns)
+        self.sent.clear()  # pings
 
     def say(self, stage: int, message: object) -> list[MemberEvent]:
         return self.members.handle_message(stage, self.now_ns, message)

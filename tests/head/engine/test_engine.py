@@ -86,7 +86,6 @@ class Rig:
         members = [Members(self._grid, "here", rules, self.control, number) for number in range(num_replicas)]
         replicas = [Replica(each, self.control, [self.notes], lambda: SECOND, queue) for each in members]
         self.engine = Engine(replicas, self.control, [self.notes], lambda call: call(), lambda: SECOND)
-        self.engine.begin()
 
     def say(self, rank: int, *messages: wire.FromStage) -> None:
         self.control.arrived += [Received(rank, SECOND, message) for message in messages]

@@ -157,7 +157,6 @@ def test_before_the_first_epoch_nothing_is_served() -> None:
     with pytest.raises(Draining):
         rig.replica.read(rig.now_ns)
     assert rig.refill() == []
-    assert rig.replica.is_balanced
 
 
 @pytest.mark.parametrize(("draining", "patience_s"), [(False, 600), (True, 10)])
@@ -173,22 +172,6 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     (event, *_) = rig.wait(1, silent=(3,))
     assert isinstance(event, FatalError)
     assert not event.usage
-
-
-def test_a_block_that_is_held_without_work_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    rig = formed(microbatches=1)
-    rig.submit("a", max_tokens=2)
-    while plans := rig.refill():
-        assert rig.replica.is_balanced  # also while there is work
-        rig.compute(plans[0])
-    assert rig.replica.is_balanced
-    assert rig.replica.scheduler is not None
-    rig.replica.scheduler._blocks.try_allocate(99, 1)
-    rig.replica.note_demand(False)
-    rig.replica.note_demand(False)
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "replica 1: idle, yet KV blocks are held"
-    ]
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ class Calm(History):
 
     def __init__(self, num_replicas: int, formed: bool = True) -> None:
         super().__init__(3, num_replicas=num_replicas)
-        self.engine.begin()
         self._tick()
         if formed:
             self.wait_for(self.engine.formed)

@@ -184,13 +184,6 @@ class Failed(_Message, frozen=True, tag=True):
 # ---- keeper → stage ---------------------------------------------------------------------------------
 
 
-class UnixAddress(_Message, frozen=True, tag=True):
-    path: str
-
-    def __str__(self) -> str:
-        return self.path
-
-
 class TcpAddress(_Message, frozen=True, tag=True):
     host: str
     port: int
@@ -199,7 +192,8 @@ class TcpAddress(_Message, frozen=True, tag=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-Address = UnixAddress | TcpAddress
+Address = str | TcpAddress
+"""The path of a Unix socket, or a host and its port."""
 
 
 class StageTls(_Message, frozen=True, tag=True):

@@ -31,7 +31,7 @@ from ppserve.errors import ConfigError, UsageError, WireError
 from ppserve.process.environment import RankEnvironment, number_of
 from ppserve.process.network import connect, listen
 from ppserve.process.tls import TlsConnection, stage_context
-from ppserve.wire import Meeting, StageTls, TcpAddress, UnixAddress
+from ppserve.wire import Meeting, StageTls, TcpAddress
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     """The same for all ranks of one launcher. Raises UsageError."""
     if environment.local_world_size == environment.world_size:
         directory = _directory_of_launcher()
-        return Meeting(UnixAddress(str(directory / "head")), directory / "secret", is_ours=True)
+        return Meeting(str(directory / "head"), directory / "secret", is_ours=True)
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise UsageError("MASTER_ADDR is not set: start ranks on several hosts with torchrun")

@@ -87,9 +87,9 @@ def listen(address: Address) -> socket.socket:
     if isinstance(address, TcpAddress):
         return _listen_to_hosts(address)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(address.path)
+        os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address.path)
+    listener.bind(address)
     listener.listen()
     return listener
 
@@ -103,7 +103,7 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(address.path)
+        connection.connect(address)
     except OSError:
         connection.close()
         raise

@@ -81,11 +81,9 @@ class HeadLink(Link):
         super().__init__(on_abandon)
         connection.settimeout(silence_s)
         self._connection = connection
-        self._reader = wire.FrameReader(wire.FromHead)
         self._on_lost = on_lost
         self._on_overdue = on_overdue
         self._end_within_s = end_within_s
-        self._exit_code: int | None = None
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
 
@@ -98,30 +96,22 @@ class HeadLink(Link):
             self._on_lost()
 
     def _read(self) -> None:
-        """Until the head has said Shutdown: what follows is only the end of the connection."""
-        received = self._receive()
-        while self.handle_bytes(received, time.monotonic_ns()):
-            received = self._receive()
-        if self._exit_code is not None:
+        try:
+            code = self._handle_until_shutdown()
+        except (OSError, WireError):
+            self._on_lost()
+        else:
             time.sleep(self._end_within_s)
-            self._on_overdue(self._exit_code)
+            self._on_overdue(code)
 
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv(1 << 16)
-        except OSError:
-            return b""
-
-    def handle_bytes(self, received: bytes, now_ns: int) -> bool:
-        """Bytes of the head; none where its connection has ended. Returns whether to continue reading."""
-        try:
-            for message in self._reader.feed(received):
+    def _handle_until_shutdown(self) -> int:
+        """Handles the head's messages; returns the code of its Shutdown, after which only the connection's end
+        follows. Raises OSError, WireError."""
+        reader = wire.FrameReader(wire.FromHead)
+        while received := self._connection.recv(1 << 16):
+            now_ns = time.monotonic_ns()
+            for message in reader.feed(received):
                 self.handle_message(now_ns, message)
                 if isinstance(message, wire.Shutdown):
-                    self._exit_code = message.code
-                    return False
-        except WireError:
-            received = b""
-        if not received:
-            self._on_lost()
-        return bool(received)
+                    return message.code
+        raise ConnectionError("the head ended the connection")

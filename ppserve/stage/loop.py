@@ -130,7 +130,8 @@ class StageLoop:
         layout, compute = assign.layout, self._found.compute
         try:
             backend = compute.backend(assign.dtype)
-            model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
+            checkpoint, send = self._found.checkpoint, self._link.send
+            model = GPT2Stage.load(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
         except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
@@ -159,9 +160,6 @@ class StageLoop:
                 variants=compute.kernel_variants,
             )
         )
-
-    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._link.send(wire.Loading(done_bytes, total_bytes))
 
     # ---- epochs ---------------------------------------------------------------------------------------
 

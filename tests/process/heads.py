@@ -53,7 +53,7 @@ def place(directory: Path, secret: bytes = SECRET, tls: wire.StageTls | None = N
     secret_file = directory / f"secret-{secret.hex()}"
     if not secret_file.exists():  # who reads it meanwhile must not see it empty
         secret_file.write_bytes(secret)
-    return wire.Meeting(wire.UnixAddress(str(directory / "head")), secret_file, is_ours=False, tls=tls)
+    return wire.Meeting(str(directory / "head"), secret_file, is_ours=False, tls=tls)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class Tap:
     """Stands between a rank and the head, passes everything on, and keeps it."""
 
     def __init__(self, directory: Path, beyond: wire.Address) -> None:
-        self.address = wire.UnixAddress(str(directory / "tap"))
+        self.address = str(directory / "tap")
         self.up, self.down = b"", b""
         self._beyond = beyond
         self._thread = threading.Thread(target=self._relay, args=(listen(self.address),), daemon=True)

@@ -82,7 +82,7 @@ def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls
                 connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, False, wrong), 0, 0.0)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, wire.encode(hello(0))):
             with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(meeting.address.path)
+                stranger.connect(meeting.address)
                 stranger.settimeout(WITHIN_S)
                 stranger.sendall(garbage)
                 try:

@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.bench.top": {"prometheus_client"},
     "ppserve.cli": {
-        *("ppserve.cli", "ppserve.answers", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
+        *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
         "click",
     },

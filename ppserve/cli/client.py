@@ -14,10 +14,19 @@ from typing import Any, cast
 
 import click
 
-from ppserve.answers import Chunk, Completion, Options, completion_of
 from ppserve.cli.main import say
 from ppserve.cli.types import TEXT, Number
-from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
+from ppserve.client import (
+    AsyncClient,
+    CallFailed,
+    Chunk,
+    Client,
+    Completion,
+    Options,
+    RetryPolicy,
+    Tls,
+    completion_of,
+)
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
 

@@ -15,8 +15,8 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.tls import read_certificates
-from ppserve.head.binding import bound
 from ppserve.head.engine.placement import check_microbatches
+from ppserve.head.listener import bound
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.shapes import shapes

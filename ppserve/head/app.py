@@ -19,19 +19,18 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.binding import Ports
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
+from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
-from ppserve.head.shape import choose_shape
-from ppserve.head.starting import WaitLimit, find_missing
+from ppserve.head.starting import WaitLimit, choose_shape, find_missing
 from ppserve.process.environment import (
     EXIT_USAGE,
     LAUNCHER_GRACE,

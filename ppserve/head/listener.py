@@ -1,26 +1,58 @@
-"""HTTP on one port: uvicorn in the event loop that runs already, with its own limits.
+"""The ports on which the head listens, and HTTP on one of them: uvicorn in the event loop that runs already.
 
-They bound how much is held, not for how long: docs/operations.md says what a proxy in front is for.
+Its limits bound how much is held, not for how long: docs/operations.md says what a proxy in front is for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ppserve.head.binding import bound
+from ppserve.errors import ConfigError
 
 MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 75
 _CLOSING_S = 1
 _BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports on which a head listens."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
+def bound(host: str, port: int, flag: str) -> socket.socket:
+    """Raises ConfigError: of `flag` for a port that is taken or not allowed, else of --host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named: asyncio sends small writes at once (TCP_NODELAY) only then.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        at_fault = flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        why = (error.strerror or "").lower()
+        raise ConfigError(at_fault, f"cannot listen on {address_text(host, port)}: {why}") from error
+    return sock
+
+
+def address_text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Listener:

@@ -13,7 +13,7 @@ from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.api.vllm_grpc.service import VllmService
-from ppserve.head.binding import Ports
+from ppserve.head.listener import Ports
 from ppserve.head.observe.pages import MakePage, PageServer
 
 log = logging.getLogger("ppserve.head")

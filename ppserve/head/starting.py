@@ -1,30 +1,42 @@
-"""How long the head waits for ranks while the pipeline forms for the first time, and what it says meanwhile.
+"""Before the pipeline has formed for the first time: how long the head waits for ranks, and which shape they take.
 
 A rank may take long to download its weights, so what counts is the time in which nothing happened at any rank.
+With `--parallel auto` the head first compares all shapes of its ranks, by what they measured.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ppserve import wire
+from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
 from ppserve.core.figures import size
+from ppserve.core.partition import PartCosts, mean
+from ppserve.errors import ConfigError, UsageError
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 from ppserve.head.engine.member import FatalError, Member, StageState
 from ppserve.head.engine.members import Members
+from ppserve.planning.forecast import Intent
+from ppserve.planning.shapes import Conditions, Prospect, compare, render_prospects, shape_name
 
 log = logging.getLogger("ppserve.head")
 
 TELL_EVERY_S = 30.0
-_POLL_S = 0.1
+_POLL_S = 0.25
 _PING_EVERY_S = 0.5
+_BETWEEN_HOSTS = {"latency_s": 200e-6, "return_s": 1e-3}
+_ANY_MEMORY = 1 << 62
 _WHAT = {
     StageState.ABSENT: "has not come: is it started, with the same MASTER_ADDR, --control-port and --secret-file?",
     StageState.LOADING: "loads its weights",
     StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
 }
+_WHAT_UNMEASURED = f"{_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
 
 
 class WaitLimit:
@@ -66,23 +78,40 @@ def _amount(member: Member) -> str:
     return f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
 
 
-def wait_for_hellos(
-    control: SocketControlPlane,
-    world_size: int,
-    limit: WaitLimit,
-    is_stopping: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[wire.Hello, ...] | FatalError:
-    """The Hello of every rank, in the order of ranks; empty where a rank cannot serve or the server is stopping.
+def choose_shape(
+    config: ServeConfig, control: SocketControlPlane, world_size: int, is_stopping: Callable[[], bool]
+) -> PipelineSettings | FatalError:
+    """The settings with the best shape, once every rank has measured; why the server must end where none can be
+    chosen. The settings are unchanged where the server is stopping."""
+    limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
+    hellos = wait_for_hellos(control, world_size, limit, is_stopping)
+    if isinstance(hellos, FatalError):
+        return hellos
+    if len(hellos) < world_size:
+        return config.pipeline
+    try:
+        found = compare_shapes(config, hellos)
+    except UsageError as error:
+        return FatalError(str(error), usage=True)
+    grid = found[0].grid
+    callers = config.scheduling.expect.callers
+    print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
+    log.info("--parallel auto: %s", shape_name(grid))
+    return replace(config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
 
-    All messages are put back for the engine as if they arrived at the end of this wait: otherwise the wait would
-    count as a rank's silence. clock: monotonic, in seconds.
+
+def wait_for_hellos(
+    control: SocketControlPlane, world_size: int, limit: WaitLimit, is_stopping: Callable[[], bool]
+) -> tuple[wire.Hello, ...] | FatalError:
+    """The Hello of every rank, in the order of ranks; fewer where the server is stopping.
+
+    The engine receives them again, as if they arrived at the end of this wait: otherwise the wait would count as a
+    rank's silence.
     """
     hellos: dict[int, wire.Hello] = {}
-    failures: list[tuple[int, wire.FromStage]] = []
     fatal: FatalError | None = None
-    now_s = pinged_s = clock()
-    while len(hellos) < world_size and not failures and not is_stopping() and fatal is None:
+    now_s = pinged_s = time.monotonic()
+    while len(hellos) < world_size and not is_stopping() and fatal is None:
         if now_s - pinged_s > _PING_EVERY_S:
             pinged_s = now_s
             control.broadcast(hellos, wire.Ping(round(now_s * 1e9)))  # a stage that receives nothing ends itself
@@ -92,16 +121,61 @@ def wait_for_hellos(
                     hellos.pop(rank, None)
                 case Received(rank, _, wire.Hello() as hello):
                     hellos[rank] = hello
-                case Received(rank, _, wire.Failed() as failure):
-                    failures.append((rank, failure))
-        now_s = clock()
-        fatal = limit.check(set(hellos), _missing_ranks(set(range(world_size)) - set(hellos)), now_s)
-    arrived_ns = round(now_s * 1e9)
-    control.put_back([Received(rank, arrived_ns, message) for rank, message in (*hellos.items(), *failures)])
-    is_complete = len(hellos) == world_size and not failures
-    return tuple(hellos[rank] for rank in range(world_size)) if is_complete else fatal or ()
+                case Received(_, _, wire.Failed(reason)):
+                    fatal = FatalError(reason, usage=True)
+        now_s = time.monotonic()
+        missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in hellos)
+        fatal = fatal or limit.check(set(hellos), f"{missing}, which {_WHAT_UNMEASURED}", now_s)
+    control.put_back([Received(rank, round(now_s * 1e9), hello) for rank, hello in hellos.items()])
+    return fatal or tuple(hello for _, hello in sorted(hellos.items()))
 
 
-def _missing_ranks(ranks: set[int]) -> str:
-    names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
-    return f"{names}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
+def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
+    """What every shape of these ranks promises for the expected load, the best first.
+
+    Raises ConfigError where none fits.
+    """
+    measured = [hello.costs for hello in hellos]
+    if any(costs.keys() != hellos[0].costs.keys() for costs in measured):
+        raise ConfigError("--parallel", "auto: not every rank was started with it")
+    means = {count: mean(tuple(costs[count] for costs in measured)) for count in hellos[0].costs}
+    under = Conditions(
+        stage_s=lambda layout, step: means[layout.num_tensor].stage_cost(layout),
+        num_cores=_num_cores(config, hellos) if _on_cpus(hellos) else math.inf,
+        **({} if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS),
+    )
+    try:
+        return compare(hellos[0].model.architecture, _intent(config, hellos, means[1]), len(hellos), under)
+    except ConfigError as error:
+        if error.name != "--world":
+            raise
+        raise ConfigError("--parallel", f"auto: {str(error).removeprefix('--world: ')}") from None
+
+
+def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts) -> Intent:
+    """What is to be served, and the memory of the rank that has least."""
+    model = hellos[0].model
+    return Intent(
+        num_stages=1,
+        parts=parts,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        kv_dtype=model.kv_dtype,
+        max_model_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
+        kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
+        kv_share=CPU_KV_SHARE if _on_cpus(hellos) and config.cache.kv_cache_memory is None else 1.0,
+        expect=config.scheduling.expect,
+    )
+
+
+def _on_cpus(hellos: Sequence[wire.Hello]) -> bool:
+    return any(hello.device.gpu is None for hello in hellos)
+
+
+def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:
+    """How many ranks can compute at the same time: the cores of all machines, by the threads of a rank."""
+    machines = [hello.host.machine for hello in hellos]
+    cores = [hello.host.cores / machines.count(hello.host.machine) for hello in hellos]  # that each rank can have
+    return sum(each / (config.pipeline.threads or max(1, int(each))) if each else 1 for each in cores)

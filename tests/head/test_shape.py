@@ -13,7 +13,7 @@ from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, 
 from ppserve.core.architecture import Architecture
 from ppserve.core.partition import ExpectedWorkload, PartCosts
 from ppserve.errors import ConfigError
-from ppserve.head.shape import compare_shapes
+from ppserve.head.starting import compare_shapes
 from ppserve.planning.shapes import shape_name
 from tests.hellos import hello
 

@@ -5,14 +5,16 @@ For `--parallel auto` the head waits for the Hello of every rank; the engine rec
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture
-from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 from ppserve.head.engine.member import FatalError
 from ppserve.head.starting import TELL_EVERY_S, WaitLimit, find_missing, wait_for_hellos
 from tests.head.engine.scripted import MembersRig, ScriptedControl
@@ -66,23 +68,27 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
 class TurnsControl(ScriptedControl):
     """A control plane on which turns of messages arrive as written here."""
 
-    def __init__(self, *turns: list[Event]) -> None:
+    def __init__(self, *turns: list[Event], turn_s: float) -> None:
         super().__init__()
-        self.turns = deque(turns)
+        self.turns, self._turn_s = deque(turns), turn_s
         self.put: list[Event] = []
 
     def poll(self, timeout_s: float) -> list[Event]:
+        time.sleep(self._turn_s)
         return self.turns.popleft()
 
     def put_back(self, heard: Sequence[Event]) -> None:
         self.put = list(heard)
 
 
-def wait(*turns: list[Event], clock: Callable[[], float] = lambda: 1e-9) -> tuple[list[str], TurnsControl]:
-    """The hellos that were returned, as rank@host. The clock stands still when `hello` arrives."""
-    control = TurnsControl(*turns)
-    found = wait_for_hellos(control, 2, WaitLimit(1000.0, 0.0), lambda: not control.turns, clock)
-    assert not isinstance(found, FatalError)
+def wait(
+    *turns: list[Event], limit_s: float = 1000.0, turn_s: float = 0.0
+) -> tuple[list[str] | str, TurnsControl]:
+    """The hellos that were returned, as rank@host, or why the server must end; stops after the last turn."""
+    control, limit = TurnsControl(*turns, turn_s=turn_s), WaitLimit(limit_s, time.monotonic())
+    found = wait_for_hellos(cast("SocketControlPlane", control), 2, limit, lambda: not control.turns)
+    if isinstance(found, FatalError):
+        return found.reason, control
     return [f"{each.rank}@{each.host.name}" for each in found], control
 
 
@@ -91,14 +97,14 @@ def wait(*turns: list[Event], clock: Callable[[], float] = lambda: 1e-9) -> tupl
     [
         ([[hello(1)], [], [Received(1, 2, wire.Heartbeat(1, 1))], [hello(0)]], ["0@here", "1@here"], [1, 0]),
         ([[hello(0, "old")], [Disconnected(0, "exit"), hello(1)], [hello(0, "new")]], ["0@new", "1@here"], [1, 0]),
-        ([[hello(0)], []], [], [0]),
-        ([[hello(0), hello(1), Disconnected(1, "exit")]], [], [0]),
-        ([[hello(0), GAVE_UP], [hello(1)]], [], [0, 1]),
+        ([[hello(0)], []], ["0@here"], [0]),
+        ([[hello(0), hello(1), Disconnected(1, "exit")]], ["0@here"], [0]),
+        ([[hello(0), GAVE_UP], [hello(1)]], "no such file", [0]),
     ],
     ids=["all, in order", "one died and came back", "a signal", "one died", "one cannot serve"],
 )
 def test_hellos_are_returned_when_all_are_there_and_put_back_always(
-    turns: list[list[Event]], returned: list[str], put_back: list[int]
+    turns: list[list[Event]], returned: list[str] | str, put_back: list[int]
 ) -> None:
     found, control = wait(*turns)
     assert found == returned
@@ -107,16 +113,15 @@ def test_hellos_are_returned_when_all_are_there_and_put_back_always(
 
 def test_ranks_that_wait_are_pinged_and_their_wait_is_not_their_silence() -> None:
     """Otherwise the engine would cut them off where the others took long."""
-    times = iter([10.0, 10.1, 10.9, 100.0])
-    _, control = wait([hello(0)], [], [hello(1)], clock=lambda: next(times))
-    assert [(rank, type(message)) for rank, message in control.sent] == [(0, wire.Ping)]
-    assert [heard.arrived_ns for heard in control.put if isinstance(heard, Received)] == [100 * 10**9] * 2
+    begun_ns = time.monotonic_ns()
+    _, control = wait([hello(0)], [], [], [hello(1)], turn_s=0.2)
+    assert {(rank, type(message)) for rank, message in control.sent} == {(0, wire.Ping)}
+    arrived_ns = [heard.arrived_ns for heard in control.put if isinstance(heard, Received)]
+    assert min(arrived_ns) > begun_ns, "not when the first one said Hello"
 
 
 def test_ranks_that_have_not_measured_are_named() -> None:
-    control, times = TurnsControl([hello(0)], []), iter([0.0, 5.0, 16.0])
-    found = wait_for_hellos(control, 2, WaitLimit(10.0, 0.0), lambda: False, lambda: next(times))
-    assert isinstance(found, FatalError)
-    assert "waiting for rank 1, which has not come" in found.reason
-    assert "--parallel auto" in found.reason
+    reason, control = wait([hello(0)], [], [], limit_s=0.0)
+    assert "waiting for rank 1, which has not come" in reason
+    assert "--parallel auto" in reason
     assert [event.rank for event in control.put] == [0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ppserve.core.figures import counted, size, table
-from ppserve.head.binding import Ports
 from ppserve.head.descriptions import ModelDescription, Topology
+from ppserve.head.listener import Ports
 
 
 def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:

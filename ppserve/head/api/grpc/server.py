@@ -19,8 +19,8 @@ from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
 from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
-from ppserve.head.binding import address_text, bound
 from ppserve.head.descriptions import Limits
+from ppserve.head.listener import address_text, bound
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,6 @@ class History:
         replica: type[Replica] = Replica,
         num_replicas: int | None = None,
         poison_isolation: type[PoisonIsolation] = PoisonIsolation,
-        host: type[Host] = Host,
     ) -> None:
         self.world = world = World(seed)
         self.random = world.random
@@ -71,7 +70,7 @@ class History:
         self.head_sleeps_until_ns = 0
         self._start_head()
         numbers = range(self.num_replicas)
-        self.hosts = [host(world, self.network, self.control, self.grid, number) for number in numbers]
+        self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
         self.faults = Faults(self)
         self.all_may_be_convicted = False

@@ -35,8 +35,6 @@ _KILLED = -9
 class Host:
     """All ranks of one replica, and their keepers' restart policies."""
 
-    new_policy = RestartPolicy
-
     def __init__(
         self, world: World, network: Network, control: SimulatedControl, grid: RankGrid, replica: int = 0
     ) -> None:
@@ -53,7 +51,7 @@ class Host:
         self.dies_of_requests: int | None = None
         """A rank whose stages compute nothing but probes."""
         self.num_deaths = 0
-        self._policies = {r: self.new_policy(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
+        self._policies = {r: RestartPolicy(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
         self.processes = {rank: StageProcess(self, rank) for rank in grid.ranks_of(replica)}
         for process in self.processes.values():

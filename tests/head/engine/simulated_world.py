@@ -17,6 +17,9 @@ from ppserve import wire
 from ppserve.head.engine.control import Disconnected, Received
 from tests.head.engine.scripted import SECOND
 
+# How soon what a cut held up arrives behind its end.
+_RETRY_S = 0.02
+
 
 class World:
     """Time, chance, and what will happen. trace: what has happened."""
@@ -50,15 +53,12 @@ class Network:
     def __init__(self) -> None:
         self.cut: set[tuple[int, str]] = set()
         self.stages_are_cut = False
-        self.ways: list[OneWay] = []
 
     def is_cut(self, rank: int) -> bool:
         return not self.cut.isdisjoint({(rank, "up"), (rank, "down")})
 
     def heal(self, rank: int) -> None:
         self.cut -= {(rank, "up"), (rank, "down")}
-        for way in self.ways:
-            way.resume()
 
 
 class OneWay:
@@ -67,19 +67,16 @@ class OneWay:
     def __init__(self, world: World, network: Network, where: tuple[int, str], to: Callable[[Any], None]) -> None:
         self._world, self._network, self._where, self._to = world, network, where, to
         self._under_way: deque[Any] = deque()
-        network.ways.append(self)
 
     def send(self, message: Any) -> None:
         """None is the connection's end."""
         self._under_way.append(message)
         self._world.after(self._world.between(0.0001, 0.003), self._arrive)
 
-    def resume(self) -> None:
-        for _ in self._under_way:
-            self._world.after(self._world.between(0.0001, 0.003), self._arrive)
-
     def _arrive(self) -> None:
-        if self._under_way and self._where not in self._network.cut:
+        if self._where in self._network.cut:
+            self._world.after(_RETRY_S, self._arrive)
+        else:
             self._to(self._under_way.popleft())
 
 
@@ -125,11 +122,9 @@ class SimulatedControl:
                 continue
             if message is None or isinstance(message, wire.Failed):  # a keeper says nothing else
                 del self._connections[rank]
-            events.append(Disconnected(rank, "exit") if message is None else self._received(rank, message))
+            is_end = message is None
+            events.append(Disconnected(rank, "exit") if is_end else Received(rank, self.world.now_ns, message))
         return events
-
-    def _received(self, rank: int, message: wire.FromStage) -> Received:
-        return Received(rank, self.world.now_ns, message)
 
     def wake(self) -> None:
         self.on_news()

@@ -19,9 +19,7 @@ from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.head.engine.member import EpochLost, Formed, MemberEvent
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.process.keeper import Reported, RestartPolicy
 from tests.head.engine.history import History
-from tests.head.engine.simulated_stages import Host
 from tests.slow import quick_first
 
 pytestmark = pytest.mark.any_worker
@@ -68,22 +66,6 @@ class RemembersLostSteps(Replica):
         self._account.stage_lost(self._clock())
 
 
-class ForgetsSlowDeaths(RestartPolicy):
-    """Counts only deaths that follow each other within 10 s."""
-
-    _died_s = 0.0
-
-    def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
-        if now_s - self._died_s > 10.0:
-            self._deaths = 0
-        self._died_s = now_s
-        return super().count_death(reported, code, now_s)
-
-
-class IsForgetful(Host):
-    new_policy = ForgetsSlowDeaths
-
-
 class ThreeLossesConvict(PoisonIsolation):
     """Whoever was in flight at three losses without a token between them is convicted."""
 
@@ -120,7 +102,6 @@ class BlamesNobody(Replica):
 
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
     "forms for ever": ({"members": TriesForEver}, NEVER_HEAL),
-    "slow crash loops": ({"host": IsForgetful}, NEVER_HEAL),
     "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(60)),
     "many killers end the server": ({"replica": HasNoProbes}, range(150)),
     "remembers lost steps": ({"replica": RemembersLostSteps}, range(60)),

@@ -26,14 +26,6 @@ def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: in
     assert pipeline.members.is_healthy(pipeline.now_ns)
 
 
-def test_nothing_is_assigned_before_all_have_greeted() -> None:
-    pipeline = MembersRig(2)
-    pipeline.hello(1)
-    assert pipeline.sent == []
-    pipeline.hello(0)
-    assert {stage for stage, message in pipeline.sent if isinstance(message, wire.Assign)} == {0, 1}
-
-
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline = started_pipeline(3)
     events = pipeline.lose(1, "exit")

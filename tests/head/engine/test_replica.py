@@ -12,27 +12,9 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
-from ppserve.errors import Draining
 from ppserve.head.engine.member import FatalError
 from tests.head.engine.replica_rig import MS, Rig, finished, formed
 from tests.head.engine.scripted import SECOND
-
-# ---- slots --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_as_many_steps_are_in_flight_as_there_are_lanes(num_stages: int) -> None:
-    rig = formed(num_stages, microbatches=num_stages, prefill_chunk=4)
-    assert rig.refill() == [], "nothing is ready"
-    rig.submit(*(f"r{i}" for i in range(3 * num_stages)))
-    plans = rig.refill()
-    assert [plan.slot for plan in plans] == list(range(num_stages))
-    assert rig.refill() == [], "all slots are taken"
-    rig.compute(plans[0])
-    (following,) = rig.refill()
-    assert following.slot == plans[0].slot
-    assert rig.notes.called[0] == ("sent", plans[0].step_id)
-    assert ("reported", plans[0].step_id, num_stages - 1) in rig.notes.called
 
 
 def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it() -> None:
@@ -150,13 +132,6 @@ def test_who_is_alone_when_a_rank_ends_twice_in_the_same_way_is_convicted(other:
 
 
 # ---- starting and ending ------------------------------------------------------------------------------
-
-
-def test_before_the_first_epoch_nothing_is_served() -> None:
-    rig = Rig()
-    with pytest.raises(Draining):
-        rig.replica.read(rig.now_ns)
-    assert rig.refill() == []
 
 
 @pytest.mark.parametrize(("draining", "patience_s"), [(False, 600), (True, 10)])

@@ -80,14 +80,10 @@ def test_the_only_replica_is_restarted_only_when_its_streams_may_wait() -> None:
     history._check_the_end()
 
 
-def test_a_replica_that_has_not_formed_yet_is_restarted_as_well() -> None:
+def test_what_is_refused_and_that_a_replica_need_not_have_formed() -> None:
     history = Calm(2, formed=False)
     history.wait_for(history.restart(1, pauses=True))
     history.wait_for(history.engine.formed)
-
-
-def test_what_is_refused() -> None:
-    history = Calm(2)
     with pytest.raises(InvalidRequest, match="there is no replica 2"):
         history.restart(2)
     done = history.restart(0)

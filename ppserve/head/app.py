@@ -255,7 +255,8 @@ class HeadProcess:
 
     def _on_reload(self, request_handler: RequestHandler, servers: Servers) -> None:
         def reload() -> None:
-            request_handler.reload_keys()
+            if request_handler.keys is not None:
+                request_handler.keys.reload()
             servers.reload_certificates()
             self._reload_stage_tls()
 

@@ -17,9 +17,9 @@ from ppserve.answers import Completion, Options, Prompt, read_options, read_prom
 from ppserve.core.architecture import Split
 from ppserve.core.figures import table
 from ppserve.core.ledger.causes import CAUSES
-from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
+from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import check_text, to_request
+from ppserve.head.api.requests import encode, to_request
 from ppserve.head.api.stream import Pending
 from ppserve.head.descriptions import (
     ModelDescription,
@@ -184,19 +184,11 @@ class Pipeline:
         requests = {}
         for place, prompt in enumerate(prompts):
             call = Call.begin("", timeout_s, None)
-            request = to_request(given, self._ids_of(prompt), self.model, call)
+            ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
+            request = to_request(given, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = Pending(request, self._text_of(prompt) if request.output.echo else "")
         return Stream(self, engine, self._tokenizer, requests)
-
-    def _ids_of(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        check_text("prompt", prompt, self.model)
-        try:
-            return self._tokenizer.encode(prompt) if self._tokenizer is not None else ()
-        except ValueError as error:
-            raise InvalidRequest([Violation("prompt", "this text cannot be tokenized")]) from error
 
     def _text_of(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):

@@ -98,14 +98,13 @@ class Stream(Iterator[Chunk]):
         if pending is None:
             return
         pending.push(outputs)
-        is_refused = False
         try:
             self._ready.extend(self._chunk(name, pending, delta) for delta in pending.pop_deltas())
+            if not pending.is_complete:
+                return
         except RequestError as error:
             self._ready.append(error)
-            is_refused = True
-        if is_refused or pending.is_complete:
-            self._open.pop(name, None)
+        self._open.pop(name, None)
 
     def _explained(self, error: RequestError) -> RequestError:
         """A server does not tell its callers why a stage was lost; a program may know."""

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
+from ppserve.errors import Draining, RequestError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Fields, check_ids, check_text, to_request
+from ppserve.head.api.requests import Fields, check_ids, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
 from ppserve.head.engine.loop import Engine
@@ -59,16 +59,6 @@ class RequestHandler:
         self._is_serving = self._draining = False
         self.serving_changed = asyncio.Event()
         """Set with the next change of `is_serving`; then there is another one."""
-
-    def reload_keys(self) -> None:
-        """Read the key file again, where there is one."""
-        if self.keys is not None:
-            self.keys.reload()
-
-    def check_key(self, key: str | None) -> None:
-        """Raises Unauthenticated where keys are needed and this is none."""
-        if self.keys is not None:
-            self.keys.check(key)
 
     # ---- generating ---------------------------------------------------------------------------------
 
@@ -171,20 +161,8 @@ class RequestHandler:
     async def tokenize(self, field: str, *texts: str) -> list[int]:
         """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
         calls them. Raises InvalidRequest."""
-        check_text(field, "".join(texts), self.description)
-        tokenizer, eos_id = self.tokenizer, self.description.eos_id
-        if tokenizer is None:
-            return []  # of an empty text
-        between = [] if eos_id is None else [eos_id]
-
-        def encode() -> list[int]:
-            first, *others = map(tokenizer.encode, texts)
-            return [*first, *(token_id for ids in others for token_id in between + ids)]
-
-        try:
-            return await run_in_thread_if_long(sum(map(len, texts)), encode)
-        except ValueError as error:
-            raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
+        length = sum(map(len, texts))
+        return await run_in_thread_if_long(length, lambda: encode(field, texts, self.tokenizer, self.description))
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""

@@ -25,6 +25,7 @@ from ppserve.head.descriptions import (
     Limits,
     ModelDescription,
 )
+from ppserve.tokenizer import Tokenizer
 
 # A request may have thousands of mistakes; so many are enough to tell.
 MAX_VIOLATIONS = 8
@@ -88,9 +89,20 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
         raise InvalidRequest(violations)
 
 
-def check_text(field: str, text: str, description: ModelDescription) -> None:
-    """Raises InvalidRequest when `text` cannot be tokenized here."""
-    refuse(_mute(field, bool(text), description), _wrong_text(field, text, description.limits.max_prompt_bytes))
+def encode(
+    field: str, texts: Sequence[str], tokenizer: Tokenizer | None, description: ModelDescription
+) -> list[int]:
+    """The tokens of the texts, with the end-of-text token between them. Raises InvalidRequest, naming `field`."""
+    whole = "".join(texts)
+    refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
+    if tokenizer is None:
+        return []  # of an empty text
+    between = [] if description.eos_id is None else [description.eos_id]
+    try:
+        first, *others = map(tokenizer.encode, texts)
+    except ValueError as error:
+        raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
+    return [*first, *(token_id for ids in others for token_id in between + ids)]
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:

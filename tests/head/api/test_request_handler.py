@@ -123,7 +123,7 @@ def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: 
     async def main() -> None:
         engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
         handler = RequestHandler(
-            engine, engine.description, ByteCodec(), ApiKeys(keys), lambda error: counted.append(error.status)
+            engine, engine.description, ByteCodec(), None, lambda error: counted.append(error.status)
         )
         with pytest.raises(InvalidRequest):
             await text_of(handler, top_p=7)
@@ -131,8 +131,7 @@ def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: 
             await text_of(handler, "a")
         for generates in (True, False):
             with pytest.raises(Unauthenticated), handler.counting_refusals(generates):
-                handler.check_key("wrong")
-        handler.check_key("0123456789abcdef")
+                ApiKeys(keys).check("wrong")
         await handler.drain(0)
         with pytest.raises(Draining):
             await text_of(handler, "a")
@@ -176,19 +175,18 @@ def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFix
 def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# one\n0123456789abcdef\n")
-    request_handler = RequestHandler(FakeEngine(), CARD, None, ApiKeys(path))
-    assert request_handler.keys is not None
-    request_handler.keys.check("0123456789abcdef")
+    keys = ApiKeys(path)
+    keys.check("0123456789abcdef")
     for wrong in (None, "", "0123456789abcdeF", "# one"):
         with pytest.raises(Unauthenticated):
-            request_handler.keys.check(wrong)
+            keys.check(wrong)
     path.write_text("short\n")
-    request_handler.reload_keys()
-    request_handler.keys.check("0123456789abcdef")
+    keys.reload()
+    keys.check("0123456789abcdef")
     path.write_text("fedcba9876543210\n")
-    request_handler.reload_keys()
+    keys.reload()
     with pytest.raises(Unauthenticated):
-        request_handler.keys.check("0123456789abcdef")
+        keys.check("0123456789abcdef")
 
 
 def test_whom_a_call_counts_for() -> None:

@@ -11,9 +11,9 @@ import pytest
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, check_text, to_request
+from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
-from tests.fake_engine import CARD, EOS
+from tests.fake_engine import CARD, EOS, ByteCodec
 
 CALL = Call("r", serial=0, seed=99, caller="somebody", deadline_s=5.0)
 MUTE = replace(CARD, has_tokenizer=False)
@@ -175,16 +175,16 @@ def test_resume_beyond_the_context() -> None:
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda: check_text("text", "x" * (128 * 1024 + 1), CARD),
-        lambda: check_text("text", "half a pair: \ud800", CARD),
-        lambda: check_text("text", "a", MUTE),
+        lambda: encode("text", ["x" * 128 * 1024, "x"], ByteCodec(), CARD),
+        lambda: encode("text", ["half a pair: \ud800"], ByteCodec(), CARD),
+        lambda: encode("text", ["a"], None, MUTE),
         lambda: check_ids("ids", [257], CARD),
         lambda: check_ids("ids", [0] * (128 * 1024 + 1), CARD),
         lambda: check_ids("ids", [], MUTE),
     ],
 )
-def test_text_and_ids_outside_a_request(refused: Callable[[], None]) -> None:
-    check_text("text", "x" * 128 * 1024, CARD)
+def test_text_and_ids_outside_a_request(refused: Callable[[], object]) -> None:
+    assert encode("text", ["x" * (128 * 1024 - 1), "y"], ByteCodec(), CARD)[-2:] == [EOS, ord("y")]
     check_ids("ids", range(257), CARD)
     with pytest.raises(InvalidRequest):
         refused()

@@ -21,7 +21,7 @@ from google.rpc.status_pb2 import Status
 from grpc import aio
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Unauthenticated, Violation
-from ppserve.head.api.auth import bearer_key, caller_name
+from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import RequestHandler
 
@@ -53,8 +53,8 @@ class KeyCheck(aio.ServerInterceptor):
     It stands before the method is even looked up, so a new method cannot be forgotten.
     """
 
-    def __init__(self, handler: RequestHandler) -> None:
-        self._handler = handler
+    def __init__(self, handler: RequestHandler, keys: ApiKeys) -> None:
+        self._handler, self._keys = handler, keys
 
     async def intercept_service(
         self,
@@ -65,7 +65,7 @@ class KeyCheck(aio.ServerInterceptor):
         if not method.startswith(OPEN_SERVICES):
             try:
                 with self._handler.counting_refusals(method.endswith("/" + GENERATE)):
-                    self._handler.check_key(_key(handler_call_details.invocation_metadata))
+                    self._keys.check(_key(handler_call_details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)

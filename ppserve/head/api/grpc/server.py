@@ -44,8 +44,9 @@ class GrpcServer:
         self._settings = settings
         self.request_handler = request_handler
         self._tls = read_certificates(settings)
+        keys = request_handler.keys
         self._server = aio.server(
-            interceptors=[KeyCheck(request_handler)] if request_handler.keys else [],
+            interceptors=[] if keys is None else [KeyCheck(request_handler, keys)],
             options=server_options(request_handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )

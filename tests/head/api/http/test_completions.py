@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -73,10 +74,11 @@ def test_events_say_what_a_whole_answer_says() -> None:
 def test_usage_on_every_event_or_on_none() -> None:
     async def scenario(served: Served) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
-        events = await served.stream(prompt="hello", max_tokens=4, stream_options=options)
+        asked = {"prompt": "hello", "max_tokens": 4, "return_token_ids": True, "stream_options": options}
+        *events, end = await served.stream(**asked)
         counts = [event["usage"]["completion_tokens"] for event in events]
-        assert counts == sorted(counts)
-        assert counts[0] < counts[-1] == 4
+        assert counts == list(accumulate(len(event["choices"][0]["token_ids"]) for event in events))
+        assert (len(events) > 1, counts[-1], end["usage"]["completion_tokens"]) == (True, 4, 4)
         events = await served.stream(prompt="hello", max_tokens=2)
         assert all(event["choices"] and "usage" not in event for event in events)
 

@@ -132,11 +132,10 @@ class HeadProcess:
 
     async def _choose_shape(self) -> FatalError | None:
         """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
-
-        def is_stopping() -> bool:
-            return self._stop.done() or self._keeper_failed.done()
-
-        chosen = await asyncio.to_thread(choose_shape, self._config, self._control, self._world_size, is_stopping)
+        asked = self._config, self._control, self._world_size
+        chosen = await asyncio.to_thread(
+            choose_shape, *asked, lambda: self._stop.done() or self._keeper_failed.done()
+        )
         if isinstance(chosen, FatalError):
             return chosen
         self._config = replace(self._config, pipeline=chosen)

@@ -107,13 +107,6 @@ def test_a_stream_that_has_begun_is_tried_for_a_time_and_not_a_number_of_times()
             conversation.pause_after(GONE, 1120.0)
 
 
-def test_news_start_the_count_afresh() -> None:
-    conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=2))
-    for message in answer(pb.GenerateRequest()):
-        conversation.pause_after(GONE, now_s=0.0)
-        conversation.record(message)
-
-
 def test_who_gives_up_says_what_it_began_with() -> None:
     heard: list[CallFailed] = []
     retries = Retries(RetryPolicy(max_attempts=4, on_retry=heard.append))

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import answers_alone, ask_all, ask_one, requests_with_everything
+from tests.e2e.asking import answers_alone, ask_all, requests_with_everything
 from tests.e2e.serving import Server, wait_until
 
 
@@ -72,20 +72,6 @@ def test_a_caller_who_hangs_up_cancels_its_request_which_frees_its_blocks(
     hang_up()
     wait_for(requests_running=0, kv_usage_ratio=0, microbatches_in_flight=0)
     assert count_cancelled() == before + 1
-
-
-def test_a_bad_field_is_named_and_others_are_served(stub: GenerationServiceStub) -> None:
-    good = pb.GenerateRequest(text="The lamp")
-    good.stop.max_tokens = 30
-    good.sampling.seed = 3
-    good.output.token_ids = True
-    (undisturbed,) = ask_one(stub, good)
-    running = stub.Generate(good)
-    with pytest.raises(grpc.RpcError) as error:
-        list(stub.Generate(pb.GenerateRequest(text="The lamp", sampling=pb.SamplingParams(top_p=2.0))))
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "sampling.top_p" in error.value.details()
-    assert tuple(t.id for m in running for t in m.tokens) == undisturbed.token_ids
 
 
 def test_what_it_says_of_itself(shared_server: Server, stub: GenerationServiceStub) -> None:

@@ -13,13 +13,11 @@ import grpc
 import psutil
 import pytest
 
-import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, requests_with_everything
 from tests.e2e.serving import Forked, launch, plain_shell, serving
-
-TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
+from tests.e2e.test_losing_stages import TINY
 
 
 def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher() -> None:

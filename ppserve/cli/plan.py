@@ -76,10 +76,8 @@ def plan(**flags: Any) -> None:
 
 def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
     """With the expected load cut to the context. Raises ConfigError."""
-    as_given = (
-        *("layers", "quantization", "kv_dtype", "max_model_len", "block_size"),
-        *("stage_memory", "kv_cache_memory"),
-    )
+    as_given = "layers", "quantization", "max_model_len", "block_size", "stage_memory", "kv_cache_memory"
+    dtype = "float32" if flags["dtype"] == "auto" else flags["dtype"]
     context = arch.context(flags["max_model_len"])
     if context < 2:
         raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
@@ -88,7 +86,8 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
     return Intent(
         num_stages=flags["stages"],
         num_tensor=flags["tensor_parallel"],
-        dtype="float32" if flags["dtype"] == "auto" else flags["dtype"],
+        dtype=dtype,
+        kv_dtype=dtype if flags["kv_dtype"] == "auto" else flags["kv_dtype"],
         expect=replace(expect, prompt=prompt, new=min(expect.new, context - prompt)),
         **{name: flags[name] for name in as_given},
     )
@@ -145,7 +144,7 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
         "model": model,
         "dtype": layout.intent.dtype,
         "quantization": layout.intent.quantization,
-        "kv_dtype": layout.intent.kv_numbers,
+        "kv_dtype": layout.intent.kv_dtype,
         "parameters": layout.arch.num_params,
         "max_model_len": layout.max_model_len,
         "max_sequences": layout.max_sequences,

@@ -23,8 +23,8 @@ class Intent:
     """None: the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
-    kv_dtype: str = "auto"
-    """Of keys and values; `auto` is dtype."""
+    kv_dtype: str = "float32"
+    """Of keys and values."""
     max_model_len: int | None = None
     """None: all positions of the model."""
     block_size: int = 16
@@ -36,11 +36,6 @@ class Intent:
     expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
     num_tensor: int = 1
     """Ranks that compute each stage together."""
-
-    @property
-    def kv_numbers(self) -> str:
-        """The dtype of keys and values."""
-        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +128,8 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
 
 def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
     """int8 keys and values have a scale for each head."""
-    scale = _SCALE_BYTES if intent.kv_numbers == "int8" else 0
-    own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_numbers])
+    scale = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
+    own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype])
     return own + 2 * len(layout.attentions) * layout.heads(arch).width * scale
 
 
@@ -142,7 +137,7 @@ def render(model: str, plan: Forecast) -> str:
     arch, intent, balances = plan.arch, plan.intent, plan.balance
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {numbers(intent.dtype, intent.quantization, intent.kv_numbers)}, context {plan.max_model_len}",
+        f" {numbers(intent.dtype, intent.quantization, intent.kv_dtype)}, context {plan.max_model_len}",
         "",
         *table(
             ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens"),

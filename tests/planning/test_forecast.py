@@ -29,7 +29,7 @@ def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
 
 
 def test_13b_on_eight_stages():
-    plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", stage_memory=16 * GiB))
+    plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", kv_dtype="bfloat16", stage_memory=16 * GiB))
     assert plan.arch.num_params == pytest.approx(12.85e9, rel=1e-3)
     assert plan.split == Split.parse("5.5,5,5,5,5,5,5,4.5")
     even = forecast(CEREBRAS_13B, Intent(8, layers=Split((10,) * 8)))

@@ -22,16 +22,6 @@ def test_as_many_steps_are_in_flight_as_stages_also_with_chunks_of_one_prompt() 
     rig.finish()
 
 
-def test_a_lone_long_prompt_is_cut_so_that_every_stage_gets_work() -> None:
-    rig = a_rig(num_stages=4, block_size=16)
-    rig.submit(a_request("r", num_prompt=900))
-    plans = fill(rig)
-    assert len(plans) == 4
-    sizes = [plan.num_tokens for plan in plans]
-    assert max(sizes) <= 900 // 4
-    assert max(sizes) <= 2 * min(sizes)
-
-
 def test_many_short_prompts_pack_into_steps_and_leave_some_for_the_other_slots() -> None:
     rig = a_rig(num_stages=2)
     for i in range(32):

@@ -210,17 +210,22 @@ def test_strangers_are_cut_off_and_ranks_stay(says: Says) -> None:
         assert control.serves(1, known)
 
 
-@pytest.mark.parametrize("words", [HEARTBEAT, hello(1)], ids=["no greeting", "another rank's"])
-def test_after_the_proof_only_the_ranks_own_greeting_will_do(words: wire.FromStage) -> None:
-    with listening() as control, proven(control, 0) as stranger:
-        stranger.say(words)
-        assert cut_off(control, stranger) == []
-
-
-@pytest.mark.parametrize("words", [b"", wire.encode(hello(0))[:-1]])
-def test_a_stranger_that_never_finishes_its_greeting_is_cut_off_and_a_silent_rank_is_not(words: bytes) -> None:
-    with listening(greeting_timeout_s=0.5) as control, greeted(control, 1) as silent:
-        with connected(control) as stranger:
+@pytest.mark.parametrize("is_proven", [False, True])
+@pytest.mark.parametrize(
+    ("words", "within_s"),
+    [
+        (b"", 0.5),
+        (wire.encode(hello(0))[:-1], 0.5),
+        (wire.encode(HEARTBEAT), AGES_S),
+        (wire.encode(hello(1)), AGES_S),
+    ],
+    ids=["nothing", "a part", "no greeting", "another rank's"],
+)
+def test_who_does_not_finish_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
+    words: bytes, within_s: float, is_proven: bool
+) -> None:
+    with listening(greeting_timeout_s=within_s) as control, greeted(control, 1) as silent:
+        with proven(control, 0) if is_proven else connected(control) as stranger:
             stranger.connection.sendall(words)
             assert cut_off(control, stranger) == []
         assert control.serves(1, silent)

@@ -62,11 +62,6 @@ def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
     assert Placement(ServeConfig()).decide((measured[0], hello(1, host="here"))).parts is None
 
 
-def test_what_was_asked_for_is_taken_where_it_can_be() -> None:
-    asked = ServeConfig(pipeline=PipelineSettings(transport="gloo"))
-    assert Placement(asked).decide((hello(0), hello(1))).transport == "gloo"
-
-
 # ---- addresses ---------------------------------------------------------------------------------------------
 
 

@@ -27,10 +27,9 @@ from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.placement import Placement, difference
-from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
-from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams
+from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading, StepObserver
+from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams, RequestObserver
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, this_machine
 
 log = logging.getLogger("ppserve.engine")
@@ -47,7 +46,8 @@ def build_engine(
     world_size: int,
     control: ControlPlane,
     hand_over: HandOver,
-    observers: Observers = (),
+    request_observer: RequestObserver | None = None,
+    step_observers: Sequence[StepObserver] = (),
     in_process: bool = False,
 ) -> Engine:
     """An engine of as many replicas as the configuration says. Its thread is not started.
@@ -56,9 +56,9 @@ def build_engine(
     """
     grid = config.pipeline.grid(world_size)
     machine, rules, request_queue = this_machine(), Placement(config, in_process), RequestQueue()
-    pipelines = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
-    replicas = [Replica(members, control, observers, time.monotonic_ns, request_queue) for members in pipelines]
-    return Engine(replicas, control, observers, hand_over)
+    members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
+    replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
+    return Engine(replicas, control, request_observer or RequestObserver(), hand_over)
 
 
 class Engine(threading.Thread):
@@ -68,7 +68,7 @@ class Engine(threading.Thread):
         self,
         replicas: Sequence[Replica],
         control: ControlPlane,
-        observers: Observers,
+        observer: RequestObserver,
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -83,11 +83,11 @@ class Engine(threading.Thread):
         self._living = list(replicas)
         self._replica_of = {rank: replica for replica in replicas for rank in replica.members.ranks}
         self._control = control
-        self._observers = observers
+        self._observer = observer
         self._clock = clock
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
-        self._streams = OpenStreams(self.request_queue, [each.on_output for each in observers], hand_over)
+        self._streams = OpenStreams(self.request_queue, observer, hand_over)
         self._restarting: tuple[Replica, int, Future[None]] | None = None
         """A replica, its epoch when its processes were ended, and a future that is done when it serves again."""
         self._stopping = self._ended = False
@@ -239,18 +239,16 @@ class Engine(threading.Thread):
                 raise Draining("the server is not serving")
             self.request_queue.submit(opened.request, now_s)
         except RequestError as error:
-            for observer in self._observers:
-                observer.on_refused(error)
+            self._observer.on_refused(error)
             raise
         self._streams.open(opened)
 
     def _abort_request(self, request_id: str, reason: FinishReason) -> None:
-        if request_id in self._streams:
-            self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s())
+        self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s())
 
     def _note_demand(self) -> None:
         """The server has work while a request is open, or a step of a request that has ended is in flight."""
-        has_work = len(self._streams) > 0 or any(replica.has_steps for replica in self._living)
+        has_work = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
         for replica in self.replicas:
             replica.note_demand(has_work)
 

@@ -7,7 +7,7 @@ cost model and the scheduler. It does not know streams; the engine does. Everyth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ppserve import wire
@@ -35,7 +35,6 @@ from ppserve.head.engine.member import (
     StageDied,
 )
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.observer import Observers
 
 log = logging.getLogger("ppserve.engine")
 
@@ -79,6 +78,29 @@ class ReplicaReading:
         return tuple(stage.times for stage in self.stages)
 
 
+class StepObserver:
+    """A receiver of what happens in replicas, each by its number, which does nothing here. An observer changes
+    nothing. Called in the engine's thread."""
+
+    def on_step_sent(self, replica: int, step: Step) -> None:
+        """A step was sent to all stages."""
+
+    def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
+        """A stage's result of a step is in the book."""
+
+    def on_span_settled(self, replica: int, settled: Settled) -> None:
+        """The ledger attributed an interval of a stage's time."""
+
+    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
+        """A stage process died. cause: one word."""
+
+    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+        """A turn ended. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
+
+    def on_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
+        """A turn ended. outcomes: draft tokens so far, by what became of them."""
+
+
 class Replica:
     """One pipeline: it passes messages between its members, its scheduler and its ledger."""
 
@@ -86,7 +108,7 @@ class Replica:
         self,
         members: Members,
         control: ControlPlane,
-        observers: Observers,
+        observers: Sequence[StepObserver],
         clock: Callable[[], int],
         request_queue: RequestQueue,
     ) -> None:
@@ -120,11 +142,6 @@ class Replica:
     def serves(self) -> bool:
         """Whether it has formed, and takes requests."""
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether some stage has not reported a step, also of a request that has ended."""
-        return len(self.steps) > 0
 
     def note_demand(self, exists: bool) -> None:
         """exists: the server has work. Then waiting stages have bubbles; otherwise they are idle."""

@@ -215,10 +215,18 @@ class OpenRequest:
         )
 
 
+class RequestObserver:
+    """A receiver of what becomes of requests, which does nothing here. An observer changes nothing."""
+
+    def on_refused(self, error: RequestError) -> None:
+        """A request was refused. Called in any thread."""
+
+    def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        """A stream gets a token, an end, or both. `opened` is already up to date."""
+
+
 HandOver = Callable[[Callable[[], None]], object]
 """Runs a function in the thread of the sinks, such as `loop.call_soon_threadsafe`."""
-OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
-"""Is called with each output at its time in seconds; the request is already up to date."""
 
 
 class OpenStreams:
@@ -228,16 +236,13 @@ class OpenStreams:
     may end its sequence becomes text at once, with all tokens before it: what is scheduled next depends on that.
     """
 
-    def __init__(self, request_queue: RequestQueue, on_output: Sequence[OnOutput], hand_over: HandOver) -> None:
+    def __init__(self, request_queue: RequestQueue, observer: RequestObserver, hand_over: HandOver) -> None:
         self._request_queue = request_queue
-        self._on_output = on_output
+        self._observer = observer
         self._hand_over = hand_over
         self._open: dict[str, OpenRequest] = {}
         self._events: list[SequenceEvent] = []  # not published yet
         self._outputs: dict[Sink, list[TokenOutput]] = {}  # not delivered yet
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
 
     def __len__(self) -> int:
         return len(self._open)
@@ -272,8 +277,7 @@ class OpenStreams:
 
     def add_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._outputs.setdefault(opened.sink, []).append(output)
-        for notify in self._on_output:
-            notify(opened, output, now_s)
+        self._observer.on_output(opened, output, now_s)
 
     def deliver(self) -> None:
         """Hands this turn's outputs of all streams over in one call."""

@@ -18,8 +18,7 @@ from typing import Any
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.descriptions import ModelDescription, describe_topology
-from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
@@ -29,7 +28,7 @@ WINDOW_S = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
-class RecentSpans(Observer):
+class RecentSpans(StepObserver):
     """The latest MAX_SPANS spans of every stage of every replica. Written by the engine's thread."""
 
     def __init__(self, num_stages: int, num_replicas: int) -> None:

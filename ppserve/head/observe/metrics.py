@@ -32,8 +32,8 @@ from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.scheduler import OUTCOMES
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
-from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.streams import OpenRequest, TokenOutput
+from ppserve.head.engine.replica import StepObserver
+from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.head.observe.pages import Page
 
 # Without this, every counter has a second series with the time at which it was created.
@@ -64,7 +64,7 @@ STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
 ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
-class RequestMetrics(Observer):
+class RequestMetrics(RequestObserver):
     """The metrics of requests, by the replica that computed a request last; "" for one that none has computed."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class RequestMetrics(Observer):
             self.tpot.labels(replica).observe((last_s - first_s) / (progress.num_tokens - 1))
 
 
-class StepMetrics(Observer):
+class StepMetrics(StepObserver):
     """The metrics of steps and stages, by replica."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str], stages: Sequence[str]) -> None:

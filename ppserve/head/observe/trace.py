@@ -25,7 +25,7 @@ from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import BUSY, IDLE
 from ppserve.core.ledger.steps import Step
 from ppserve.errors import ConfigError
-from ppserve.head.engine.observer import Observer
+from ppserve.head.engine.replica import StepObserver
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _STEPS, _WAITS = 0, 1  # thread ids; both in the stage's process
 Event = dict[str, object]
 
 
-class Trace(Observer):
+class Trace(StepObserver):
     """The schedule, written to a file while it is on. Safe in any thread.
 
     path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.

@@ -18,7 +18,7 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.streams import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.process.keeper import MAX_DEATHS
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
@@ -88,7 +88,8 @@ class History:
         self.replicas = [
             replica(each, self.control, (), lambda: world.now_ns, self.request_queue) for each in self.members
         ]
-        self.engine = Engine(self.replicas, self.control, (), lambda call: call(), lambda: world.now_ns)
+        observer = RequestObserver()
+        self.engine = Engine(self.replicas, self.control, observer, lambda call: call(), lambda: world.now_ns)
 
     def run(self) -> list[str]:
         """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
@@ -132,7 +133,7 @@ class History:
         self.world.step()
 
     def _is_quiet(self) -> bool:
-        return all(members.formed for members in self.members) and not any(r.has_steps for r in self.replicas)
+        return all(members.formed for members in self.members) and not any(len(r.steps) > 0 for r in self.replicas)
 
     # ---- the engine -----------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from ppserve.core.scheduling.slots import PROBE
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import Formed
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.replica import Replica, ReplicaEvent
+from ppserve.head.engine.replica import Replica, ReplicaEvent, StepObserver
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
 from tests.hellos import hello
@@ -26,7 +25,7 @@ from tests.hellos import hello
 MS = 1_000_000
 
 
-class Notes(Observer):
+class Notes(StepObserver):
     """The callbacks, in order."""
 
     def __init__(self) -> None:

@@ -22,9 +22,8 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.observer import Observer
-from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.streams import OpenRequest, TokenOutput
+from ppserve.head.engine.replica import Replica, StepObserver
+from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
@@ -55,7 +54,7 @@ class Reader:
         return self.outputs[-1].finish if self.outputs else None
 
 
-class Notes(Observer):
+class Notes(RequestObserver, StepObserver):
     """What the engine told its observers. did: plans and tokens, in order. in_flight: with each load."""
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class Rig:
         rules = ToyRules(1, config)
         members = [Members(self._grid, "here", rules, self.control, number) for number in range(num_replicas)]
         replicas = [Replica(each, self.control, [self.notes], lambda: SECOND, queue) for each in members]
-        self.engine = Engine(replicas, self.control, [self.notes], lambda call: call(), lambda: SECOND)
+        self.engine = Engine(replicas, self.control, self.notes, lambda call: call(), lambda: SECOND)
 
     def say(self, rank: int, *messages: wire.FromStage) -> None:
         self.control.arrived += [Received(rank, SECOND, message) for message in messages]

@@ -22,9 +22,9 @@ def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it
     rig.submit("a", max_tokens=1)
     (plan,) = rig.refill()
     assert finished(rig.say(3, rig.result(plan, 1))) == ["a"]
-    assert rig.replica.has_steps, "stage 0 has not reported: the server has work"
+    assert len(rig.replica.steps) > 0, "stage 0 has not reported: the server has work"
     assert rig.say(1, rig.result(plan, 0)) == []
-    assert not rig.replica.has_steps
+    assert len(rig.replica.steps) == 0
 
 
 def test_the_next_plan_is_sent_before_a_result_is_accounted_for_and_no_reading_lacks_it() -> None:

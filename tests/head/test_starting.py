@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace as changed
 
 from ppserve import wire
 from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, ServeConfig
@@ -23,7 +24,6 @@ from ppserve.head.engine.member import FatalError
 from ppserve.head.starting import TELL_EVERY_S, WaitLimit, compare_shapes, find_missing, wait_for_hellos
 from ppserve.planning.shapes import shape_name
 from tests.head.engine.scripted import MembersRig, ScriptedControl
-from tests.hellos import changed
 from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)

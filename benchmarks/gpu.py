@@ -37,7 +37,7 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.step import Stage
@@ -99,7 +99,7 @@ class Alone:
         self.bench, self.arch = bench, arch
         self.backend = CudaBackend(bench.device, bench.dtype, DeviceOptions(invariant, graphs, rows))
         self.layout = StageLayout(0, 1, 0, 2 * arch.num_layers)
-        self.plain = GPT2Stage.load(RandomCheckpoint(arch), self.layout, self.backend)
+        self.plain = load_stage(RandomCheckpoint(arch), self.layout, self.backend)
         self.table_size = -(-(bench.context + DECODES + PROMPT) // BLOCK)
         self.cache = self.backend.make_cache(arch, self.layout, rows * self.table_size, BLOCK)
         self.cache.fill(0.01)
@@ -277,7 +277,7 @@ def run_rank(given: str, folder: str, rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     one = Alone(Bench(device, dtype, arch.width == 64), arch, SEQUENCES, True, False)
     layout = stage_layouts(Split((arch.num_layers, arch.num_layers)))[rank]
-    model = GPT2Stage.load(RandomCheckpoint(arch), layout, one.backend)
+    model = load_stage(RandomCheckpoint(arch), layout, one.backend)
     cache = one.backend.make_cache(arch, layout, SEQUENCES * one.table_size, BLOCK)
     transport = create_transport(kind, Frames(arch.width, one.backend.precision.hidden, device=device))
     transport.warm_up()

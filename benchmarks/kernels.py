@@ -38,7 +38,7 @@ from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import features, in_use
 from ppserve.model.cpu.linear import PackedWeights
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import connect_ranks
 from tests.model.cpu.products import multiply_rows, pack_rows
@@ -99,7 +99,7 @@ class Contender:
                 CpuBackend(dtype, threads, quantization),
             )
             cache = backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE)
-            self._ranks.append((GPT2Stage.load(RandomWeights(GPT2), layout, backend), cache, link))
+            self._ranks.append((load_stage(RandomWeights(GPT2), layout, backend), cache, link))
         self._pool = ThreadPoolExecutor(ranks)
 
     def __call__(self, plan: StepPlan) -> None:

@@ -17,7 +17,7 @@ from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARALLEL = ("off", "auto")
 PREFIX_CACHES = ("shared", "per-key", "off")

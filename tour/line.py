@@ -20,7 +20,6 @@ from ppserve import (
     Computed,
     Draw,
     Frames,
-    GPT2Stage,
     SamplingParams,
     Slice,
     Split,
@@ -30,6 +29,7 @@ from ppserve import (
     TensorPart,
     Transport,
     connect,
+    load_stage,
     stage_layouts,
 )
 from tour.ranks import Tour
@@ -92,7 +92,7 @@ class TourStage:
         self.device = device
         compute = Compute(device, "float32", stages_here=1, threads=torch.get_num_threads())
         backend = compute.backend(compute.dtype)
-        self.model = GPT2Stage.load(checkpoint, layout, backend)
+        self.model = load_stage(checkpoint, layout, backend)
         self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE
         cache = backend.make_cache(self.model.arch, layout, MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE)
         self._stage = Stage(self.model, cache, wires)

@@ -65,7 +65,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _CONFIG,
         _flag("--model", "`tiny`, a directory, a .bin or .pt file, or a hub id.", default="tiny"),
         _choice("--dtype", cfg.DTYPES, "auto", "Of weights and hidden states."),
-        _choice("--quantization", cfg.QUANTIZATIONS, "none", "int8: linear layers and LM head. CPUs only."),
+        _choice("--quantization", cfg.QUANTIZATIONS, "none", "Of linear layers; the LM head: int8. CPUs only."),
         _flag("--chat-template", "Jinja template that makes one prompt of a chat's messages.", type=_FILE),
     ),
     "Pipeline": (

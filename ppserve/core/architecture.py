@@ -1,4 +1,4 @@
-"""The shape of a GPT-2 and of its stages: what a checkpoint's config says, and the sizes that follow from it.
+"""The shape of a model and of its stages: what a checkpoint's config says, and the sizes that follow from it.
 
 A layer is one block of the transformer: two sublayers, its attention and its MLP. T positions, D width, H heads,
 L layers, V vocabulary.
@@ -15,12 +15,28 @@ MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions: at position p, pair i of a head's features is turned by the angle p * frequencies[i].
+
+    frequencies: float32 numbers, one for each half of a head's features. magnitude: what queries and keys are
+    multiplied with as well.
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """A GPT-2 family model, resolved: nothing here is None that arithmetic needs."""
+    """A model, resolved: what arithmetic needs is not None, or a property says what None means.
+
+    The defaults are those of a GPT-2.
+    """
 
     num_layers: int
     width: int
     num_heads: int
+    """Of queries."""
     max_positions: int
     vocab_size: int
     """Real tokens; ids at or above it are never drawn."""
@@ -36,10 +52,32 @@ class Architecture:
     biases: bool = True
     """Of linears and layer norms (nanoGPT's `bias`)."""
     eos_id: int | None = None
+    family: str = "gpt2"
+    """Whose tensors and layers these are: a key of `model.families.FAMILIES`."""
+    kv_heads: int | None = None
+    """Heads of keys and values, each read by as many heads of queries; None: as many as of queries."""
+    head_width: int | None = None
+    """Features of a head; None: the heads share the width."""
+    rotary: Rotary | None = None
+    """None: positions are learned."""
+    is_gated: bool = False
+    """Whether the MLP multiplies what it activates with as many outputs that it does not."""
+    qkv_biases: bool = False
+    """Whether queries, keys and values have biases, where nothing else has."""
+    qk_norms: bool = False
+    """Whether each head's queries and keys are normed."""
 
     @property
     def head_size(self) -> int:
-        return self.width // self.num_heads
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.num_heads
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
 
     def attention_scale(self, layer: int) -> float:
         """The factor on Q·K of layer `layer` (global index, not the stage's)."""
@@ -162,13 +200,17 @@ class StageLayout:
         """`size` outputs, among the tensor ranks."""
         return Cut.from_size(size, self.tensor, self.num_tensor)
 
+    def kv_heads(self, arch: Architecture) -> Cut:
+        """The heads of keys and values of every attention."""
+        return self.cut(arch.num_kv_heads)
+
     def heads(self, arch: Architecture) -> Cut:
-        """The heads of every attention."""
-        return self.cut(arch.num_heads)
+        """The heads of queries: those that read the rank's own keys and values."""
+        return self.kv_heads(arch).times(arch.heads_per_kv_head)
 
     def kv_bytes_per_token(self, arch: Architecture, element_bytes: int) -> int:
         """Bytes of keys and values that one token occupies on this rank: those of its own heads."""
-        return 2 * len(self.attentions) * self.heads(arch).width * arch.head_size * element_bytes
+        return 2 * len(self.attentions) * self.kv_heads(arch).width * arch.head_size * element_bytes
 
     @property
     def is_first(self) -> bool:
@@ -219,16 +261,19 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
 def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms."""
     width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
-    context = layout.heads(arch).width * arch.head_size
+    queries, keys = (heads.width * arch.head_size for heads in (layout.heads(arch), layout.kv_heads(arch)))
     # The inputs of an output's weights, and its bias.
-    into, into_contract = arch.width + arch.biases, arch.inner_width + arch.biases
-    attention = (3 * context + width) * into + arch.norm_params
-    mlp = inner * into + width * into_contract + arch.norm_params
+    into, into_qkv = arch.width + arch.biases, arch.width + (arch.biases or arch.qkv_biases)
+    into_proj, into_contract = arch.num_heads * arch.head_size + arch.biases, arch.inner_width + arch.biases
+    attention = (queries + 2 * keys) * into_qkv + width * into_proj + arch.norm_params
+    attention += 2 * arch.head_size * arch.qk_norms
+    mlp = (1 + arch.is_gated) * inner * into + width * into_contract + arch.norm_params
     return len(layout.attentions) * attention + len(layout.mlps) * mlp
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters that a rank holds, its own copy of a tied embedding included; of padding, the embedding's."""
-    embedding = (arch.padded_vocab_size + arch.max_positions) * layout.cut(arch.width).width
+    learned_positions = arch.max_positions if arch.rotary is None else 0
+    embedding = (arch.padded_vocab_size + learned_positions) * layout.cut(arch.width).width
     head = layout.cut(arch.vocab_size).width * arch.width + arch.norm_params
     return sublayer_params(arch, layout) + layout.is_first * embedding + layout.is_last * head

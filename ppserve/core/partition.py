@@ -197,9 +197,9 @@ def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> S
 
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
     """Raises ConfigError where some of the ranks that share a stage would have no head."""
-    if num_tensor > arch.num_heads:
-        problem = f"{num_tensor} is more than the model's {counted(arch.num_heads, 'head')}"
-        raise ConfigError("--tensor-parallel", problem)
+    if num_tensor > arch.num_kv_heads:
+        heads = counted(arch.num_kv_heads, "head") + " of keys and values" * (arch.heads_per_kv_head > 1)
+        raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
 
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:

@@ -21,10 +21,12 @@ from ppserve.core.plan import Drawn, Scored
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.inputs import KVCache, StepInputs
 
+INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 (torch has it, its stubs do not)
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How numbers are kept. weights: those of linear layers and the LM head; embeddings, biases and norms are
+    """How numbers are kept. weights: those of linear layers; embeddings, biases and norms are
     kept as `hidden` or wider. kv: keys and values.
 
     compute: what operators take and give. hidden: what hidden states are rounded to after every attention and MLP,
@@ -35,6 +37,11 @@ class Precision:
     kv: torch.dtype
     compute: torch.dtype
     hidden: torch.dtype
+
+    @property
+    def head(self) -> torch.dtype:
+        """Weights of the LM head: the model's last and most sensitive layer has at least 8 bits."""
+        return torch.int8 if self.weights == INT4 else self.weights
 
 
 class Linear(Protocol):
@@ -49,12 +56,14 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """The weights of a layer norm over D numbers, as `Backend.stored` gives them."""
+class NormWeights:
+    """The weights of a norm over D numbers, as `Backend.stored` gives them."""
 
     weight_D: torch.Tensor
     bias_D: torch.Tensor | None
     epsilon: float
+    is_rms: bool = False
+    """Whether the mean is left where it is: an RMS norm; else a layer norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +74,32 @@ class AttentionWeights:
     """Among the attentions of the stage, from 0."""
     scale: float
     """The factor on Q·K."""
-    norm: LayerNorm
+    norm: NormWeights
     qkv: Linear
+    """Queries, then keys, then values of the rank's own heads."""
     proj: Linear
     heads: Cut
     """The outputs of all heads, as tensor ranks share them."""
     columns: Cut
     """The hidden states, as tensor ranks share them."""
+    head_norms: tuple[NormWeights, NormWeights] | None = None
+    """Of each head's queries and keys, before their positions turn them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
     """What an MLP sublayer is made of."""
 
-    norm: LayerNorm
+    norm: NormWeights
     expand: Linear
     activation: str
     contract: Linear
     inner: Cut
-    """The outputs of `expand`, as tensor ranks share them."""
+    """The inputs of `contract`, as tensor ranks share them."""
     columns: Cut
     """The hidden states, as tensor ranks share them."""
+    is_gated: bool = False
+    """Whether `expand` has twice the rank's own outputs: those that are activated, then what they multiply."""
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
@@ -124,7 +138,7 @@ class HostTiming:
 
 
 class StageModel(Protocol):
-    """What computes a stage's steps: a `GPT2Stage`, or one whose work was recorded."""
+    """What computes a stage's steps: a `Decoder`, or one whose work was recorded."""
 
     arch: Architecture
     layout: StageLayout
@@ -155,13 +169,18 @@ class Backend(Protocol):
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""
 
+    def lm_head(self, weight_NK: Matrix) -> Linear:
+        """The same for the LM head, as `Precision.head` says."""
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        """x + proj(attend(qkv(norm(x)))). It keeps the rows' keys and values in the step's cache."""
+        """x + proj(attend(qkv(norm(x)))). It keeps the rows' keys and values in the step's cache, which also turns
+        queries and keys by their positions where the model asks for it."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        """x + contract(activation(expand(norm(x)))). Raises KeyError unless `ACTIVATIONS` has the activation."""
+        """x + contract(activation(expand(norm(x)))), or with a gate. Raises KeyError unless `ACTIVATIONS` has the
+        activation."""
 
-    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+    def head(self, norm: NormWeights, linear: Linear) -> Head:
         """linear(norm(x))."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:

@@ -25,7 +25,7 @@ from ppserve.core.architecture import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Linear
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import KVCache, build_inputs
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
@@ -60,7 +60,7 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 
 @torch.inference_mode()
-def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
+def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
     block_size: of KV blocks. Other tensor ranks load at their own pace, and are not waited for. Takes well under a
@@ -81,7 +81,7 @@ def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
     return _check_layer(stage, block_size, generator)
 
 
-def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
+def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
     """Whether the same logits give the same tokens and log-probabilities alone and among others."""
     vocab_size = stage.arch.vocab_size
     params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
@@ -101,7 +101,7 @@ def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
 
 
 def _check_linear(
-    stage: GPT2Stage, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
+    stage: Decoder, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
     """Whether the first rows come out the same with more rows after them, and the last with more before."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
@@ -129,13 +129,13 @@ def _compare_rows(
     return None
 
 
-def _hidden(stage: GPT2Stage, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+def _hidden(stage: Decoder, num_rows: int, generator: torch.Generator) -> torch.Tensor:
     """Random hidden states."""
     hidden_TD = torch.randn(num_rows, stage.arch.width, generator=generator)
     return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
 
 
-def _check_layer(stage: GPT2Stage, block_size: int, generator: torch.Generator) -> str | None:
+def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
@@ -151,7 +151,7 @@ def _check_layer(stage: GPT2Stage, block_size: int, generator: torch.Generator) 
 
 
 def _through_layer(
-    stage: GPT2Stage, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
+    stage: Decoder, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
     """The stage's first two sublayers, step by step, on a cache of its own: sequence number → all rows."""
     halves = [half for block in stage.blocks[:2] for half in (block.attention, block.mlp)]
@@ -175,5 +175,5 @@ def _through_layer(
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}
 
 
-def _cache(stage: GPT2Stage, num_blocks: int, block_size: int) -> KVCache:
+def _cache(stage: Decoder, num_blocks: int, block_size: int) -> KVCache:
     return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, block_size)

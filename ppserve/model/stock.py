@@ -1,7 +1,7 @@
 """What backends whose norms, activations and plain linears are torch's have in common.
 
-T rows, D width, E = 3D, K inputs, N outputs; c, d, n a tensor rank's own columns of heads, hidden states and inner
-rows.
+T rows, D width, E outputs of queries, keys and values, K inputs, N outputs; c, d, n a tensor rank's own columns of
+queries, hidden states and inner rows; h heads of f features.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.functional import gelu, layer_norm, linear, relu, silu
+from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.backend import (
     AttentionWeights,
     Head,
-    LayerNorm,
     Linear,
     MLPWeights,
+    NormWeights,
     Precision,
     Sublayer,
 )
@@ -55,13 +55,38 @@ class AttendInputs(StepInputs):
     """Inputs of a cache that attends by a call of its own."""
 
     attend: Attend
+    turns_Tf: torch.Tensor | None
+    """Each row's cosines and sines (`rotary.Turns`); None where positions turn nothing."""
 
 
-def _norm(weights: LayerNorm) -> Operator:
+def _norm(weights: NormWeights) -> Operator:
     shape = weights.weight_D.shape
+    if weights.is_rms:
+        return partial(rms_norm, normalized_shape=shape, weight=weights.weight_D, eps=weights.epsilon)
     return partial(
         layer_norm, normalized_shape=shape, weight=weights.weight_D, bias=weights.bias_D, eps=weights.epsilon
     )
+
+
+def _turn(x_Thf: torch.Tensor, turns_Tf: torch.Tensor) -> torch.Tensor:
+    """Heads turned by their rows' positions, in float32."""
+    cosines_T1f, sines_T1f = turns_Tf[:, None].chunk(2, dim=2)
+    first_Thf, second_Thf = x_Thf.float().chunk(2, dim=2)
+    turned = first_Thf * cosines_T1f - second_Thf * sines_T1f, second_Thf * cosines_T1f + first_Thf * sines_T1f
+    return torch.cat(turned, dim=2).to(x_Thf.dtype)
+
+
+def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: torch.Tensor) -> torch.Tensor:
+    """Queries and keys as attention compares them: normed where the model asks for it, and turned."""
+    own = weights.heads.width
+    queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
+    heads_shape = len(qkv_TE), -1, turns_Tf.shape[1]
+    norms = [_norm(norm) for norm in weights.head_norms or ()] or [lambda x: x] * 2
+    turned = [
+        _turn(norm(each_TE.view(*heads_shape)), turns_Tf).flatten(1)
+        for norm, each_TE in zip(norms, (queries_TE, keys_TE), strict=True)
+    ]
+    return torch.cat([*turned, values_TE], dim=1)
 
 
 class TorchBackend:
@@ -81,13 +106,18 @@ class TorchBackend:
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         return PlainLinear(self.stored(weight_NK[:]), bias_N)
 
+    def lm_head(self, weight_NK: Matrix) -> Linear:
+        return self.linear(weight_NK, None)
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
         norm, own = _norm(weights.norm), weights.columns.own
 
         def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             assert isinstance(inputs, AttendInputs)
-            gather = inputs.gather
-            own_Tc = inputs.attend(weights.number, weights.qkv(norm(x_TD)), weights.scale)
+            gather, qkv_TE = inputs.gather, weights.qkv(norm(x_TD))
+            if inputs.turns_Tf is not None:
+                qkv_TE = _heads_turned(qkv_TE, weights, inputs.turns_Tf)
+            own_Tc = inputs.attend(weights.number, qkv_TE, weights.scale)
             own_Td = x_TD[:, own] + weights.proj(gather.all(own_Tc, weights.heads))
             return gather.all(own_Td, weights.columns)
 
@@ -97,14 +127,18 @@ class TorchBackend:
         norm, activate, own = _norm(weights.norm), ACTIVATIONS[weights.activation], weights.columns.own
 
         def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-            gather = inputs.gather
-            own_Tn = activate(weights.expand(norm(x_TD)))
+            gather, inner_TN = inputs.gather, weights.expand(norm(x_TD))
+            if weights.is_gated:
+                gate_Tn, up_Tn = inner_TN.chunk(2, dim=1)
+                own_Tn = activate(gate_Tn) * up_Tn
+            else:
+                own_Tn = activate(inner_TN)
             own_Td = x_TD[:, own] + weights.contract(gather.all(own_Tn, weights.inner))
             return gather.all(own_Td, weights.columns)
 
         return residual
 
-    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+    def head(self, norm: NormWeights, linear: Linear) -> Head:
         normed = _norm(norm)
         return lambda hidden_RD: linear(normed(hidden_RD)).float()
 

@@ -10,45 +10,47 @@ from collections.abc import Callable
 import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
-from ppserve.model.backend import Backend, LayerNorm, Linear
+from ppserve.model.backend import Backend, Linear, NormWeights
 from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
 
+Outputs = tuple[str, slice]
+"""Some outputs of a linear layer, by its canonical name without `.weight`."""
+
+
 class StoredMatrix:
-    """A `Matrix` of these outputs; each slice of it is read when it is asked for.
+    """A `Matrix` of these outputs, one after the other; each slice of it is read when it is asked for.
 
     read: as `Checkpoint.tensor`.
     """
 
     def __init__(
-        self,
-        read: Callable[[str, TensorPart], torch.Tensor],
-        name: str,
-        outputs: tuple[slice, ...],
-        num_inputs: int,
+        self, read: Callable[[str, TensorPart], torch.Tensor], outputs: tuple[Outputs, ...], num_inputs: int
     ) -> None:
-        self._read, self._name, self._outputs = read, name, outputs
-        self.shape = sum(own.stop - own.start for own in outputs), num_inputs
+        self._read, self._outputs = read, outputs
+        self.shape = sum(own.stop - own.start for _, own in outputs), num_inputs
 
     def __getitem__(self, wanted: slice, /) -> torch.Tensor:
         begin, end, _ = wanted.indices(self.shape[0])
-        rows, at = [], 0
-        for own in self._outputs:
+        rows: dict[str, list[slice]] = {}
+        at = 0
+        for name, own in self._outputs:
             first, last = max(own.start, own.start + begin - at), min(own.stop, own.start + end - at)
             if first < last:
-                rows.append(slice(first, last))
+                rows.setdefault(name, []).append(slice(first, last))
             at += own.stop - own.start
-        return self._read(self._name, TensorPart(tuple(rows)))
+        parts = [self._read(f"{name}.weight", TensorPart(tuple(own))) for name, own in rows.items()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class WeightReader:
     """Takes tensors one at a time, by their canonical names, and counts what it took.
 
     Of a matrix it takes the outputs that are asked for: those of a tensor rank. num_params: numbers read.
-    weight_bytes: what they occupy in the form in which they are kept. linears: by name.
+    weight_bytes: what they occupy in the form in which they are kept. linears: by the first of their names.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress) -> None:
@@ -56,6 +58,7 @@ class WeightReader:
         self.backend = backend
         self.num_params = self.weight_bytes = 0
         self.linears: dict[str, Linear] = {}
+        self._shapes = tensor_shapes(self.arch)
         self._checkpoint = checkpoint
         self._progress = progress
         self._done_bytes = 0
@@ -66,22 +69,31 @@ class WeightReader:
         """These columns of an embedding."""
         return self._stored(name, TensorPart(columns=columns))
 
-    def norm(self, name: str) -> LayerNorm:
+    def norm(self, name: str, *, is_rms: bool = False) -> NormWeights:
         weight_D = self._stored(f"{name}.weight")
-        bias_D = self._stored(f"{name}.bias") if self.arch.biases else None
-        return LayerNorm(weight_D, bias_D, self.arch.layer_norm_epsilon)
+        bias_D = self._stored(f"{name}.bias") if f"{name}.bias" in self._shapes else None
+        return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, is_rms)
 
-    def linear(self, name: str, *outputs: slice) -> Linear:
-        bias_N = self._stored(f"{name}.bias", TensorPart(outputs)) if self.arch.biases else None
-        self.linears[name] = linear = self._linear(f"{name}.weight", outputs, bias_N)
+    def linear(self, *outputs: Outputs) -> Linear:
+        """These outputs of one linear layer or several with the same inputs, one after the other."""
+        name = outputs[0][0]
+        biases = [
+            self._stored(f"{name}.bias", TensorPart((own,)))
+            for name, own in outputs
+            if f"{name}.bias" in self._shapes
+        ]
+        bias_N = torch.cat(biases) if biases else None
+        self.linears[name] = linear = self._counted(self.backend.linear(self._matrix(*outputs), bias_N))
         return linear
 
     def lm_head(self, outputs: slice) -> Linear:
-        return self._linear("lm_head.weight", (outputs,), None)
+        return self._counted(self.backend.lm_head(self._matrix(("lm_head", outputs))))
 
-    def _linear(self, name: str, outputs: tuple[slice, ...], bias_N: torch.Tensor | None) -> Linear:
-        _, num_inputs = tensor_shapes(self.arch)[name]
-        linear = self.backend.linear(StoredMatrix(self._tensor, name, outputs, num_inputs), bias_N)
+    def _matrix(self, *outputs: Outputs) -> StoredMatrix:
+        _, num_inputs = self._shapes[f"{outputs[0][0]}.weight"]
+        return StoredMatrix(self._tensor, outputs, num_inputs)
+
+    def _counted(self, linear: Linear) -> Linear:
         self.weight_bytes += linear.num_bytes
         return linear
 

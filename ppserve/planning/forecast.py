@@ -10,6 +10,8 @@ from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_s
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
+_INT4_BYTES = 20 / 32
+"""Of a weight, with its part of its group's scale and minimum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +115,28 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
 
 def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
     """The head is packed for products: a copy, also where it is the embedding. int8 matrices have a scale for each
-    output."""
+    output. Beside int4 matrices the head is int8."""
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
         return stage_params(arch, layout) * element
     attentions, mlps, heads = len(layout.attentions), len(layout.mlps), int(layout.is_last)
     d, f, v = (layout.cut(size).width for size in (arch.width, arch.inner_width, arch.vocab_size))
-    qkv_and_proj = 3 * layout.heads(arch).width * arch.head_size + d
-    outputs = attentions * qkv_and_proj + mlps * (f + d) + heads * v
-    matrices = outputs * arch.width + mlps * d * (arch.inner_width - arch.width)
-    others = stage_params(arch, layout) - matrices
-    return others * element + matrices * ELEMENT_BYTES["int8"] + outputs * _SCALE_BYTES
+    qkv = (layout.heads(arch).width + 2 * layout.kv_heads(arch).width) * arch.head_size
+    expanded = (1 + arch.is_gated) * f
+    outputs = attentions * (qkv + d) + mlps * (expanded + d) + heads * v
+    matrices = attentions * (qkv * arch.width + d * arch.num_heads * arch.head_size)
+    matrices += mlps * (expanded * arch.width + d * arch.inner_width)
+    head = heads * v * arch.width
+    others = stage_params(arch, layout) - matrices - head
+    per_weight = ELEMENT_BYTES["int8"] if intent.quantization == "int8" else _INT4_BYTES
+    return int(others * element + matrices * per_weight + head * ELEMENT_BYTES["int8"] + outputs * _SCALE_BYTES)
 
 
 def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
     """int8 keys and values have a scale for each head."""
     scale = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
     own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype])
-    return own + 2 * len(layout.attentions) * layout.heads(arch).width * scale
+    return own + 2 * len(layout.attentions) * layout.kv_heads(arch).width * scale
 
 
 def render(model: str, plan: Forecast) -> str:

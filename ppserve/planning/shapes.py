@@ -73,7 +73,7 @@ def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
     return [
         RankGrid(tensor, world_size // (tensor * stages), stages)
         for stages in range(1, min(world_size, arch.num_layers) + 1)
-        for tensor in range(1, min(world_size, arch.num_heads) + 1)
+        for tensor in range(1, min(world_size, arch.num_kv_heads) + 1)
         if world_size % (tensor * stages) == 0
     ]
 

@@ -127,11 +127,11 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     threads = config.pipeline.threads or own_threads
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     for flag, asked in (("--quantization", quantization), ("--kv-dtype", kv_dtype)):
-        if asked == "int8" and (on_gpu or reference):
-            raise ConfigError(flag, "int8 needs a CPU; add --force-cpu or leave it out")
+        if asked in ("int8", "int4") and (on_gpu or reference):
+            raise ConfigError(flag, f"{asked} needs a CPU; add --force-cpu or leave it out")
     if kv_dtype == "auto":
-        # Beside int8 weights as in the file, on all CPUs: float32 would be twice what every step reads.
-        as_in_file = quantization == "int8" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
+        # Beside quantized weights as in the file, on all CPUs: float32 would be twice what every step reads.
+        as_in_file = quantization != "none" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
         kv_dtype = "bfloat16" if as_in_file else dtype
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
@@ -199,7 +199,7 @@ def in_words(error: Exception) -> str:
 def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
     """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs: float32
     checkpoints run in bfloat16 there, and in float16 before compute capability 8.0, which only emulates bfloat16.
-    Beside int8 weights it is float32, whose bits all CPUs share."""
+    Beside quantized weights it is float32, whose bits all CPUs share."""
     if device.type == "cuda":
         if asked != "auto":
             return asked
@@ -209,7 +209,7 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
     if asked != "auto":
         cpu_precision(asked)
         return asked
-    if quantization == "int8":
+    if quantization != "none":
         return "float32"
     has_units = multiplies_bfloat16(variants.in_use(), variants.features())
     return "bfloat16" if stored == "bfloat16" and has_units else "float32"

@@ -24,7 +24,7 @@ from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import StageModel
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
@@ -131,7 +131,7 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             checkpoint, send = self._found.checkpoint, self._link.send
-            model = GPT2Stage.load(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
+            model = load_stage(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
         except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))

@@ -31,7 +31,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import load_stage
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute, choose
 from ppserve.stage.step import Stage
@@ -80,7 +80,7 @@ def measure_costs(
     tensor: which of its stage's tensor ranks this is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
     if config.pipeline.parallel == "auto":
-        counts = [n for n in range(1, min(grid.size, arch.num_heads) + 1) if grid.size % n == 0]
+        counts = [n for n in range(1, min(grid.size, arch.num_kv_heads) + 1) if grid.size % n == 0]
         steps = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}
         return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
     # Too many stages for the model: the head says so.
@@ -147,7 +147,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank:
 
 def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: StepPlan) -> Stage:
     """A lone stage with these sublayers, and with KV blocks for this step."""
-    model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
+    model = load_stage(checkpoint, layout, compute.backend(compute.dtype))
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
     cache = model.backend.make_cache(model.arch, layout, num_blocks, BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.

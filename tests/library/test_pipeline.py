@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ppserve
-from ppserve import GPT2Stage, InvalidRequest, Ledger, Pipeline, UsageError
+from ppserve import Decoder, InvalidRequest, Ledger, Pipeline, UsageError
 from ppserve.errors import Draining
 from tests.library.mixed import PROMPTS, tiny
 
@@ -116,7 +116,7 @@ def test_a_closed_pipeline_holds_no_weights() -> None:
     """Those of the next one would not fit beside them. Cycles would be collected some time, by their number."""
 
     def stages() -> int:
-        return sum(type(each) is GPT2Stage for each in gc.get_objects())
+        return sum(type(each) is Decoder for each in gc.get_objects())
 
     gc.collect()
     gc.disable()
@@ -299,13 +299,13 @@ def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:
 def test_the_public_names_are_these() -> None:
     assert ppserve.__all__ == [
         *("Architecture", "AsyncClient", "BUSY", "CAUSES", "CallFailed", "Checkpoint", "Chunk", "Client"),
-        *("Completion", "Compute", "Computed", "ConfigError", "Draw", "Frames", "GPT2Stage", "IDLE"),
+        *("Completion", "Compute", "Computed", "ConfigError", "Decoder", "Draw", "Frames", "IDLE"),
         *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError"),
         *("RequestError", "RetryPolicy"),
         *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream"),
         *("TensorPart", "Tls", "Transport", "UsageError", "balance", "between", "connect", "create_transport"),
-        *("decode_parts", "load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger", "shares"),
-        *("split_by_weight", "stage_layouts", "stage_params"),
+        *("decode_parts", "load_stage", "load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger"),
+        *("shares", "split_by_weight", "stage_layouts", "stage_params"),
     ]
     assert all(getattr(ppserve, name) is not None for name in ppserve.__all__)
     assert set(ppserve.__all__) <= set(dir(ppserve))

@@ -13,7 +13,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import load_stage
 from ppserve.model.inputs import build_inputs
 from tests.model.stock import StockBackend
 
@@ -42,7 +42,7 @@ class Pipeline:
         backend = backend or CpuBackend(dtype)
         self.table_size = -(-checkpoint.architecture.max_positions // block_size)
         self.layouts = stage_layouts(Split.parse(split))
-        self.stages = [GPT2Stage.load(checkpoint, at, backend) for at in self.layouts]
+        self.stages = [load_stage(checkpoint, at, backend) for at in self.layouts]
         num_blocks = num_sequences * self.table_size
         self.caches = [
             backend.make_cache(checkpoint.architecture, at, num_blocks, block_size) for at in self.layouts

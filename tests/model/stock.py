@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ppserve.core.architecture import Architecture, Cut, StageLayout
+from ppserve.core.architecture import Architecture, Cut, Rotary, StageLayout
 from ppserve.model import sampling
 from ppserve.model.backend import HostTiming, Reading, StageModel, Timing
 from ppserve.model.inputs import Gather, KVCache, StepInputs, StepRows
+from ppserve.model.rotary import Turns
 from ppserve.model.stock import AttendInputs, TorchBackend
 
 
@@ -28,10 +29,10 @@ class StockBackend(TorchBackend):
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> StockCache:
-        heads = layout.heads(arch).width
+        heads = layout.kv_heads(arch).width
         shape = (len(layout.attentions), num_blocks, block_size, heads, arch.head_size)
         keys_LBpHd, values_LBpHd = (torch.zeros(shape, dtype=self.precision.kv, device=self.device) for _ in "kv")
-        return StockCache(keys_LBpHd, values_LBpHd)
+        return StockCache(keys_LBpHd, values_LBpHd, rotary=arch.rotary)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         return model
@@ -56,16 +57,19 @@ class StockCache:
         values_LBpHd: torch.Tensor,
         keys_multiple: int = 512,
         least_rows: int = 4,
+        rotary: Rotary | None = None,
     ) -> None:
         """keys_multiple, least_rows: the padding of `StockAttention`; 1 and 1 for none."""
+        self._turns = None if rotary is None else Turns(rotary)
         self.keys_LBpHd, self.values_LBpHd = keys_LBpHd, values_LBpHd
         _, self.num_blocks, self.block_size, _, _ = keys_LBpHd.shape
         self._padding = keys_multiple, least_rows
 
     def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
         here, attend = torch.from_numpy, StockAttention(self, rows, *self._padding)
+        turns_Tf = None if self._turns is None else here(self._turns.at(rows.positions_T))
         arrays = here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows)
-        return AttendInputs(rows, *arrays, gather, attend)
+        return AttendInputs(rows, *arrays, gather, attend, turns_Tf)
 
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)
@@ -97,7 +101,8 @@ class StockAttention:
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
         keys_BpHd, values_BpHd = self._cache.keys_LBpHd[layer], self._cache.values_LBpHd[layer]
         num_heads, head_size = keys_BpHd.shape[2:]
-        query_THd, key_THd, value_THd = qkv_TE.view(-1, 3, num_heads, head_size).unbind(1)
+        each = qkv_TE.split([qkv_TE.shape[1] - 2 * num_heads * head_size, *[num_heads * head_size] * 2], dim=1)
+        query_THd, key_THd, value_THd = (own_TE.unflatten(1, (-1, head_size)) for own_TE in each)
         keys_BpHd[self._block_T, self._offset_T] = key_THd.to(keys_BpHd.dtype)
         values_BpHd[self._block_T, self._offset_T] = value_THd.to(values_BpHd.dtype)
         mixed_THd = torch.empty_like(query_THd, memory_format=torch.contiguous_format)
@@ -125,6 +130,6 @@ class StockAttention:
         positions_t = start + torch.arange(query_Htd.shape[1], device=query_Htd.device)
         visible_tP = torch.arange(key_HPd.shape[1], device=query_Htd.device) <= positions_t[:, None]
         mixed_Htd = scaled_dot_product_attention(
-            query_Htd[None], key_HPd[None], value_HPd[None], attn_mask=visible_tP, scale=scale
+            query_Htd[None], key_HPd[None], value_HPd[None], attn_mask=visible_tP, scale=scale, enable_gqa=True
         )[0]
         return mixed_Htd[:, :count].transpose(0, 1)

@@ -11,10 +11,10 @@ import transformers
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
 from ppserve.model.backend import AttentionWeights, Backend, Sublayer
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import FAMILIES, load_stage
 from ppserve.model.stock import ACTIVATIONS
 from tests.model.pipelines import BACKENDS, Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.reference import Reference
 
 SHAPES = {
@@ -28,11 +28,25 @@ SHAPES = {
     "padded vocabulary": architecture(padded_vocab_size=256),
     "scaled by layer": architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True),
     "unscaled": architecture(width=48, num_heads=12, scale_attn_weights=False),
+    "llama: 4 heads over 2": llama(),
+    "llama: 9 heads over 3": llama(num_layers=1, width=576, heads=9, kv_heads=3, head_width=64),
+    "llama: tied": llama(tied_embeddings=True),
+    "llama: 6 heads of 10 over 2, odd": llama(width=42, heads=6, kv_heads=2, head_width=10, inner_width=70),
+    "mistral: as many heads of keys": llama(width=40, heads=4, kv_heads=4, head_width=10),
+    "qwen 2: biases": llama(width=60, heads=6, kv_heads=2, head_width=10, qkv_biases=True),
+    "qwen 3: norms, wide heads": llama(width=40, heads=4, kv_heads=2, head_width=32, qk_norms=True),
 }
 
 
-def as_transformers(checkpoint: RandomCheckpoint) -> transformers.GPT2LMHeadModel:
-    """The same weights in Hugging Face's model, whose linears are transposed."""
+def as_transformers(checkpoint: RandomCheckpoint) -> transformers.PreTrainedModel:
+    """The same weights in Hugging Face's model."""
+    if checkpoint.architecture.family == "llama":
+        return _as_llama(checkpoint)
+    return _as_gpt2(checkpoint)
+
+
+def _as_gpt2(checkpoint: RandomCheckpoint) -> transformers.PreTrainedModel:
+    """Its linears are transposed."""
     arch = checkpoint.architecture
     config = transformers.GPT2Config(
         vocab_size=arch.padded_vocab_size,
@@ -58,6 +72,42 @@ def as_transformers(checkpoint: RandomCheckpoint) -> transformers.GPT2LMHeadMode
             tensor = checkpoint.tensor(canonical)
             is_conv1d = ".attn." in name or ".mlp." in name
             parameter.copy_(tensor.T if is_conv1d and tensor.ndim == 2 else tensor)
+    return model
+
+
+LLAMA_NAMES = {
+    "model.embed_tokens": "wte",
+    "model.norm": "ln_f",
+    "model.layers": "h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn": "attn",
+    **{f".{kind}_proj": f".{kind}" for kind in ("q", "k", "v", "o", "gate", "up", "down")},
+}
+
+
+def _as_llama(checkpoint: RandomCheckpoint) -> transformers.PreTrainedModel:
+    arch = checkpoint.architecture
+    name = "Qwen3" if arch.qk_norms else "Qwen2" if arch.qkv_biases else "Llama"
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=arch.padded_vocab_size,
+        max_position_embeddings=arch.max_positions,
+        hidden_size=arch.width,
+        intermediate_size=arch.inner_width,
+        num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_heads,
+        num_key_value_heads=arch.num_kv_heads,
+        head_dim=arch.head_size,
+        rms_norm_eps=arch.layer_norm_epsilon,
+        tie_word_embeddings=arch.tied_embeddings,
+        attn_implementation="eager",
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for theirs, ours in LLAMA_NAMES.items():
+                name = name.replace(theirs, ours)
+            parameter.copy_(checkpoint.tensor(name))
     return model
 
 
@@ -112,8 +162,11 @@ def test_greedy_tokens_are_those_of_transformers(arch: Architecture) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["2,2", "1,1,1,1", "3,1", "2.5,1.5", "1.5,1,1.5"])
-def test_where_the_stages_are_cut_changes_no_bit(split: str, dtype: str) -> None:
-    checkpoint = RandomCheckpoint(architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True))
+@pytest.mark.parametrize(
+    "arch", [architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True), llama(num_layers=4)], ids=FAMILIES
+)
+def test_where_the_stages_are_cut_changes_no_bit(arch: Architecture, split: str, dtype: str) -> None:
+    checkpoint = RandomCheckpoint(arch)
     whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ("4", split))
     assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
     assert whole.generate(prompt(30), 8) == cut.generate(prompt(30), 8)
@@ -158,13 +211,13 @@ def test_padded_vocabulary_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("split", ["1,2,1", "1.5,1,1.5"])
-def test_a_stage_reads_only_its_own_tensors_and_reports_progress(split: str) -> None:
-    arch = architecture(num_layers=4)
+@pytest.mark.parametrize("arch", [architecture(num_layers=4), llama(num_layers=4, qk_norms=True)], ids=FAMILIES)
+def test_a_stage_reads_only_its_own_tensors_and_reports_progress(arch: Architecture, split: str) -> None:
     seen: list[tuple[int, int]] = []
     for layout in stage_layouts(Split.parse(split)):
         checkpoint = RandomCheckpoint(arch)
         seen.clear()
-        stage = GPT2Stage.load(checkpoint, layout, CpuBackend("float32"), lambda *at: seen.append(at))
+        stage = load_stage(checkpoint, layout, CpuBackend("float32"), lambda *at: seen.append(at))
         for part, layers in (("attn", layout.attentions), ("mlp", layout.mlps)):
             read = {int(name.split(".")[1]) for name in checkpoint.asked if f".{part}." in name}
             assert read == set(layers)

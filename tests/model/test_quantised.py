@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppserve.core.architecture import Split, StageLayout, stage_layouts
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.linear import READ_BYTES
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.families import FAMILIES, load_stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers
 from tests.model.pipelines import Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 
 
 def int8(dtype: str = "float32") -> CpuBackend:
@@ -59,12 +59,17 @@ def test_llmc_in_int8_is_hugging_face_in_int8(tmp_path: Path) -> None:
     assert torch.equal(one, other)
 
 
-def test_int8_is_close_to_what_it_stands_for() -> None:
-    checkpoint, ids = RandomCheckpoint(architecture(width=96)), prompt(60)
-    exact, rounded = (Pipeline(checkpoint, "2", backend=of) for of in (CpuBackend("float32"), int8()))
+@pytest.mark.parametrize("arch", [architecture(width=96), llama(width=96)], ids=FAMILIES)
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.05), ("int4", 0.5)])
+def test_quantized_weights_are_close_to_what_they_stand_for(
+    arch: Architecture, quantization: str, limit: float
+) -> None:
+    checkpoint, ids = RandomCheckpoint(arch), prompt(60)
+    quantized = CpuBackend("float32", quantization=quantization)
+    exact, rounded = (Pipeline(checkpoint, "2", backend=of) for of in (CpuBackend("float32"), quantized))
     theirs, ours = (pipeline.logits(pipeline.hidden(ids, 60)) for pipeline in (exact, rounded))
     error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
-    assert 1e-4 < error < 0.05
+    assert 1e-4 < error < limit
 
 
 class CountingReads:
@@ -95,9 +100,9 @@ def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
         place = writers.write_hf(tmp_path / "hf", arch, tensors, container=container)
     checkpoint = CountingReads(open_checkpoint(str(place)))
     layout = StageLayout(0, 1, 0, 2, num_tensor - 1, num_tensor)
-    stage = GPT2Stage.load(checkpoint, layout, int8())
+    stage = load_stage(checkpoint, layout, int8())
     assert READ_BYTES / 2 < checkpoint.largest_bytes <= READ_BYTES
-    whole = GPT2Stage.load(checkpoint, layout, WholeMatrices("float32", quantization="int8"))
+    whole = load_stage(checkpoint, layout, WholeMatrices("float32", quantization="int8"))
     assert checkpoint.largest_bytes > READ_BYTES
     assert stage.head is not None
     assert whole.head is not None
@@ -114,24 +119,36 @@ class WholeMatrices(CpuBackend):
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         return super().linear(weight_NK[:], bias_N)
 
+    def lm_head(self, weight_NK: Matrix) -> Linear:
+        return super().lm_head(weight_NK[:])
+
 
 @pytest.mark.parametrize("split", ["3", "1.5,1.5"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_stage_takes_the_bytes_that_were_planned(split: str, dtype: str, quantization: str) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        architecture(num_layers=3, width=256, vocab_size=2048),
+        llama(num_layers=3, width=256, kv_heads=1, head_width=64, inner_width=768, vocab_size=2048),
+    ],
+    ids=FAMILIES,
+)
+def test_a_stage_takes_the_bytes_that_were_planned(
+    arch: Architecture, split: str, dtype: str, quantization: str
+) -> None:
     """But for the padding of outputs and inputs to whole panels, and biases that are always float32."""
-    arch = architecture(num_layers=3, width=256, vocab_size=2048)
     intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype=dtype, quantization=quantization)
     plan = forecast(arch, intent)
     for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):
         backend = CpuBackend(dtype, quantization=quantization)
-        stage = GPT2Stage.load(RandomCheckpoint(arch), layout, backend)
+        stage = load_stage(RandomCheckpoint(arch), layout, backend)
         assert planned.weight_bytes <= stage.weight_bytes <= 1.03 * planned.weight_bytes
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_a_block_takes_the_bytes_that_were_planned(kv_dtype: str) -> None:
-    arch, layout = architecture(width=64), stage_layouts(Split.parse("2"))[0]
+    arch, layout = llama(head_width=16), stage_layouts(Split.parse("2"))[0]
     (planned,) = forecast(arch, Intent(1, kv_dtype=kv_dtype)).stages
     backend = CpuBackend("float32", kv_dtype=kv_dtype)
     assert backend.block_bytes(arch, layout, 16) == 16 * planned.kv_bytes_per_token

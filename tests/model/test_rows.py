@@ -13,18 +13,19 @@ from ppserve.model.backend import (
     AttentionWeights,
     Backend,
     Head,
-    LayerNorm,
     Linear,
     MLPWeights,
+    NormWeights,
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.families import FAMILIES
 from ppserve.model.inputs import StepRows
 from ppserve.model.selftest import check_determinism
 from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.model.stock import StockBackend, StockCache
 
 pytestmark = pytest.mark.slow
@@ -60,10 +61,17 @@ def test_plain_linear_rows_do_not_stand_alone() -> None:
     assert any(not torch.equal(plain(x[:count], weight), plain(x, weight)[:count]) for count in ROW_COUNTS)
 
 
+ARCHITECTURES = {
+    **{f"gpt2 {width}": architecture(width=width) for width in (48, 100, 160)},
+    "llama": llama(heads=9, kv_heads=3, head_width=64),
+    "qwen 3": llama(width=42, heads=6, kv_heads=2, head_width=10, inner_width=70, qk_norms=True),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [48, 100, 160])
-def test_any_chunking_gives_the_same_bits(width: int, dtype: str) -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), "2", dtype, num_sequences=2)
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_any_chunking_gives_the_same_bits(arch: Architecture, dtype: str) -> None:
+    pipeline = Pipeline(RandomCheckpoint(arch), "2", dtype, num_sequences=2)
     ids = prompt(101)
     whole = pipeline.hidden(ids, len(ids))
     logits = pipeline.logits(whole)
@@ -112,9 +120,10 @@ def test_stock_attention_without_padding_feels_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_alone_and_among_others(dtype: str) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_alone_and_among_others(arch: Architecture, dtype: str) -> None:
     """Decodes, a whole prompt and a chunk in one step; each as if it were alone."""
-    checkpoint = RandomCheckpoint(architecture(width=100))
+    checkpoint = RandomCheckpoint(arch)
     alone, crowd = Pipeline(checkpoint, "2", dtype), Pipeline(checkpoint, "2", dtype)
     prompts = {sequence: prompt(5 + 9 * sequence, seed=sequence) for sequence in range(7)}
     expected = {sequence: alone.generate(ids, 4, sequence=sequence) for sequence, ids in prompts.items()}
@@ -143,8 +152,9 @@ def test_alone_and_among_others(dtype: str) -> None:
         assert steps[2][s] == expected[s][0]
 
 
-def test_threads_change_no_bit() -> None:
-    checkpoint = RandomCheckpoint(architecture(width=64))
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_threads_change_no_bit(arch: Architecture) -> None:
+    checkpoint = RandomCheckpoint(arch)
     ids = prompt(128)
     whole = Pipeline(checkpoint, "2").hidden(ids, 128)
     for num_threads in (2, 3, 5):
@@ -156,13 +166,21 @@ def test_threads_change_no_bit() -> None:
 @pytest.mark.parametrize(
     "backend", [*BACKENDS.values(), CpuBackend("float32", kv_dtype="int8")], ids=[*BACKENDS, "int8"]
 )
-def test_stale_blocks_are_never_read(backend: Backend, stale: float) -> None:
+@pytest.mark.parametrize("arch", [architecture(), llama()], ids=FAMILIES)
+def test_stale_blocks_are_never_read(arch: Architecture, backend: Backend, stale: float) -> None:
     """What a sequence with non-finite numbers left behind does not reach the next owner of its blocks."""
-    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", backend=backend)
+    pipeline = Pipeline(RandomCheckpoint(arch), "2", backend=backend)
     clean = pipeline.hidden(prompt(21), 21)
     for cache in pipeline.caches:
         cache.fill(stale)
     assert torch.equal(pipeline.hidden(prompt(21), 21), clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", [llama(), llama(qk_norms=True, qkv_biases=True)])
+def test_selftest_passes_for_a_llama(arch: Architecture, dtype: str) -> None:
+    stages = Pipeline(RandomCheckpoint(arch), "1,1", dtype).stages
+    assert [check_determinism(stage) for stage in stages] == [None] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,7 +235,7 @@ class FeelsInSublayers(CpuBackend):
         super().__init__("float32")
         self._feels = what
 
-    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+    def head(self, norm: NormWeights, linear: Linear) -> Head:
         exact = super().head(norm, linear)
         return lambda hidden_RD: exact(hidden_RD) + 1e-6 * len(hidden_RD) * (self._feels == "head")
 

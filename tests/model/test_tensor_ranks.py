@@ -23,7 +23,8 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.decoder import Decoder
+from ppserve.model.families import load_stage
 from ppserve.model.inputs import ALONE, Gather, build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.selftest import check_determinism
@@ -31,7 +32,7 @@ from ppserve.stage.transport.gather import connect_ranks
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.model.test_ladder import SHAPES
 from tour.dimensions import Travels
 
@@ -40,6 +41,7 @@ BACKENDS: dict[str, MakeBackend] = {
     "float32": lambda: CpuBackend("float32"),
     "bfloat16": lambda: CpuBackend("bfloat16"),
     "int8": lambda: CpuBackend("float32", quantization="int8", kv_dtype="int8"),
+    "int4": lambda: CpuBackend("float32", quantization="int4"),
 }
 
 
@@ -57,12 +59,12 @@ class TensorPipeline(Pipeline):
         self.table_size = -(-arch.max_positions // 16)
         self.layouts = stage_layouts(Split.parse(split))
         self._threads = ThreadPoolExecutor(count)
-        self._ranks: list[list[tuple[GPT2Stage, Any, Gather]]] = []
+        self._ranks: list[list[tuple[Decoder, Any, Gather]]] = []
         for layout in self.layouts:
             ranks = []
             for own, gather in zip(tensor_ranks(layout, count), connect_ranks(count), strict=True):
                 backend = make()
-                stage = GPT2Stage.load(checkpoint, own, backend)
+                stage = load_stage(checkpoint, own, backend)
                 cache = backend.make_cache(arch, own, num_sequences * self.table_size, 16)
                 ranks.append((stage, cache, gather))
             self._ranks.append(ranks)
@@ -82,7 +84,7 @@ class TensorPipeline(Pipeline):
         self._threads.shutdown()
 
 
-def _step(rank: tuple[GPT2Stage, Any, Gather], hidden: torch.Tensor | None, plan: StepPlan) -> tuple[Any, Any]:
+def _step(rank: tuple[Decoder, Any, Gather], hidden: torch.Tensor | None, plan: StepPlan) -> tuple[Any, Any]:
     stage, cache, gather = rank
     inputs = build_inputs(plan, stage.layout, cache, gather)
     hidden = stage.forward(inputs, hidden)
@@ -112,13 +114,21 @@ def same(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize(
-    ("num_heads", "width", "split", "count"),
-    [(3, 60, "2", 2), (5, 100, "1.5,0.5", 2), (4, 48, "2", 3), (4, 128, "1,1", 4), (1, 48, "2", 1)],
+    ("arch", "split", "count"),
+    [
+        (architecture(num_heads=3, width=60, padded_vocab_size=224), "2", 2),
+        (architecture(num_heads=5, width=100, padded_vocab_size=224), "1.5,0.5", 2),
+        (architecture(num_heads=4, width=48), "2", 3),
+        (architecture(num_heads=4, width=128, padded_vocab_size=224), "1,1", 4),
+        (architecture(num_heads=1, width=48), "2", 1),
+        (llama(heads=9, kv_heads=3, padded_vocab_size=224), "1.5,0.5", 2),
+        (llama(heads=4, kv_heads=4, qk_norms=True, qkv_biases=True), "2", 3),
+    ],
 )
 def test_any_number_of_ranks_has_the_bits_of_one(
-    num_heads: int, width: int, split: str, count: int, make: MakeBackend
+    arch: Architecture, split: str, count: int, make: MakeBackend
 ) -> None:
-    checkpoint = RandomCheckpoint(architecture(num_heads=num_heads, width=width, padded_vocab_size=224))
+    checkpoint = RandomCheckpoint(arch)
     cut = TensorPipeline(checkpoint, split, count, make)
     assert same(answers(Pipeline(checkpoint, "2", backend=make(), num_sequences=2)), answers(cut))
     cut.close()
@@ -241,9 +251,9 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     arch, make = architecture(num_heads=5, width=60, vocab_size=212), BACKENDS["float32"]
     (layout,) = stage_layouts(Split.parse("2"))
     ranks = tensor_ranks(layout, count)
-    stages = [GPT2Stage.load(RandomCheckpoint(arch), own, make()) for own in ranks]
+    stages = [load_stage(RandomCheckpoint(arch), own, make()) for own in ranks]
     norms = (2 * arch.num_layers + 1) * arch.norm_params
-    whole = GPT2Stage.load(RandomCheckpoint(arch), layout, make())
+    whole = load_stage(RandomCheckpoint(arch), layout, make())
     assert [stage.num_params for stage in stages] == [stage_params(arch, own) for own in ranks]
     assert sum(stage.num_params - norms for stage in stages) == whole.num_params - norms
     block_bytes = [make().block_bytes(arch, own, 16) for own in ranks]

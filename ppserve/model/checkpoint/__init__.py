@@ -6,7 +6,7 @@ a table of canonical names (`tensor_shapes`) and one of config keys (`config_jso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,20 +17,28 @@ if TYPE_CHECKING:
     import torch
 
 
-def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensor_shapes(arch: Architecture) -> Shapes:
     """Every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
     width, vocabulary = arch.width, arch.padded_vocab_size
+    positions: Shapes = {"wpe.weight": (arch.max_positions, width)} if arch.rotary is None else {}
     return {
         "wte.weight": (vocabulary, width),
-        "wpe.weight": (arch.max_positions, width),
+        **positions,
         **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layer_shapes(arch).items()},
-        **_with_biases(arch, {"ln_f": (width,)}),
+        **_with_biases({"ln_f": (width,)}, arch.biases),
         "lm_head.weight": (vocabulary, width),
     }
 
 
-def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def layer_shapes(arch: Architecture) -> Shapes:
     """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
+    return LAYER_SHAPES[arch.family](arch)
+
+
+def _gpt2_layer(arch: Architecture) -> Shapes:
     width, inner = arch.width, arch.inner_width
     weights = {
         "ln_1": (width,),
@@ -40,14 +48,34 @@ def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         "mlp.c_fc": (inner, width),
         "mlp.c_proj": (width, inner),
     }
-    return _with_biases(arch, weights)
+    return _with_biases(weights, arch.biases)
 
 
-def _with_biases(arch: Architecture, weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def _llama_layer(arch: Architecture) -> Shapes:
+    width, inner, size = arch.width, arch.inner_width, arch.head_size
+    queries, keys = arch.num_heads * size, arch.num_kv_heads * size
+    qkv: Shapes = {"attn.q": (queries, width), "attn.k": (keys, width), "attn.v": (keys, width)}
+    return {
+        "ln_1.weight": (width,),
+        **_with_biases(qkv, arch.qkv_biases),
+        **({"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)} if arch.qk_norms else {}),
+        "attn.o.weight": (width, queries),
+        "ln_2.weight": (width,),
+        "mlp.gate.weight": (inner, width),
+        "mlp.up.weight": (inner, width),
+        "mlp.down.weight": (width, inner),
+    }
+
+
+LAYER_SHAPES: dict[str, Callable[[Architecture], Shapes]] = {"gpt2": _gpt2_layer, "llama": _llama_layer}
+"""By `Architecture.family`."""
+
+
+def _with_biases(weights: Shapes, have_biases: bool) -> Shapes:
+    shapes: Shapes = {}
     for name, shape in weights.items():
         shapes[f"{name}.weight"] = shape
-        if arch.biases:
+        if have_biases:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
 

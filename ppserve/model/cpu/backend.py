@@ -2,7 +2,8 @@
 
 Whatever the dtype, results are float32. `bfloat16` says how weights, keys, values and hidden states are stored,
 and linear layers round their inputs to it; sums, biases, norms, activations and attention are float32. With `int8`
-weights each output has a scale, each row of inputs has one of its own, and sums are exact integers.
+weights each output has a scale, each row of inputs has one of its own, and sums are exact integers. With `int4`
+so has each group of 32 inputs (`four_bits`), and the LM head has int8 weights.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.model.backend import (
+    INT4,
     AttentionWeights,
     Head,
     HostTiming,
-    LayerNorm,
     Linear,
     MLPWeights,
+    NormWeights,
     Precision,
     Reading,
     StageModel,
@@ -35,7 +37,7 @@ from ppserve.model.cpu.kernels.memory import Arena
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
-from ppserve.model.cpu.kernels.work import work
+from ppserve.model.cpu.kernels.work import OUTPUT, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
@@ -44,13 +46,16 @@ from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.sampling import read_logits
 
+QUANTIZED = {"int8": torch.int8, "int4": INT4}
+"""How linear layers are kept, by `--quantization`."""
+
 
 def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
     """kv_dtype: None for `dtype`. Raises ConfigError for a dtype that CPUs do not have."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("--dtype", f"{dtype} needs a GPU; use bfloat16 or float32 on CPUs")
     hidden: torch.dtype = getattr(torch, dtype)
-    weights = torch.int8 if quantization == "int8" else hidden
+    weights = QUANTIZED.get(quantization, hidden)
     return Precision(weights, getattr(torch, kv_dtype or dtype), compute=torch.float32, hidden=hidden)
 
 
@@ -69,13 +74,18 @@ class CpuBackend:
         self.precision = precision = cpu_precision(dtype, quantization, kv_dtype)
         variant = variants.in_use()
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
-        self._product = micro_kernels(_name(precision.weights), variant, variants.features())[0]
+        self._product, self._head_product = (
+            micro_kernels(_name(weights), variant, variants.features())[0]
+            for weights in (precision.weights, precision.head)
+        )
         # More rows than pass at once are more blocks of rows.
         self.more_rows: tuple[int, ...] = (self._product.rows_at_once + 8,)
         self._attention = attention_kernels(_name(precision.kv), variant)[0]
-        kinds = (self._product, self._attention, Storage(_name(precision.hidden)), Storage("float32"))
+        products, stored = (self._product, self._head_product), Storage(_name(precision.hidden))
+        kinds = (*products, self._attention, stored, Storage("float32"))
         self._thread_pool = ThreadPool(num_threads, ForSettings(work, *kinds))
         self._scratch = ScratchMemory(self._product, num_threads)
+        self._head_scratch = ScratchMemory(self._head_product, num_threads)
         self._arena = Arena()
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,13 +95,17 @@ class CpuBackend:
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, self._arena)
         return PackedLinear(packed, self._thread_pool, self._scratch)
 
+    def lm_head(self, weight_NK: Matrix) -> Linear:
+        packed = PackedWeights(weight_NK, None, self.precision.head, self._head_product, self._arena)
+        return PackedLinear(packed, self._thread_pool, self._head_scratch, OUTPUT)
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
         return attention_sublayer(weights, self._thread_pool)
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
         return mlp_sublayer(weights, self._thread_pool)
 
-    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+    def head(self, norm: NormWeights, linear: Linear) -> Head:
         return lm_head(norm, linear)
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:

@@ -26,6 +26,7 @@ from ppserve.model.cpu.kernels.memory import address, huge_pages
 from ppserve.model.cpu.kernels.work import CacheShape, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.inputs import Gather, StepInputs, StepRows
+from ppserve.model.rotary import Turns
 
 
 def _padded(size: int) -> int:
@@ -42,7 +43,7 @@ def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int
 
 def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes on this rank, padding included."""
-    heads = layout.heads(arch).width
+    heads = layout.kv_heads(arch).width
     return len(layout.attentions) * heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
 
 
@@ -72,8 +73,9 @@ class CpuCache:
         """blocks: their number and size. populate: all memory is provided now, not as it is written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
+        self._turns = None if arch.rotary is None else Turns(arch.rotary)
         cells = cell_bytes(arch.head_size, self.block_size, kind.element_bytes)
-        shape = len(layout.attentions), self.num_blocks, layout.heads(arch).width
+        shape = len(layout.attentions), self.num_blocks, layout.kv_heads(arch).width
         self.keys_LBHc, self.values_LBHc = (
             torch.from_numpy(huge_pages(math.prod(shape) * cell, populate)).view(*shape, cell) for cell in cells
         )
@@ -83,6 +85,7 @@ class CpuCache:
             key_layer=math.prod(shape[1:]) * cells[0],
             value_layer=math.prod(shape[1:]) * cells[1],
             num_heads=shape[2],
+            readers=arch.heads_per_kv_head,
             head_size=arch.head_size,
             block_size=self.block_size,
             key_cell=cells[0],
@@ -98,12 +101,14 @@ class CpuCache:
         arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
         together = np.concatenate(arrays)
         *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
-        slices = StepSlices(len(rows.slots_T), len(rows.start_S), *places)
+        turns_Td = None if self._turns is None else self._turns.at(rows.positions_T)
+        turns = 0 if turns_Td is None else address(turns_Td)
+        slices = StepSlices(len(rows.slots_T), len(rows.start_S), turns, *places)
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         scratch, scratch_arrays = self._scratch.of_step(slices.num_rows)
         attention, attention_array = self._scratch.of_attention(self._kind, self._shape, most_positions)
         table = as_table(scratch, slices, self._shape, *attention)
-        return address(table), (table, together, scratch_arrays, attention_array)
+        return address(table), (table, together, turns_Td, scratch_arrays, attention_array)
 
     def fill(self, value: float) -> None:
         number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])

@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.errors import ConfigError
+from ppserve.model.backend import INT4
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.cpu.kernels.memory import Arena, address, aligned
+from ppserve.model.cpu.four_bits import in_four_bits, words
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, Arena, address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
@@ -36,7 +38,8 @@ class PackedWeights:
     """A matrix and its bias for one micro-kernel.
 
     Products start from the bias in float32, so that a result is one chain of multiply-adds; for the others the
-    bias is added at the end. int8 weights are symmetric, one scale for each output. Raises ConfigError where there
+    bias is added at the end. int8 weights are symmetric, one scale for each output; those of int4 are in
+    `four_bits`. Raises ConfigError where there
     are more inputs than int8 sums have room for.
     """
 
@@ -44,13 +47,14 @@ class PackedWeights:
         self, weight_NK: Matrix, bias_N: torch.Tensor | None, dtype: torch.dtype, kind: MicroKernel, arena: Arena
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
-        if dtype == torch.int8 and self.num_inputs > MOST_INT8_INPUTS:
+        if kind.is_integer and self.num_inputs > MOST_INT8_INPUTS:
             most = f"int8 takes linear layers of at most {MOST_INT8_INPUTS} inputs"
             raise ConfigError("--quantization", f"{most}; this model has one of {self.num_inputs}")
-        self._dtype = dtype
-        self._chunks = -(-self.num_inputs // (4 // dtype.itemsize * PANEL))
+        self._dtype, self._kind = dtype, kind
+        self._chunks = -(-self.num_inputs // kind.chunk_inputs)
         self._padded_outputs = outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
-        self._panels = arena.zeros((outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
+        lines = self._chunks * kind.chunk_bytes // LINE_BYTES
+        self._panels = arena.zeros((outputs // PANEL, lines, PANEL), np.int32)
         self._bias, self._scales = aligned(outputs, np.float32), aligned(outputs, np.float32)
         self._sums_of_weights = aligned(outputs, np.int32)
         if bias_N is not None:
@@ -78,40 +82,44 @@ class PackedWeights:
 
     def _pack(self, begin: int, weight_nK: torch.Tensor) -> None:
         """Put some outputs, of which the first is `begin`, into their panels."""
-        count = len(weight_nK)
-        num_panels = -(-count // PANEL)
-        per_chunk = PANEL * 4 // self._dtype.itemsize
-        padded_nK = torch.zeros(num_panels * PANEL, self._chunks * per_chunk, dtype=self._dtype)
-        padded_nK[:count, : self.num_inputs] = self._rounded(weight_nK, slice(begin, begin + count))
-        words_nW = padded_nK.view(torch.int32).numpy()
-        first = begin // PANEL
+        num_panels, first = -(-len(weight_nK) // PANEL), begin // PANEL
+        padded_nK = torch.zeros(num_panels * PANEL, self._chunks * self._kind.chunk_inputs)
+        padded_nK[: len(weight_nK), : self.num_inputs] = weight_nK
+        words_nW = self._words(padded_nK, slice(begin, begin + len(padded_nK))).numpy()
         self._panels[first : first + num_panels] = words_nW.reshape(num_panels, PANEL, -1).transpose(0, 2, 1)
 
-    def _rounded(self, weight_nK: torch.Tensor, outputs: slice) -> torch.Tensor:
+    def _words(self, weight_nK: torch.Tensor, outputs: slice) -> torch.Tensor:
+        """Some outputs, rounded, as int32; keeps what belongs to each output beside the panels."""
         if self._dtype == torch.float32:
-            return weight_nK.float()
+            return weight_nK.view(torch.int32)
         if self._dtype == torch.bfloat16:
-            rounded = weight_nK.to(torch.bfloat16)
-            return rounded.masked_fill_(rounded.abs() < SMALLEST_BF16, 0)
-        weight_nK = weight_nK.float()
+            rounded_nK = weight_nK.to(torch.bfloat16)
+            return rounded_nK.masked_fill_(rounded_nK.abs() < SMALLEST_BF16, 0).view(torch.int32)
+        if self._dtype == INT4:
+            return words(in_four_bits(weight_nK))
         scale_n = weight_nK.abs().amax(dim=1) / _MOST_INT8
         # An output whose weights are all 0 has no scale of its own.
         steps_nK = weight_nK / scale_n.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        quantised = steps_nK.round_().clamp_(-_MOST_INT8, _MOST_INT8).to(torch.int8)
+        rounded_nK = steps_nK.round_().clamp_(-_MOST_INT8, _MOST_INT8).to(torch.int8)
         self._scales[outputs] = scale_n.numpy()
-        self._sums_of_weights[outputs] = quantised.sum(dim=1, dtype=torch.int32).numpy()
-        return quantised
+        self._sums_of_weights[outputs] = rounded_nK.sum(dim=1, dtype=torch.int32).numpy()
+        return rounded_nK.view(torch.int32)
 
 
 class PackedLinear:
-    """A linear layer. Rows come and go in float32; a row's result does not depend on the other rows."""
+    """A linear layer. Rows come and go in float32; a row's result does not depend on the other rows.
 
-    def __init__(self, packed: PackedWeights, thread_pool: ThreadPool, scratch: ScratchMemory) -> None:
+    job: LINEAR, or OUTPUT for that of the LM head.
+    """
+
+    def __init__(
+        self, packed: PackedWeights, thread_pool: ThreadPool, scratch: ScratchMemory, job: int = LINEAR
+    ) -> None:
         self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
         self.weights = packed.seen_by_kernels
         """Valid as long as this object."""
         self._thread_pool, self._scratch = thread_pool, scratch
-        self._jobs = Jobs((LINEAR, as_table(self.weights, (self.num_inputs,))), kept=packed)
+        self._jobs = Jobs((job, as_table(self.weights, (self.num_inputs,))), kept=packed)
         scratch.fit(self.weights)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:

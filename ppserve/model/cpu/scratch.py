@@ -15,7 +15,7 @@ from ppserve.model.cpu.kernels.attention import AttentionScratch
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.products import Weights
-from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
+from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.work import CacheShape, Scratch
 
 _ROWS_AT_FIRST = 64
@@ -41,9 +41,9 @@ class ScratchMemory:
         kind = self._kind
         # Tiles are whole; the rows behind the last are computed and never read.
         rows = max(num_rows, _ROWS_AT_FIRST) + kind.rows[-1]
-        width = self._chunks * PANEL * kind.inputs + GROUP
+        width = self._chunks * kind.chunk_inputs + GROUP
         arrays = [
-            self._array("words", rows * self._chunks * PANEL * kind.steps, np.int32),
+            self._array("words", rows * self._chunks * kind.row_bytes // 4, np.int32),
             self._array("scales", rows, np.float32),
             self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
             self._array("inner", rows * width, np.float32),
@@ -59,7 +59,7 @@ class ScratchMemory:
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], NDArray[Any]]:
         """What each thread writes, and the array to keep as long as it does."""
-        rows = max(cache.num_heads, kind.rows[-1])
+        rows = max(cache.num_heads * cache.readers, kind.rows[-1])
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
         # A tile writes whole groups, also behind the last position.

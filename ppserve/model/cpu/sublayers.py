@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.core.architecture import Cut
-from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights
+from ppserve.model.backend import AttentionWeights, Head, Linear, MLPWeights, NormWeights
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm
 from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, Jobs, as_table
@@ -80,18 +80,20 @@ class CpuSublayer:
 def attention_sublayer(of: AttentionWeights, thread_pool: ThreadPool) -> CpuSublayer:
     qkv, proj = _packed(of.qkv), _packed(of.proj)
     norm, kept = _norm(of.norm)
-    table = as_table(norm, qkv.weights, (of.number, np.float32(of.scale)))
-    return CpuSublayer((HEADS, table), proj, of.heads, of.columns, (qkv, kept), thread_pool)
+    head_norms = [_norm(weights) for weights in of.head_norms or ()]
+    layer = of.number, np.float32(of.scale), len(head_norms)
+    table = as_table(norm, qkv.weights, layer, *(norm for norm, _ in head_norms))
+    return CpuSublayer((HEADS, table), proj, of.heads, of.columns, (qkv, kept, head_norms), thread_pool)
 
 
 def mlp_sublayer(of: MLPWeights, thread_pool: ThreadPool) -> CpuSublayer:
     expand, contract = _packed(of.expand), _packed(of.contract)
     norm, kept = _norm(of.norm)
-    table = as_table(norm, expand.weights, ACTIVATIONS[of.activation], (of.inner.width,))
+    table = as_table(norm, expand.weights, ACTIVATIONS[of.activation], (of.inner.width, of.is_gated))
     return CpuSublayer((EXPAND, table), contract, of.inner, of.columns, (expand, kept), thread_pool)
 
 
-def lm_head(weights: LayerNorm, linear: Linear) -> Head:
+def lm_head(weights: NormWeights, linear: Linear) -> Head:
     packed = _packed(linear)
     norm, kept = _norm(weights)
     jobs = Jobs((READ, as_table(norm, packed.weights)), kept=kept)
@@ -103,7 +105,7 @@ def _packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def _norm(weights: LayerNorm) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:
+def _norm(weights: NormWeights) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:
     """A norm as kernels see it, and what it has the addresses of."""
     width = len(weights.weight_D)
     padded = -(-width * 4 // LINE_BYTES) * LINE_BYTES // 4
@@ -111,4 +113,5 @@ def _norm(weights: LayerNorm) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:
     weight[:width] = weights.weight_D.float().numpy()
     if weights.bias_D is not None:
         bias[:width] = weights.bias_D.float().numpy()
-    return Norm(address(weight), address(bias), width, np.float32(weights.epsilon)), (weight, bias)
+    norm = Norm(address(weight), address(bias), width, np.float32(weights.epsilon), int(weights.is_rms))
+    return norm, (weight, bias)

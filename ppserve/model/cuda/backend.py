@@ -22,7 +22,7 @@ from ppserve.model.cuda.device import Accelerator, CudaDevice, Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.stock import PlainLinear, TorchBackend
 
@@ -93,7 +93,7 @@ class CudaBackend(TorchBackend):
         # What is recorded cannot wait for other ranks, whose connections are new in every epoch.
         if not self.options.graphs or model.layout.num_tensor > 1:
             return model
-        assert isinstance(model, GPT2Stage)
+        assert isinstance(model, Decoder)
         assert isinstance(cache, DeviceCache)
         return RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.accelerator, self.readback)
 

@@ -2,8 +2,8 @@
 
 The arrays of a step are also padded to the size of a recorded step, which has one row per slice.
 
-L layers whose attention is on this stage, B blocks, p positions of a block, H heads, d head size, T rows, E = 3D,
-S slices, n tiles.
+L layers whose attention is on this stage, B blocks, p positions of a block, H heads of keys and values, d head
+size, T rows, E outputs of queries, keys and values, S slices, n tiles.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ppserve.model.cuda.device import Staging, packed_bytes
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 from ppserve.model.inputs import ALONE, Gather, Ints, StepRows
+from ppserve.model.rotary import Turns
 from ppserve.model.sampling import ReadRow, rows_read
 from ppserve.model.stock import AttendInputs
 
@@ -60,8 +61,9 @@ class DeviceCache:
         self.operators = operators
         self._staging = staging
         self._arch, self._layout = arch, layout
+        self._turns = None if arch.rotary is None else Turns(arch.rotary)
         self._buffers: dict[int, torch.Tensor] = {}
-        shape = (len(layout.attentions), *blocks, layout.heads(arch).width, arch.head_size)
+        shape = (len(layout.attentions), *blocks, layout.kv_heads(arch).width, arch.head_size)
         self.keys_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -71,7 +73,7 @@ class DeviceCache:
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
-            num_bytes = packed_bytes({**self._draws(rows, size).arrays(), **step_arrays(rows)})
+            num_bytes = packed_bytes({**self._draws(rows, size).arrays(), **step_arrays(rows, self._turns)})
             self._buffers[size] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return {size: self.inputs(rows, ALONE) for size, rows in paddings.items()}
 
@@ -80,13 +82,14 @@ class DeviceCache:
         bucket = self._bucket(rows)
         draws = self._draws(rows, bucket or 0)
         if bucket is None:
-            arrays = self._staging.copy({**draws.arrays(), **step_arrays(rows), **draws.adjustments})
+            arrays = self._staging.copy({**draws.arrays(), **step_arrays(rows, self._turns), **draws.adjustments})
         else:
-            whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout))}
+            whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout), self._turns)}
             arrays = self._staging.copy(whole, self._buffers[bucket])
             if draws.adjustments:
                 arrays |= self._staging.copy(draws.adjustments)
         tiles = Tiles(arrays["tiles"].view(-1, 4), arrays["tables"], self._arch.max_positions)
+        turns_Tf = arrays["turns"].view(-1, self._arch.head_size) if self._turns is not None else None
         return DeviceInputs(
             rows=rows,
             token_ids_T=arrays["token_ids"],
@@ -94,6 +97,7 @@ class DeviceCache:
             read_rows_R=arrays["read_rows"],
             gather=gather,
             attend=partial(self._attend, arrays["slots"], tiles),
+            turns_Tf=turns_Tf,
             arrays=arrays,
             draws=draws,
             bucket=bucket,
@@ -125,14 +129,15 @@ class DeviceCache:
         return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, scale)
 
 
-def step_arrays(rows: StepRows) -> dict[str, NDArray[Any]]:
-    """All int32. Block tables come last: their size differs between steps of one size."""
+def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray[Any]]:
+    """All int32 but the turns. Block tables come last: their size differs between steps of one size."""
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
         "positions": rows.positions_T.astype(np.int32),
         "slots": rows.slots_T.astype(np.int32),
         "read_rows": rows.read_rows.astype(np.int32),
         "tiles": _tiles(rows).astype(np.int32),
+        **({} if turns is None else {"turns": turns.at(rows.positions_T)}),
         "tables": rows.tables.astype(np.int32),
     }
 

@@ -17,7 +17,7 @@ from ppserve.model.backend import Reading
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.model.cuda.device import Accelerator, Readback
 from ppserve.model.cuda.sampling import draw_plain, read_rows
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import StepInputs
 
 log = logging.getLogger("ppserve.stage")
@@ -28,7 +28,7 @@ class RecordedStage:
 
     @torch.inference_mode()
     def __init__(
-        self, model: GPT2Stage, cache: DeviceCache, sizes: tuple[int, ...], device: Accelerator, readback: Readback
+        self, model: Decoder, cache: DeviceCache, sizes: tuple[int, ...], device: Accelerator, readback: Readback
     ) -> None:
         self.arch: Architecture = model.arch
         self.layout: StageLayout = model.layout

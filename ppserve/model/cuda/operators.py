@@ -57,9 +57,11 @@ class Operators:
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
-        """(T, D): each row's mix of the values at its position and before."""
+        """(T, c): each row's mix of the values at its position and before. Several heads of queries may read one
+        head of keys and values."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows, block_size, device = len(queries_THd), keys_BpHd.shape[1], qkv_TE.device
+        readers = queries_THd.shape[1] // keys_BpHd.shape[2]
         first_n1, count_n1, start_n1, begin_n1 = at.tiles_n4.long().T[:, :, None].unbind(0)
         row_m, position_P = (torch.arange(count, device=device) for count in (ROWS_PER_TILE, at.max_keys))
         is_row_nm = row_m < count_n1
@@ -71,10 +73,11 @@ class Operators:
         slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
         slots_nP = torch.where(is_seen_nP, slots_nP, 0)
         # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
-        keys_nPHd, values_nPHd = (
+        kept_nPHd = (
             torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
         )
+        keys_nPHd, values_nPHd = (of_nPHd.repeat_interleave(readers, dim=2) for of_nPHd in kept_nPHd)
         queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2).float()
         scores_nHmP = queries_nHmd @ keys_nPHd.permute(0, 2, 3, 1) * scale
         weights_nHmP = torch.where(sees_nmP[:, None], scores_nHmP, -torch.inf).softmax(3)
@@ -112,9 +115,12 @@ class Operators:
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 
-def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of the rows, each (T, H, d)."""
-    return qkv_TE.view(-1, 3, *keys_BpHd.shape[2:]).unbind(1)
+def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values of the rows, each (T, its heads, d)."""
+    num_heads, size = keys_BpHd.shape[2:]
+    width = num_heads * size
+    each_TE = torch.split(qkv_TE, [qkv_TE.shape[1] - 2 * width, width, width], dim=1)
+    return [own_TE.view(len(own_TE), -1, size) for own_TE in each_TE]
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:

@@ -40,21 +40,23 @@ class TritonOperators(Operators):
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
-        num_rows, width = qkv_TE.shape[0], qkv_TE.shape[1] // 3
-        _write[(num_rows,)](qkv_TE, keys_BpHd, values_BpHd, slots_T, width, COLUMNS=triton.next_power_of_2(width))
+        (num_rows, stride), width = qkv_TE.shape, keys_BpHd.shape[2] * keys_BpHd.shape[3]
+        columns = triton.next_power_of_2(width)
+        _write[(num_rows,)](qkv_TE, keys_BpHd, values_BpHd, slots_T, stride, width, COLUMNS=columns)
 
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
         _, block_size, num_heads, head_size = keys_BpHd.shape
-        mixed_TD = qkv_TE.new_empty(qkv_TE.shape[0], num_heads * head_size)
+        num_queries = qkv_TE.shape[1] // head_size - 2 * num_heads
+        mixed_Tc = qkv_TE.new_empty(qkv_TE.shape[0], num_queries * head_size)
         features = max(16, triton.next_power_of_2(head_size))
-        _attend[(len(at.tiles_n4), num_heads)](
-            *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_TD, scale),
-            HEADS=num_heads, HEAD=head_size, BLOCK=block_size,
+        _attend[(len(at.tiles_n4), num_queries)](
+            *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_Tc, scale),
+            HEADS=num_heads, READERS=num_queries // num_heads, HEAD=head_size, BLOCK=block_size,
             ROWS=ROWS_PER_TILE, KEYS=keys_per_tile(features * qkv_TE.itemsize), FEATURES=features,
         )  # fmt: skip
-        return mixed_TD
+        return mixed_Tc
 
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         (num_rows, num_inputs), num_outputs = x_TK.shape, weight_NK.shape[0]
@@ -95,22 +97,22 @@ def _dot(left, right):
 
 
 @triton.jit
-def _write(qkv, keys, values, slots, width, COLUMNS: tl.constexpr):
+def _write(qkv, keys, values, slots, stride, width, COLUMNS: tl.constexpr):
     """One row: its key and value to their slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         column = tl.arange(0, COLUMNS)
         inside = column < width
-        own = qkv + row * 3 * width + column
-        tl.store(keys + slot * width + column, tl.load(own + width, mask=inside), mask=inside)
-        tl.store(values + slot * width + column, tl.load(own + 2 * width, mask=inside), mask=inside)
+        value = qkv + (row + 1) * stride - width + column
+        tl.store(keys + slot * width + column, tl.load(value - width, mask=inside), mask=inside)
+        tl.store(values + slot * width + column, tl.load(value, mask=inside), mask=inside)
 
 
 @triton.jit
 def _attend(
     qkv, keys, values, tiles, tables, mixed, scale,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, READERS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one head: keys from position 0 to the tile's last, so many at a time."""
@@ -119,10 +121,12 @@ def _attend(
     start, begin = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     row, feature = tl.arange(0, ROWS), tl.arange(0, FEATURES)
     width: tl.constexpr = HEADS * HEAD
+    stride: tl.constexpr = (HEADS * READERS + 2 * HEADS) * HEAD
     is_own = (row < count)[:, None] & (feature < HEAD)[None, :]
     own_rows = (first + row).to(tl.int64)[:, None]
     column = (head * HEAD + feature)[None, :]
-    query = tl.load(qkv + own_rows * (3 * width) + column, mask=is_own, other=0.0)
+    kv_column = (head // READERS * HEAD + feature)[None, :]
+    query = tl.load(qkv + own_rows * stride + column, mask=is_own, other=0.0)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mix = tl.zeros([ROWS, FEATURES], tl.float32)
@@ -131,7 +135,7 @@ def _attend(
         position = first_key + tl.arange(0, KEYS)
         is_key = position < end
         block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
-        at = (block * BLOCK + position % BLOCK)[:, None] * width + column
+        at = (block * BLOCK + position % BLOCK)[:, None] * width + kv_column
         # What stands behind the sequence is another's and may be no number: it is not loaded.
         inside = is_key[:, None] & (feature < HEAD)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
@@ -147,7 +151,7 @@ def _attend(
         mix = mix * fading[:, None] + _dot(weights.to(value.dtype), value)
         most = new_most
     mix = mix / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(mixed + own_rows * width + column, mix.to(mixed.dtype.element_ty), mask=is_own)
+    tl.store(mixed + own_rows * (width * READERS) + column, mix.to(mixed.dtype.element_ty), mask=is_own)
 
 
 @triton.jit

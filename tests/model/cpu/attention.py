@@ -25,8 +25,12 @@ Floats = NDArray[np.float32]
 
 
 @kernel
-def run(kind, cache, slices, scratch, heads) -> None:  # type: ignore[no-untyped-def]
+def write(kind, cache, slices, heads) -> None:  # type: ignore[no-untyped-def]
     write_heads(kind, cache, slices, heads)
+
+
+@kernel
+def run(kind, cache, slices, scratch, heads) -> None:  # type: ignore[no-untyped-def]
     attend(kind, cache, slices, scratch, heads)
 
 
@@ -41,9 +45,17 @@ class Part:
 
 class Layer:
     def __init__(
-        self, kind: AttentionKernel, num_heads: int, head_size: int, num_blocks: int, block_size: int = 16
+        self,
+        kind: AttentionKernel,
+        num_heads: int,
+        head_size: int,
+        num_blocks: int,
+        block_size: int = 16,
+        readers: int = 1,
     ) -> None:
+        """num_heads: of keys and values; readers: heads of queries that read each of them."""
         self.kind, self.num_heads, self.head_size, self.block_size = kind, num_heads, head_size, block_size
+        self.readers = readers
         positions, panels = -(-block_size // 16) * 16, -(-head_size // 16)
         scales = 4 * positions if kind.element_bytes == 1 else 0
         self.key_cell = positions * head_size * kind.element_bytes + scales
@@ -56,8 +68,10 @@ class Layer:
 
     def step(self, parts: list[Part], cuts: tuple[int, ...] = ()) -> list[Floats]:
         """The outputs of each part's rows. cuts: where the heads are cut into calls, as threads would."""
-        width = self.num_heads * self.head_size
-        qkv = np.concatenate([part.qkv for part in parts] + [np.zeros((1, 3 * width), np.float32)])
+        num_queries = self.num_heads * self.readers
+        width = num_queries * self.head_size
+        stride = width + 2 * self.num_heads * self.head_size
+        qkv = np.concatenate([part.qkv for part in parts] + [np.zeros((1, stride), np.float32)])
         counts = np.array([len(part.qkv) for part in parts])
         starts = np.array([part.start for part in parts])
         tables = np.concatenate([part.table for part in parts]).astype(np.int64)
@@ -65,22 +79,23 @@ class Layer:
         first_rows = np.cumsum(counts) - counts
         table_begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         cache = CacheLayer(
-            address(self.keys), address(self.values), self.num_heads, self.head_size, self.block_size,
-            self.key_cell, self.value_cell, np.float32(self.head_size**-0.5),
+            address(self.keys), address(self.values), self.num_heads, self.readers, self.head_size,
+            self.block_size, self.key_cell, self.value_cell, np.float32(self.head_size**-0.5),
         )  # fmt: skip
         arrays = (slots, first_rows, counts, starts, tables, table_begins)
-        slices = StepSlices(len(slots), len(parts), *(address(array) for array in arrays))
+        slices = StepSlices(len(slots), len(parts), 0, *(address(array) for array in arrays))
         scratch, kept = self._scratch(int((starts + counts).max()))
         mixed = aligned((len(slots), width), np.float32)
-        for first, end in pairwise((0, *cuts, self.num_heads)):
-            heads = Heads(address(qkv), 12 * width, address(mixed), 4 * width, first, end)
-            run(self.kind, cache, slices, scratch, heads)
+        rows = address(qkv), 4 * stride, address(mixed), 4 * width
+        write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads))
+        for first, end in pairwise((0, *cuts, num_queries)):
+            run(self.kind, cache, slices, scratch, Heads(*rows, first, end, 0, 0))
         del kept
         return np.split(mixed, np.cumsum(counts)[:-1])
 
     def _scratch(self, most_positions: int) -> tuple[AttentionScratch, list[NDArray[Any]]]:
         """Room for a step, and the arrays that it is in."""
-        kind, rows = self.kind, max(self.num_heads, self.kind.most_rows)
+        kind, rows = self.kind, max(self.num_heads * self.readers, self.kind.most_rows)
         scratch = -(-most_positions // self.block_size) * -(-self.block_size // 16)
         scratch += max(kind.panels, kind.groups_ahead)
         stride = most_positions + 64

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 @kernel
 def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ignore[no-untyped-def]
     for row in range(rows.count):
-        read_row(stored, x + 4 * row * depth, depth, values, chunks * kind.inputs * PANEL)
+        read_row(stored, x + 4 * row * depth, depth, values, chunks * kind.chunk_inputs)
         pack_row(kind, values, rows, chunks, row)
 
 
@@ -44,10 +44,10 @@ class Product:
         tile_rows = kind.tile_rows(count)
         padded = -(-count // tile_rows) * tile_rows
         words, scales = (
-            aligned(padded * weights.chunks * PANEL * kind.steps, np.int32),
+            aligned(padded * weights.chunks * kind.row_bytes // 4, np.int32),
             aligned(padded, np.float32),
         )
-        values = aligned(weights.chunks * PANEL * kind.inputs, np.float32)
+        values = aligned(weights.chunks * kind.chunk_inputs, np.float32)
         y = aligned((padded, weights.outputs), np.float32)
         rows = PackedRows(address(words), address(scales), count, tile_rows)
         x = np.ascontiguousarray(x)

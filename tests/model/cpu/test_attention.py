@@ -12,21 +12,28 @@ from ppserve.model.cpu.kernels.variants import choose, features
 from tests.model.cpu.attention import Floats, Layer, Part
 
 KINDS = [kind for storage in ELEMENT_BYTES for kind in attention_kernels(storage, choose({}, features()))]
-# (heads, features of a head, positions of a block)
-SHAPES = [(4, 64, 16), (3, 12, 16), (2, 80, 16), (2, 20, 5), (3, 16, 24), (3, 64, 32), (1, 33, 1)]
+Shape = tuple[int, int, int, int]
+# (heads of keys, features of a head, positions of a block, heads of queries that read a head of keys)
+SHAPES: list[Shape] = [
+    *((4, 64, 16, 1), (3, 12, 16, 3), (2, 80, 16, 1), (2, 20, 5, 7), (3, 16, 24, 1), (3, 64, 32, 3)),
+    (1, 33, 1, 1),
+]
 LENGTH = 101
-Shape = tuple[int, int, int]
 TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 5e-2}
 
 
-def rows(num_heads: int, head_size: int, count: int = LENGTH, seed: int = 0) -> Floats:
-    return np.random.default_rng(seed).standard_normal((count, 3 * num_heads * head_size)).astype(np.float32)
+def rows(shape: Shape, count: int = LENGTH, seed: int = 0) -> Floats:
+    num_heads, head_size, _, readers = shape
+    width = (readers + 2) * num_heads * head_size
+    return np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
 
 
-def plain(qkv: Floats, num_heads: int) -> Floats:
+def plain(qkv: Floats, shape: Shape) -> Floats:
     """A whole sequence in float64."""
-    count = len(qkv)
-    query, key, value = torch.from_numpy(qkv).double().view(count, 3, num_heads, -1).permute(1, 2, 0, 3)
+    count, (num_heads, size, _, readers) = len(qkv), shape
+    heads = torch.from_numpy(qkv).double().view(count, -1, size).transpose(0, 1)
+    query, *kept = heads.split([readers * num_heads, num_heads, num_heads])
+    key, value = (each.repeat_interleave(readers, dim=0) for each in kept)
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
     scores = (query @ key.mT * key.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1).numpy()
@@ -39,9 +46,9 @@ def same(one: Floats, other: Floats) -> bool:
 
 def make(kind: AttentionKernel, shape: Shape, sequences: int = 1) -> tuple[Layer, list[tuple[int, ...]]]:
     """A cache full of NaN, and block tables in which blocks stand in reverse order."""
-    num_heads, head_size, block_size = shape
+    num_heads, head_size, block_size, readers = shape
     blocks = -(-LENGTH // block_size)
-    layer = Layer(kind, num_heads, head_size, sequences * blocks, block_size)
+    layer = Layer(kind, num_heads, head_size, sequences * blocks, block_size, readers)
     layer.fill(0xFF)
     return layer, [tuple(range((s + 1) * blocks - 1, s * blocks - 1, -1)) for s in range(sequences)]
 
@@ -55,9 +62,9 @@ def whole(kind: AttentionKernel, shape: Shape, qkv: Floats) -> Floats:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: AttentionKernel) -> None:
-    qkv = rows(*shape[:2])
+    qkv = rows(shape)
     at_once = whole(kind, shape, qkv)
-    np.testing.assert_allclose(at_once, plain(qkv, shape[0]), atol=TOLERANCES[kind.storage])
+    np.testing.assert_allclose(at_once, plain(qkv, shape), atol=TOLERANCES[kind.storage])
     for chunk in (1, 2, 7, 16, 50):
         layer, (table,) = make(kind, shape)
         pieces = [layer.step([Part(table, i, qkv[i : i + chunk])])[0] for i in range(0, LENGTH, chunk)]
@@ -68,7 +75,7 @@ def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: Atten
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
-    prompts = [rows(*shape[:2], count, seed) for seed, count in enumerate((LENGTH, 40, 7))]
+    prompts = [rows(shape, count, seed) for seed, count in enumerate((LENGTH, 40, 7))]
     alone = [whole(kind, shape, qkv) for qkv in prompts]
     layer, tables = make(kind, shape, len(prompts))
     starts = (60, 39, 6)
@@ -81,30 +88,32 @@ def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_cutting_the_heads_changes_no_bit(kind: AttentionKernel) -> None:
-    qkv = rows(4, 20)
-    layer, (table,) = make(kind, (4, 20, 16))
-    assert same(layer.step([Part(table, 0, qkv)], cuts=(1, 3))[0], whole(kind, (4, 20, 16), qkv))
+    for shape in ((4, 20, 16, 1), (2, 20, 16, 4)):
+        qkv = rows(shape)
+        layer, (table,) = make(kind, shape)
+        assert same(layer.step([Part(table, 0, qkv)], cuts=(1, 3))[0], whole(kind, shape, qkv))
 
 
 @pytest.mark.parametrize("storage", ELEMENT_BYTES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_kernels_and_block_sizes_give_the_same_bits(shape: Shape, storage: str) -> None:
-    qkv = rows(*shape[:2])
+    qkv = rows(shape)
     kinds = [kind for kind in KINDS if kind.storage == storage]
     first = whole(kinds[0], shape, qkv)
     for kind in kinds:
         assert same(whole(kind, shape, qkv), first)
         for block_size in (3, 16, 48):
-            assert same(whole(kind, (*shape[:2], block_size), qkv), first)
+            assert same(whole(kind, (*shape[:2], block_size, shape[3]), qkv), first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel) -> None:
     """And nobody before it; int8 hides nothing."""
-    qkv = rows(2, 16)
-    clean = whole(kind, (2, 16, 16), qkv)
+    shape = 2, 16, 16, 1
+    qkv = rows(shape)
+    clean = whole(kind, shape, qkv)
     qkv[50, 32 + 3] = np.nan
-    spoilt = whole(kind, (2, 16, 16), qkv)
+    spoilt = whole(kind, shape, qkv)
     assert same(spoilt[:50], clean[:50])
     assert np.isnan(spoilt[50:, :16]).all()
     assert same(spoilt[50:, 16:], clean[50:, 16:])
@@ -112,20 +121,20 @@ def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(2, 16, 16), (2, 20, 5), (2, 80, 16)])
+@pytest.mark.parametrize("shape", [(2, 16, 16, 1), (2, 20, 5, 3), (2, 80, 16, 1)])
 def test_a_value_that_is_not_finite_spoils_no_row_before_it(
     shape: Shape, wrong: float, kind: AttentionKernel
 ) -> None:
     """Wherever in a tile of rows it stands; and its own row and those after it show it."""
-    num_heads, size, _ = shape
+    num_heads, size, _, readers = shape
     for where in (0, 5, 30, 31, 32, 33, 34, 35, LENGTH - 1):
-        qkv = rows(num_heads, size)
+        qkv = rows(shape)
         clean = whole(kind, shape, qkv)
-        qkv[where, 2 * num_heads * size + 3] = wrong
+        qkv[where, (readers + 1) * num_heads * size + 3] = wrong
         spoilt = whole(kind, shape, qkv)
         assert same(spoilt[:where], clean[:where]), where
         assert not np.isfinite(spoilt[where:, 3]).any()
-        assert same(spoilt[:, size:], clean[:, size:])
+        assert same(spoilt[:, readers * size :], clean[:, readers * size :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +144,6 @@ def test_a_sum_of_zero_keeps_its_sign_beside_later_rows(kind: AttentionKernel) -
     qkv = np.zeros((6, 3 * 16), np.float32)
     qkv[:, 0], qkv[0, 16] = 16, -20
     qkv[:, 32:] = np.array([[-1e-20], [-0.0], [1], [1], [1], [1]])
-    layer, (table,) = make(kind, (1, 16, 16))
+    layer, (table,) = make(kind, (1, 16, 16, 1))
     alone = [layer.step([Part(table, i, qkv[i : i + 1])])[0] for i in range(6)]
-    assert same(np.concatenate(alone), whole(kind, (1, 16, 16), qkv))
+    assert same(np.concatenate(alone), whole(kind, (1, 16, 16, 1), qkv))

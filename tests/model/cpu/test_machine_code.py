@@ -20,6 +20,8 @@ INSTRUCTIONS = {
     "bf16_dot": "vdpbf16ps",
     "int8_pairs": "vpmaddwd",
     "int8_dot": "vpdpbusd",
+    "int4_pairs": "vpmaddwd",
+    "int4_dot": "vpdpbusd",
 }
 CASES = [
     (choice.kind, "cascadelake" if "avx512vnni" in choice.needs else CPUS[choice.variant])
@@ -68,7 +70,11 @@ def test_the_innermost_loop_multiplies_in_registers(kind: MicroKernel, cpu: str)
     multiplied = [line for line in loop if INSTRUCTIONS[kind.operation] in line]
     assert len(multiplied) % (kind.rows[-1] * kind.panels * 16 // kind.lanes) == 0
     assert all(register in line for line in multiplied)
-    assert not [line for line in loop if "(%rsp)" in line and "mm" in line], "a sum does not fit the registers"
+    kept_in_memory = [line for line in loop if "(%rsp)" in line and "mm" in line]
+    if kind.has_groups:  # the sums within a group stay; some of those over groups wait in memory meanwhile
+        assert len(kept_in_memory) <= 5 * kind.rows[-1] * kind.panels * 16 // kind.lanes
+    else:
+        assert not kept_in_memory, "a sum does not fit the registers"
 
 
 def test_a_tile_that_is_too_large_is_found() -> None:

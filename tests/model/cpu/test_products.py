@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ppserve.errors import ConfigError
+from ppserve.model.cpu.four_bits import in_four_bits
 from ppserve.model.cpu.kernels.operations import SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
@@ -18,7 +19,7 @@ from tests.model.cpu.products import Floats, Product
 
 pytestmark = pytest.mark.slow
 
-PRECISIONS = ("float32", "bfloat16", "int8")
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 # (inputs, outputs): whole and odd ones, few, more than one block of words
 SHAPES = [(768, 96), (64, 33), (100, 50), (1, 1), (17, 7), (2500, 64)]
 ROW_COUNTS = (1, 2, 3, 5, 7, 12, 13, 16, 17, 31, 33, 64, 65, 100, 129, 130)
@@ -74,7 +75,7 @@ def test_rows_depend_on_themselves_alone(depth: int, width: int, precision: str,
         assert same(product(x[some]), whole[some])
 
 
-@pytest.mark.parametrize(("precision", "kind"), EVERY)
+@pytest.mark.parametrize(("precision", "kind"), [of for of in EVERY if of[0] != "int4"])
 def test_no_order_of_summation_changes(precision: str, kind: MicroKernel) -> None:
     """Weights [w, -w] and inputs [r, r]: the true results are 0, what comes out is the order's rounding."""
     x, weight, _ = problem(384, 64)
@@ -167,6 +168,41 @@ def test_int8_refuses_more_inputs_than_its_sums_have_room_for() -> None:
     assert 127 * 127 * MOST_INT8_INPUTS < 2**31 <= 127 * 127 * inputs
     with pytest.raises(ConfigError, match=f"at most {MOST_INT8_INPUTS} inputs; this model has one of {inputs}"):
         Product(kind, "int8", torch.zeros(1, inputs), None)
+
+
+@pytest.mark.parametrize("kind", kinds("int4"))
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_int4_is_exact_sums_of_groups_in_one_order(depth: int, width: int, kind: MicroKernel) -> None:
+    x, weight, bias = problem(depth, width)
+    weight[:, 0] = 3e-7  # denormal in float16
+    padded = torch.nn.functional.pad(weight, (0, -depth % 32))
+    numbers, scales, minima = in_four_bits(padded)
+    most = np.abs(x).max(axis=1, keepdims=True)
+    row_scales, inverse = most / np.float32(127), np.float32(127) / most
+    rows = np.rint(x.astype(np.float64) * inverse.astype(np.float64)).astype(np.int64)
+    expected = np.zeros((len(x), width), np.float32)
+    for group in range(numbers.shape[1]):
+        own = rows[:, 32 * group : 32 * group + 32]
+        sums = (own @ numbers[:, group, : own.shape[1]].numpy().astype(np.int64).T).astype(np.float64)
+        expected = _rounded_once(sums * scales[:, group].double().numpy(), expected)
+        expected = _rounded_once(own.sum(axis=1, keepdims=True) * minima[:, group].double().numpy(), expected)
+    scaled = expected.astype(np.float64) * row_scales
+    expected = _rounded_once(scaled, np.broadcast_to(bias.numpy(), scaled.shape))
+    assert np.array_equal(Product(kind, "int4", weight, bias)(x), expected)
+
+
+def test_four_bits_are_near_what_they_stand_for() -> None:
+    _, weight, _ = problem(768, 96)
+    numbers, scales, minima = in_four_bits(weight)
+    found = numbers * scales.float()[:, :, None] + minima.float()[:, :, None]
+    apart = (found.flatten(1) - weight).abs().view(96, -1, 32)
+    assert (apart <= 0.51 * scales.float()[:, :, None] + 1e-4).all()
+    assert torch.equal(in_four_bits(found.flatten(1)).numbers_nGi, numbers)
+
+
+def test_int4_refuses_weights_that_its_scales_cannot_hold() -> None:
+    with pytest.raises(ConfigError, match="up to 65504"):
+        in_four_bits(torch.full((1, 32), 1e5))
 
 
 @pytest.mark.parametrize(("precision", "kind"), EVERY)

@@ -36,11 +36,13 @@ class Sequences:
     dtype: torch.dtype
     lengths: tuple[int, ...]
     kv_dtype: torch.dtype | None = None
+    readers: int = 1
+    """Heads of queries that read each of the `num_heads` of keys and values."""
 
     def __post_init__(self) -> None:
         self.operators, self.device = operators_of(self.kind), device_of(self.kind)
         torch.manual_seed(self.head_size)
-        width = 3 * self.num_heads * self.head_size
+        width = (self.readers + 2) * self.num_heads * self.head_size
         self.qkv = [torch.randn(length, width).to(self.dtype).to(self.device) for length in self.lengths]
         needed = [-(-length // self.block_size) for length in self.lengths]
         order = np.random.default_rng(0).permutation(sum(needed) + 3)
@@ -75,20 +77,24 @@ class Sequences:
 
     def plain(self, sequence: int) -> torch.Tensor:
         """torch's attention over a whole sequence, in float64."""
-        query, key, value = self.qkv[sequence].view(-1, 3, self.num_heads, self.head_size).unbind(1)
+        heads = self.qkv[sequence].unflatten(1, (-1, self.head_size))
+        query, key, value = heads.split([self.readers * self.num_heads, self.num_heads, self.num_heads], dim=1)
         key, value = (part.to(self.keys.dtype).to(self.dtype) for part in (key, value))
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            *(part.double().transpose(0, 1)[None] for part in (query, key, value)), is_causal=True
+            *(part.double().transpose(0, 1)[None] for part in (query, key, value)), is_causal=True, enable_gqa=True
         )
         return mixed[0].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", quick_first([(2, 5), (4, 12), (2, 16), (1, 64), (2, 80), (1, 128)]), ids=str)
-def test_attention_is_plain(shape: tuple[int, int], dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(
+    "shape", quick_first([(2, 5, 3), (4, 12, 1), (2, 16, 2), (1, 64, 1), (2, 80, 1), (1, 128, 8)]), ids=str
+)
+def test_attention_is_plain(shape: tuple[int, int, int], dtype: torch.dtype, kind: str) -> None:
     """Prompts whole and in chunks, decodes; blocks that end within a tile of keys and the other way round."""
-    sequences = Sequences(kind, *shape, 16, dtype, (70, 33, 5))
+    num_heads, size, readers = shape
+    sequences = Sequences(kind, num_heads, size, 16, dtype, (70, 33, 5), readers=readers)
     first = sequences.step([(0, 0, 40), (1, 0, 32), (2, 0, 3)])
     second = sequences.step([(2, 3, 1), (0, 40, 30), (1, 32, 1)])
     last = sequences.step([(2, 4, 1)])

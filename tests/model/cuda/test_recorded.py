@@ -18,10 +18,11 @@ from ppserve.model.inputs import KVCache, build_inputs
 from tests.model.cuda.here import CPU, DEVICE
 from tests.model.cuda.late import LateDevice, late_backend
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.stage.one_stage import plan as one_row_plan
 
 CHECKPOINT = RandomCheckpoint(architecture(num_layers=3))
+LLAMA = RandomCheckpoint(llama(num_layers=3, qk_norms=True))
 DRAWS = [
     GREEDY_DRAW,
     Draw(SamplingParams(seed=5, temperature=0.9)),
@@ -34,10 +35,15 @@ class Recorded(Pipeline):
     """A pipeline whose stages are recorded after they are loaded."""
 
     def __init__(
-        self, max_rows: int, split: str = "3", dtype: str = "float32", device: torch.device = DEVICE
+        self,
+        max_rows: int,
+        split: str = "3",
+        dtype: str = "float32",
+        device: torch.device = DEVICE,
+        checkpoint: RandomCheckpoint = CHECKPOINT,
     ) -> None:
         backend = CudaBackend(device, dtype, DeviceOptions(batch_invariant=True, max_rows=max_rows))
-        super().__init__(CHECKPOINT, split, backend=backend)
+        super().__init__(checkpoint, split, backend=backend)
         both = zip(self.stages, self.caches, strict=True)
         self.recorded = [backend.recorded(stage, cache) for stage, cache in both]
         self.stages = self.recorded  # type: ignore[assignment]
@@ -47,9 +53,9 @@ class Recorded(Pipeline):
         return [stage.num_replays for stage in self.recorded if isinstance(stage, RecordedStage)]
 
 
-def plain(split: str = "3", dtype: str = "float32") -> Pipeline:
+def plain(split: str = "3", dtype: str = "float32", checkpoint: RandomCheckpoint = CHECKPOINT) -> Pipeline:
     backend = CudaBackend(DEVICE, dtype, DeviceOptions(batch_invariant=True, graphs=False))
-    return Pipeline(CHECKPOINT, split, backend=backend)
+    return Pipeline(checkpoint, split, backend=backend)
 
 
 def conversation(pipeline: Pipeline, count: int) -> list[object]:
@@ -74,11 +80,18 @@ def conversation(pipeline: Pipeline, count: int) -> list[object]:
     return told
 
 
-@pytest.mark.parametrize(("max_rows", "split"), [(1, "3"), (3, "1,2"), (8, "1.5,1.5"), (16, "3")])
-def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str) -> None:
+@pytest.mark.parametrize(
+    ("max_rows", "split", "checkpoint"),
+    [
+        *((1, "3", CHECKPOINT), (3, "1,2", CHECKPOINT), (8, "1.5,1.5", CHECKPOINT), (16, "3", CHECKPOINT)),
+        (8, "1.5,1.5", LLAMA),
+    ],
+)
+def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str, checkpoint: RandomCheckpoint) -> None:
     """Nor a bit of the hidden states. Buckets hold all, some or none of the steps."""
-    recorded = Recorded(max_rows, split)
-    for ours, theirs in zip(conversation(recorded, 8), conversation(plain(split), 8), strict=True):
+    recorded = Recorded(max_rows, split, checkpoint=checkpoint)
+    expected = conversation(plain(split, checkpoint=checkpoint), 8)
+    for ours, theirs in zip(conversation(recorded, 8), expected, strict=True):
         assert torch.equal(ours[0], theirs[0])
         assert ours[1] == theirs[1]
     assert all(count == (5 if max_rows >= 8 else 0) for count in recorded.replays)

@@ -64,7 +64,7 @@ class AmxTile(TileCode):
         panels, fetch = self.each_panel(arguments.weights), self.each_panel(arguments.fetch)
         with cgutils.for_range(builder, arguments.chunks) as chunk:
             wanted = self._lines(fetch, chunk.index)
-            x = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.row_bytes)))
+            x = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.kind.row_bytes)))
             for panel, address in enumerate(panels):
                 place = builder.add(address, builder.mul(chunk.index, I64(CHUNK_BYTES)))
                 unit.load(_WEIGHTS[panel], place, I64(LINE_BYTES))

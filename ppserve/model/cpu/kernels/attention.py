@@ -6,7 +6,8 @@ order depends on anything but the row's own position, so prompts, chunks and dec
 tile share the loads of keys and values, nothing else. int8 keys and values have a scale for each position and
 head: that of a key multiplies its score, that of a value its weight.
 
-A thread computes some of the heads, for all rows, and reads no keys and values but those that it wrote itself.
+A thread computes some of the heads, for all rows. Where every head of queries has its own head of keys and values,
+it reads only those that it wrote itself. Else several heads of queries read one, and their rows share its loads.
 T rows, S slices, d features of a head. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
@@ -34,19 +35,20 @@ from ppserve.model.compiled.lanes import (
     where_greater,
 )
 from ppserve.model.cpu.kernels.attention_tile import GROUP, mix, score
-from ppserve.model.cpu.kernels.rows import scale_for_int8
+from ppserve.model.cpu.kernels.rows import scale_for_int8, turn_row
 from ppserve.model.cpu.kernels.storage import keep
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 class CacheLayer(NamedTuple):
-    """One layer's keys and values. keys, values: addresses. key_cell, value_cell: bytes of one block and head.
-    scale: the factor on Q·K."""
+    """One layer's keys and values. keys, values: addresses. num_heads: of keys and values, each of them read by
+    `readers` heads of queries. key_cell, value_cell: bytes of one block and head. scale: the factor on Q·K."""
 
     keys: int
     values: int
     num_heads: int
+    readers: int
     head_size: int
     block_size: int
     key_cell: int
@@ -55,10 +57,12 @@ class CacheLayer(NamedTuple):
 
 
 class StepSlices(NamedTuple):
-    """The rows of a step: addresses of int64 arrays, as `model.backend.Rows` has them."""
+    """The rows of a step: addresses of int64 arrays, as `model.backend.StepRows` has them. turns: of each row's
+    cosines and sines for its position (`rows.turn_row`), d float32 numbers a row; 0 where nothing is turned."""
 
     num_rows: int
     num_slices: int
+    turns: int
     slots: int
     first_row: int
     rows: int
@@ -68,7 +72,8 @@ class StepSlices(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads first .. end of all rows: qkv holds their queries, keys and values, mixed gets their outputs."""
+    """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs. first to
+    end: those of queries; first_kv to end_kv: those of keys and values."""
 
     qkv: int
     qkv_stride: int
@@ -76,6 +81,8 @@ class Heads(NamedTuple):
     mixed_stride: int
     first: int
     end: int
+    first_kv: int
+    end_kv: int
 
 
 class AttentionScratch(NamedTuple):
@@ -122,14 +129,27 @@ def _write_value(kind, cache, source, cell, offset):
 
 
 @inlined
+def turn_heads(cache, slices, heads):
+    """Turn each row's queries and keys of a thread's heads by the row's position."""
+    size = cache.head_size
+    key = 4 * cache.num_heads * cache.readers * size
+    for row in range(slices.num_rows):
+        turns, source = slices.turns + 4 * row * size, heads.qkv + row * heads.qkv_stride
+        for head in range(heads.first, heads.end):
+            turn_row(source + 4 * head * size, turns, size)
+        for head in range(heads.first_kv, heads.end_kv):
+            turn_row(source + key + 4 * head * size, turns, size)
+
+
+@inlined
 def write_heads(kind, cache, slices, heads):
-    """Put each row's key and value of some heads into its slot."""
+    """Put each row's key and value of a thread's heads into its slot."""
     width = 4 * cache.num_heads * cache.head_size
-    for head in range(heads.first, heads.end):
+    for head in range(heads.first_kv, heads.end_kv):
         for row in range(slices.num_rows):
             slot = load_int(slices.slots, row)
             cell, offset = slot // cache.block_size * cache.num_heads + head, slot % cache.block_size
-            source = heads.qkv + row * heads.qkv_stride + width + 4 * head * cache.head_size
+            source = heads.qkv + row * heads.qkv_stride + width * cache.readers + 4 * head * cache.head_size
             _write_key(kind, cache, source, cache.keys + cell * cache.key_cell, offset)
             _write_value(kind, cache, source + width, cache.values + cell * cache.value_cell, offset)
 
@@ -251,6 +271,12 @@ def _load_query(source, size, scale, query):
 
 
 @inlined
+def _readers_from(kind, cache, heads, head):
+    """How many heads of queries from `head` on, of a thread's, read the same keys and fit into a tile."""
+    return min(min(heads.end, (head // cache.readers + 1) * cache.readers) - head, kind.most_rows)
+
+
+@inlined
 def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
     """One row over its `count` positions: block after block, all heads of a block while it streams past."""
     size, stride = cache.head_size, scratch.scores_stride
@@ -258,17 +284,26 @@ def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
     for head in range(heads.first, heads.end):
         _load_query(query + 4 * head * size, size, cache.scale, scratch.queries + 4 * (head - heads.first) * size)
     for group in range(0, num_groups, kind.panels):
-        for head in range(heads.first, heads.end):
-            number = head - heads.first
+        head = heads.first
+        while head < heads.end:
+            number, readers = head - heads.first, _readers_from(kind, cache, heads, head)
             queries, scores = scratch.queries + 4 * number * size, scratch.scores + number * stride
-            _score_groups(kind, cache, scratch, group, 1, queries, head, scores)
-    for head in range(heads.first, heads.end):
+            _score_groups(kind, cache, scratch, group, readers, queries, head // cache.readers, scores)
+            head += readers
+    head = heads.first
+    totals, panels = scratch.sums + 4 * kind.most_rows * GROUP * panels_of(cache), panels_of(cache)
+    while head < heads.end:
+        readers, kv_head = _readers_from(kind, cache, heads, head), head // cache.readers
         scores = scratch.scores + (head - heads.first) * stride
-        total = _weigh(scores, count, count)
-        if kind.element_bytes == 1:
-            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
-        _mix_head(kind, cache, scratch, num_groups, 1, head, scores, scratch.sums)
-        _write_mixed(cache, scratch.sums, total, mixed + 4 * head * size)
+        for r in range(readers):
+            store_one(totals, r, _weigh(scores + r * stride, count, count))
+            if kind.element_bytes == 1:
+                _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores + r * stride)
+        _mix_head(kind, cache, scratch, num_groups, readers, kv_head, scores, scratch.sums)
+        for r in range(readers):
+            sums = scratch.sums + 4 * r * GROUP * panels
+            _write_mixed(cache, sums, load_one(totals, r), mixed + 4 * (head + r) * size)
+        head += readers
 
 
 @inlined
@@ -300,25 +335,26 @@ def _are_a_rows_own(sums, size):
 @inlined
 def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
     """One head of some consecutive rows, of which the first stands at `position`."""
-    size, panels = cache.head_size, panels_of(cache)
+    size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.readers
     for r in range(num_rows):
         query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
         _load_query(query, size, cache.scale, scratch.queries + 4 * r * size)
     for group in range(0, num_groups, kind.panels):
-        _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, head, scratch.scores)
+        _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, kv_head, scratch.scores)
     totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
     for r in range(num_rows):
         scores = scratch.scores + r * scratch.scores_stride
         store_one(totals, r, _weigh(scores, position + r + 1, position + num_rows))
         if kind.element_bytes == 1:
-            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
-    _mix_head(kind, cache, scratch, num_groups, num_rows, head, scratch.scores, scratch.sums)
+            _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores)
+    _mix_head(kind, cache, scratch, num_groups, num_rows, kv_head, scratch.scores, scratch.sums)
     # From the last row to the first: the list of groups gets shorter.
     for r in range(num_rows - 1, -1, -1):
         sums = scratch.sums + 4 * r * GROUP * panels
         if not _are_a_rows_own(sums, size):
             num_groups = _groups_before(scratch, num_groups, position + r + 1)
-            _mix_head(kind, cache, scratch, num_groups, 1, head, scratch.scores + r * scratch.scores_stride, sums)
+            scores = scratch.scores + r * scratch.scores_stride
+            _mix_head(kind, cache, scratch, num_groups, 1, kv_head, scores, sums)
         mixed = heads.mixed + (first_row + r) * heads.mixed_stride + 4 * head * size
         _write_mixed(cache, sums, load_one(totals, r), mixed)
 

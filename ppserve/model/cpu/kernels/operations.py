@@ -9,10 +9,13 @@
 | `int8_pairs` | 4 int8 | two `vpmaddwd` of int16 pairs, which cannot overflow | |
 | `int8_dot` | 4 int8 | `vpdpbusd`, the rows' values raised by 128 to be unsigned | AVX-VNNI or AVX512-VNNI |
 | `int8_tiles` | 4 int8 | `tdpbssd` | AMX-INT8 |
+| `int4_pairs` | 8 of 4 bits | four `vpmaddwd` of int16 pairs | |
+| `int4_dot` | 8 of 4 bits | two `vpdpbusd`: lower halves of bytes, then the upper | AVX-VNNI or AVX512-VNNI |
 
 `bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs (the instruction takes those as
 zeros): what rounds to bfloat16 for them drops what is below SMALLEST_BF16, so that every product and every sum is
-0 or at least 2**-124. Integers are exact, so all int8 operations agree.
+0 or at least 2**-124. Integers are exact, so all int8 operations agree. Those of 4 bits add up integers of 32
+inputs each, and these with float32 multiply-adds in order (`group_tile`), so they agree as well.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
@@ -70,13 +73,16 @@ def inputs_in_bfloat16(builder, values):
 
 class Operation:
     """steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
-    inputs: in a word. raised: what is added to a row's values before they are multiplied. arithmetic: operations
-    with the same name for it give the same bits."""
+    inputs: in a word. words: in a chunk. tail_bytes: of a chunk, behind the words of its 16 outputs;
+    row_tail_bytes: behind those of a row. raised: what is added to a row's values before they are multiplied.
+    arithmetic: operations with the same name for it give the same bits."""
 
     arithmetic: str
     steps = 1
     sums: ir.Type = F32
     inputs = 1
+    words = 16
+    tail_bytes = row_tail_bytes = 0
     raised = 0
 
     def __init__(self, lanes: int) -> None:
@@ -169,6 +175,15 @@ class BFloat16Dot(VectorOperation):
         return call(builder, name, total.type, total, weights, row)
 
 
+def multiply_pairs(builder, total, row, weights):
+    """Sums after the products of int16 pairs: LLVM makes `vpmaddwd` of it where the CPU has it."""
+    count = weights.type.count
+    wide = vector(I32, count)
+    products = builder.mul(builder.sext(row, wide), builder.sext(weights, wide))
+    first, second = (shuffle(builder, products, list(range(i, count, 2))) for i in (0, 1))
+    return builder.add(total, builder.add(first, second))
+
+
 class Int8Pairs(VectorOperation):
     """The rows' values come as int16: a word with the first and the third of four, then one with the others."""
 
@@ -192,12 +207,7 @@ class Int8Pairs(VectorOperation):
         return builder.bitcast(self._word(builder, pointer, step, I32), vector(I16, 2 * self.lanes))
 
     def step(self, builder, total, row, weights):
-        """LLVM makes `vpmaddwd` of the sums of pairs where the CPU has it."""
-        wide = vector(I32, 2 * self.lanes)
-        products = builder.mul(builder.sext(row, wide), builder.sext(weights, wide))
-        first = shuffle(builder, products, list(range(0, 2 * self.lanes, 2)))
-        second = shuffle(builder, products, list(range(1, 2 * self.lanes, 2)))
-        return builder.add(total, builder.add(first, second))
+        return multiply_pairs(builder, total, row, weights)
 
 
 class Int8Dot(VectorOperation):
@@ -221,6 +231,56 @@ class Int8Dot(VectorOperation):
 
     def step(self, builder, total, row, weights):
         return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", total.type, total, row, weights)
+
+
+class Int4(VectorOperation):
+    """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers, an output's scale
+    and, in the upper half, its minimum; behind those of a row the sum of its values, in float32. sums: within a
+    group."""
+
+    arithmetic = "int4"
+    sums = I32
+    inputs = 8
+    words = 4
+    tail_bytes, row_tail_bytes = 64, 4
+
+    def row(self, builder, pointer, step):
+        return self._word(builder, pointer, step, I32)
+
+
+class Int4Pairs(Int4):
+    """The rows' values come as those of `Int8Pairs`."""
+
+    steps = 4
+    unroll = 1
+    packed = Int8Pairs.packed
+
+    def weights(self, builder, column, step):
+        pairs = builder.bitcast(column, vector(I16, 2 * self.lanes))
+        shift = (0, 8, 4, 12)[step]
+        return builder.and_(
+            builder.lshr(pairs, constant(I16, 2 * self.lanes, shift)), constant(I16, 2 * self.lanes, 15)
+        )
+
+    def step(self, builder, total, row, weights):
+        return multiply_pairs(builder, total, builder.bitcast(row, weights.type), weights)
+
+
+class Int4Dot(Int4):
+    """The rows' values come as int8."""
+
+    steps = 2
+
+    @staticmethod
+    def packed(builder, values):
+        return builder.trunc(builder.bitcast(values, vector(I32, 16)), vector(I8, 16))
+
+    def weights(self, builder, column, step):
+        shifted = builder.lshr(column, constant(I32, self.lanes, 4)) if step else column
+        return builder.and_(shifted, constant(I32, self.lanes, 0x0F0F0F0F))
+
+    def step(self, builder, total, row, weights):
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", total.type, total, weights, row)
 
 
 class TileOperation(Operation):
@@ -255,4 +315,6 @@ OPERATIONS: dict[str, type[Operation]] = {
     "int8_pairs": Int8Pairs,
     "int8_dot": Int8Dot,
     "int8_tiles": Int8Tiles,
+    "int4_pairs": Int4Pairs,
+    "int4_dot": Int4Dot,
 }

@@ -31,12 +31,16 @@ from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import lanes
 from ppserve.model.compiled.llvm import I64
 from ppserve.model.cpu.kernels.amx_tile import AmxTile
+from ppserve.model.cpu.kernels.group_tile import GroupTile
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel, TileArguments, VectorTile
+from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel, TileArguments, VectorTile
 from ppserve.model.cpu.kernels.variants import NEEDS, Features
 
-TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {"bf16_tiles": AmxTile, "int8_tiles": AmxTile}
+TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {
+    **dict.fromkeys(("bf16_tiles", "int8_tiles"), AmxTile),
+    **dict.fromkeys(("int4_dot", "int4_pairs"), GroupTile),
+}
 
 
 @intrinsic
@@ -123,6 +127,9 @@ def _few(by_panel: int) -> dict[str, Any]:
     return {"by_panel": by_panel, "fetches_alone": False}
 
 
+# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere; their tiles fetch nothing.
+_GROUPS: dict[str, Any] = {"chunks_at_once": 128, "fetches_alone": False, "by_panel": 2}
+
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
 CHOICES = (
     Choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12), **_few(4))),
@@ -136,6 +143,10 @@ CHOICES = (
     Choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12), by_panel=6)),
     Choice("int8", "avx2", MicroKernel("int8_dot", 8, 1, _up_to(6)), frozenset({"avxvnni"})),
     Choice("int8", "portable", MicroKernel("int8_pairs", 8, 1, _up_to(4))),
+    Choice("int4", "avx512", MicroKernel("int4_dot", 16, 2, _up_to(5), **_GROUPS), frozenset({"avx512vnni"})),
+    Choice("int4", "avx512", MicroKernel("int4_pairs", 16, 2, _up_to(6), **_GROUPS)),
+    Choice("int4", "avx2", MicroKernel("int4_dot", 8, 1, _up_to(5), **_GROUPS), frozenset({"avxvnni"})),
+    Choice("int4", "portable", MicroKernel("int4_pairs", 8, 1, _up_to(6), **_GROUPS)),
 )
 """All micro-kernels, of each precision the best first."""
 
@@ -183,7 +194,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
     """
     num_tiles = -(-rows.count // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
-    first_weights = weights.panels + first_panel * weights.chunks * CHUNK_BYTES
+    first_weights = weights.panels + first_panel * weights.chunks * kind.chunk_bytes
     configure(kind)
     for first_tile in range(0, num_tiles, tiles_at_once):
         end_tile = min(num_tiles, first_tile + tiles_at_once)
@@ -191,7 +202,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
             end_chunk = min(weights.chunks, chunk + kind.chunks_at_once)
             then = first_weights
             if end_chunk < weights.chunks:
-                then += end_chunk * CHUNK_BYTES
+                then += end_chunk * kind.chunk_bytes
             elif end_tile == num_tiles and following != 0:
                 then = following
             _multiply_block(
@@ -205,14 +216,14 @@ def _multiply_block(
     kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
 ):  # fmt: skip
     """The part of `multiply` from some tiles of rows and some chunks. then: what is fetched at its end."""
-    panel_bytes, chunks, y_stride = weights.chunks * CHUNK_BYTES, end_chunk - chunk, 4 * weights.outputs
-    chunk_bytes = rows.tile_rows * LINE_BYTES * kind.steps
+    panel_bytes, chunks, y_stride = weights.chunks * kind.chunk_bytes, end_chunk - chunk, 4 * weights.outputs
+    chunk_bytes = rows.tile_rows * kind.row_bytes
     bias = weights.bias if end_chunk == weights.chunks else 0
     fetches = rows.count > rows.tile_rows or kind.fetches_alone
     fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
     for panel in range(first_panel, end_panel, kind.panels):
         at = 4 * PANEL * panel
-        block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
+        block = weights.panels + panel * panel_bytes + chunk * kind.chunk_bytes
         after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
         if not fetches:
             after = block  # which is there: nothing moves

@@ -25,7 +25,6 @@ from ppserve.model.compiled.lanes import (
     sum_lanes,
     where_greater,
 )
-from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.products import pack
 from ppserve.model.cpu.kernels.storage import keep, read_one, read_panel
 
@@ -60,18 +59,23 @@ def scale_for_int8(values, count):
 def pack_row(kind, values, rows, chunks, row):
     """Put a row into its tile. values: the address of its float32, with zeros up to whole chunks."""
     tile, r = row // rows.tile_rows, row % rows.tile_rows
-    row_bytes = LINE_BYTES * kind.steps
+    row_bytes = kind.row_bytes
     place = rows.words + (tile * chunks * rows.tile_rows + r) * row_bytes
-    inputs = 16 * kind.inputs
-    if kind.inputs == 4:
+    inputs, panels = kind.chunk_inputs, kind.chunk_inputs // 16
+    panel_bytes = (row_bytes - 4 * kind.has_groups) // panels
+    if kind.is_integer:
         scale, inverse = scale_for_int8(values, chunks * inputs)
         store_one(rows.scales, row, scale)
     for chunk in range(chunks):
-        for part in range(kind.inputs):
-            here = load(values, chunk * inputs + 16 * part)
-            if kind.inputs == 4:
+        total = splat(_ZERO)
+        for panel in range(panels):
+            here = load(values, chunk * inputs + 16 * panel)
+            if kind.is_integer:
                 here = fma(here, splat(inverse), splat(_WHOLE))
-            pack(kind, place + part * row_bytes // kind.inputs, here)
+                total = total + (here - splat(_WHOLE))
+            pack(kind, place + panel * panel_bytes, here)
+        if kind.has_groups:
+            store_one(place + row_bytes - 4, 0, sum_lanes(total))
         place += rows.tile_rows * row_bytes
 
 
@@ -98,22 +102,28 @@ def add_row(stored, source, count, values, to):
 
 
 class Norm(NamedTuple):
-    """A layer norm. weight, bias: addresses of float32, with zeros up to whole lines."""
+    """A layer norm; is_rms: without its mean. weight, bias: addresses of float32, with zeros up to whole lines."""
 
     weight: int
     bias: int
     width: int
     epsilon: np.float32
+    is_rms: int
+
+
+@inlined
+def _mean(norm, values):
+    total = splat(_ZERO)
+    for i in range(0, norm.width, 16):
+        total = total + load(values, i)
+    return sum_lanes(total) / np.float32(norm.width)
 
 
 @inlined
 def normalise(norm, values):
-    """Layer norm of one row, in place: sums in 16 lanes, then by halves."""
-    total = splat(_ZERO)
-    for i in range(0, norm.width, 16):
-        total = total + load(values, i)
+    """Norm of one row, in place: sums in 16 lanes, then by halves. values: with zeros up to a multiple of 16."""
     size = np.float32(norm.width)
-    mean = splat(sum_lanes(total) / size)
+    mean = splat(_ZERO if norm.is_rms else _mean(norm, values))
     squares = splat(_ZERO)
     for i in range(0, norm.width, 16):
         apart = load(values, i) - mean
@@ -123,6 +133,27 @@ def normalise(norm, values):
     factor = splat(_ONE / np.sqrt(sum_lanes(squares) / size + norm.epsilon))
     for i in range(0, norm.width, 16):
         store(values, i, fma((load(values, i) - mean) * factor, load(norm.weight, i), load(norm.bias, i)))
+
+
+@inlined
+def multiply_row(values, factors, count):
+    """`count` float32 numbers times as many others, in place."""
+    whole = count // 16 * 16
+    for i in range(0, whole, 16):
+        store(values, i, load(values, i) * load(factors, i))
+    for i in range(whole, count):
+        store_one(values, i, load_one(values, i) * load_one(factors, i))
+
+
+@inlined
+def turn_row(values, turns, count):
+    """Turn pairs of `count` numbers, one of each half, in place. turns: their cosines, then their sines."""
+    half = count // 2
+    for i in range(half):
+        cosine, sine = load_one(turns, i), load_one(turns, half + i)
+        x, y = load_one(values, i), load_one(values, half + i)
+        store_one(values, i, x * cosine - y * sine)
+        store_one(values, half + i, y * cosine + x * sine)
 
 
 GATE, TANH, RELU, EXACT_GELU = range(4)

@@ -20,7 +20,7 @@ PANEL = 16
 """Outputs of a panel, and words of a chunk."""
 
 CHUNK_BYTES = PANEL * LINE_BYTES
-"""16 words of 16 outputs, or of 16 rows."""
+"""16 words of 16 rows."""
 
 
 @setting
@@ -55,6 +55,32 @@ class MicroKernel:
     def inputs(self) -> int:
         """Inputs in a word."""
         return OPERATIONS[self.operation].inputs
+
+    @property
+    def chunk_inputs(self) -> int:
+        """Inputs in a chunk."""
+        return OPERATIONS[self.operation].words * self.inputs
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the weights of 16 outputs in a chunk."""
+        return OPERATIONS[self.operation].words * LINE_BYTES + OPERATIONS[self.operation].tail_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row in a chunk."""
+        operation = OPERATIONS[self.operation]
+        return 4 * operation.words * operation.steps + operation.row_tail_bytes
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether rows are rounded to int8, each with a scale."""
+        return self.inputs >= 4
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether each chunk of a row comes with the sum of its values."""
+        return OPERATIONS[self.operation].row_tail_bytes > 0
 
 
 class TileArguments(NamedTuple):
@@ -116,6 +142,10 @@ class TileCode(Code, ABC):
         self.columns_of_panel = PANEL // kind.lanes
         self.columns = range(kind.panels * self.columns_of_panel)
 
+    @property
+    def sums_in_memory(self) -> ir.Type:
+        return self.operation.sums
+
     @abstractmethod
     def tile(self, num_rows: int) -> None:
         """The code of a tile of so many rows, where the builder stands."""
@@ -126,7 +156,7 @@ class TileCode(Code, ABC):
     def finish(self, num_rows: int) -> None:
         """Once the sums in memory are complete: make them results, where they are."""
         builder, arguments = self.builder, self.arguments
-        sums = vector(self.operation.sums, self.kind.lanes)
+        sums = vector(self.sums_in_memory, self.kind.lanes)
         with builder.if_then(builder.icmp_signed("!=", arguments.bias, I64(0))):
             with cgutils.for_range(builder, I64(num_rows)) as row:
                 place = builder.add(arguments.y, builder.mul(row.index, arguments.y_stride))
@@ -146,11 +176,6 @@ class TileCode(Code, ABC):
         scale = builder.fmul(row_scale, output_scale)
         value = builder.sitofp(total, floats)
         return call(builder, f"llvm.fma.v{self.kind.lanes}f32", floats, value, scale, bias)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in one chunk."""
-        return LINE_BYTES * self.operation.steps
 
 
 class VectorTile(TileCode):
@@ -176,7 +201,7 @@ class VectorTile(TileCode):
         columns = range(len(panels) * self.columns_of_panel)
         totals = [self._begin(self.nth(start, arguments.start_stride, r), columns) for r in range(num_rows)]
         with cgutils.for_range(builder, arguments.chunks) as chunk:
-            chunk_at = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.row_bytes)))
+            chunk_at = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.kind.row_bytes)))
             with cgutils.for_range(builder, I64(PANEL // self.operation.unroll)) as group:
                 first = builder.mul(group.index, I64(self.operation.unroll))
                 x = builder.add(chunk_at, builder.mul(first, I64(4 * self.operation.steps)))
@@ -208,7 +233,7 @@ class VectorTile(TileCode):
             for step in range(operation.steps):
                 weights = [operation.weights(builder, column, step) for column in columns]
                 for r, row_totals in enumerate(totals):
-                    place = self.pointer(x, r * self.row_bytes + 4 * operation.steps * word, I8)
+                    place = self.pointer(x, r * self.kind.row_bytes + 4 * operation.steps * word, I8)
                     row = operation.row(builder, place, step)
                     for total, weight in zip(row_totals, weights, strict=True):
                         builder.store(operation.step(builder, builder.load(total), row, weight), total)

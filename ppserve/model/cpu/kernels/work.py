@@ -1,15 +1,17 @@
 """What the threads of a stage do together: jobs, from which attention, MLP, LM head and linear layers are made.
 
     job      partitioned by
-    HEADS    rows: norm, pack | outputs: product | heads: keep keys and values, attend
+    HEADS    rows: norm, pack | outputs: product | heads: norm, turn, keep keys and values (|) attend
     EXPAND   rows: norm, pack | outputs: product | rows: activate
     PROJECT  rows: pack | outputs: product | rows: add to the hidden states
     READ     rows: norm, pack | outputs: product
     LINEAR   rows: pack | outputs: product
+    OUTPUT   as LINEAR, with the LM head's product, as READ has it
 
 An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather. At each bar
-the threads wait for each other. Rows, outputs and heads are partitioned evenly. What a job works on stands in
-tables of int64 numbers, which Python fills with `as_table`: one for each job, once, and one for each step.
+the threads wait for each other; at the one in parentheses, where several heads of queries read one of keys. Rows,
+outputs and heads are partitioned evenly. What a job works on stands in tables of int64 numbers, which Python fills
+with `as_table`: one for each job, once, and one for each step.
 
 T rows, D width.
 """
@@ -34,15 +36,25 @@ from ppserve.model.cpu.kernels.attention import (
     Heads,
     StepSlices,
     attend,
+    turn_heads,
     write_heads,
 )
 from ppserve.model.cpu.kernels.job_queue import JOB, await_job, barrier, begin_pieces, next_piece, publish
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
-from ppserve.model.cpu.kernels.rows import Activation, Norm, activate, add_row, normalise, pack_row, read_row
-from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
+from ppserve.model.cpu.kernels.rows import (
+    Activation,
+    Norm,
+    activate,
+    add_row,
+    multiply_row,
+    normalise,
+    pack_row,
+    read_row,
+)
+from ppserve.model.cpu.kernels.tile_code import PANEL
 
-HEADS, EXPAND, PROJECT, READ, LINEAR = range(1, 6)
+HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT = range(1, 7)
 """Kinds of jobs."""
 
 _PIECE_BYTES = 256 << 10
@@ -68,13 +80,14 @@ class Scratch(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """The keys and values of a stage; addresses, and bytes of one layer."""
+    """The keys and values of a stage; addresses, and bytes of one layer; the rest as in `CacheLayer`."""
 
     keys: int
     values: int
     key_layer: int
     value_layer: int
     num_heads: int
+    readers: int
     head_size: int
     block_size: int
     key_cell: int
@@ -137,7 +150,15 @@ def _layer_at(table, layer, scale):
     cache = _cache_at(table)
     keys, values = cache.keys + layer * cache.key_layer, cache.values + layer * cache.value_layer
     return CacheLayer(
-        keys, values, cache.num_heads, cache.head_size, cache.block_size, cache.key_cell, cache.value_cell, scale
+        keys,
+        values,
+        cache.num_heads,
+        cache.readers,
+        cache.head_size,
+        cache.block_size,
+        cache.key_cell,
+        cache.value_cell,
+        scale,
     )
 
 
@@ -172,10 +193,10 @@ def _values(scratch, context):
 
 
 @inlined
-def _first_panel(weights, context):
+def _first_panel(product, weights, context):
     """Where this thread begins to read these weights."""
     first, _ = _partition(context, weights.outputs // PANEL, 4)
-    return weights.panels + first * weights.chunks * CHUNK_BYTES
+    return weights.panels + first * weights.chunks * product.chunk_bytes
 
 
 @inlined
@@ -184,7 +205,7 @@ def _multiply(product, weights, scratch, y, context, following):
     the others'."""
     barrier(context.job_queue, context.thread, context.count)
     counts = begin_pieces(context.job_queue, context.thread, context.count)
-    rows, panels, panel_bytes = _packed(scratch), weights.outputs // PANEL, weights.chunks * CHUNK_BYTES
+    rows, panels, panel_bytes = _packed(scratch), weights.outputs // PANEL, weights.chunks * product.chunk_bytes
     at_once = panels
     if context.count > 1:
         at_once = _PIECE_BYTES * -(-rows.count // rows.tile_rows) // panel_bytes // 2 * 2 + 2
@@ -204,7 +225,7 @@ def _multiply(product, weights, scratch, y, context, following):
 def _norm_rows(product, stored, norm, weights, scratch, x, context):
     """Norm and pack this thread's rows."""
     first, end = _partition(context, scratch.num_rows, 1)
-    values, padded = _values(scratch, context), weights.chunks * PANEL * product.inputs
+    values, padded = _values(scratch, context), weights.chunks * product.chunk_inputs
     for row in range(first, end):
         read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
         normalise(norm, values)
@@ -215,7 +236,7 @@ def _norm_rows(product, stored, norm, weights, scratch, x, context):
 def _pack_rows(product, single, weights, scratch, x, depth, context):
     """Pack this thread's rows of `depth` float32 numbers; those that fill whole chunks where they are."""
     first, end = _partition(context, scratch.num_rows, 1)
-    values, padded = _values(scratch, context), weights.chunks * PANEL * product.inputs
+    values, padded = _values(scratch, context), weights.chunks * product.chunk_inputs
     for row in range(first, end):
         source = x + 4 * row * depth
         if depth < padded:
@@ -225,18 +246,40 @@ def _pack_rows(product, single, weights, scratch, x, depth, context):
 
 
 @inlined
-def _heads(product, attention, stored, table, step, x, out, context, following):
+def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
+    """Norm each of a thread's heads of all rows, in place. rows: the address of the first row's first head."""
+    padded = -(-norm.width // PANEL) * PANEL
+    for row in range(num_rows):
+        for head in range(first, end):
+            place = rows + row * stride + 4 * head * norm.width
+            read_row(single, place, norm.width, values, padded)
+            normalise(norm, values)
+            read_row(single, values, norm.width, place, 0)
+
+
+@inlined
+def _heads(product, attention, stored, single, table, step, x, out, context, following):
     """Attention of a rank's own heads; out: float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     cache = _layer_at(step + _SCRATCH + _SLICES, load_int(table, 0), load_one(table + 8, 0))
     _norm_rows(product, stored, norm, qkv, scratch, x, context)
     _multiply(product, qkv, scratch, scratch.y, context, following)
-    first, end = _partition(context, cache.num_heads, 1)
-    heads = Heads(scratch.y, 4 * qkv.outputs, out, 4 * cache.num_heads * cache.head_size, first, end)
+    num_queries, stride = cache.num_heads * cache.readers, 4 * qkv.outputs
+    first, end = _partition(context, num_queries, 1)
+    first_kv, end_kv = _partition(context, cache.num_heads, 1)
+    heads = Heads(scratch.y, stride, out, 4 * num_queries * cache.head_size, first, end, first_kv, end_kv)
     slices = _slices_at(step + _SCRATCH)
+    if load_int(table, 2):
+        values, keys = _values(scratch, context), scratch.y + 4 * num_queries * cache.head_size
+        _norm_heads(single, _norm_at(table + 24), scratch.y, stride, first, end, slices.num_rows, values)
+        _norm_heads(single, _norm_at(table + 24 + _NORM), keys, stride, first_kv, end_kv, slices.num_rows, values)
+    if slices.turns:
+        turn_heads(cache, slices, heads)
     own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * context.thread)
     write_heads(attention, cache, slices, heads)
+    if cache.readers > 1:  # a thread's heads read what others write
+        barrier(context.job_queue, context.thread, context.count)
     attend(attention, cache, slices, own, heads)
 
 
@@ -245,14 +288,20 @@ def _expand(product, stored, single, table, step, x, out, context, following):
     """A rank's own part of the inner rows; out: float32."""
     norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
-    activation, own = _activation_at(table), load_int(table + _ACTIVATION, 0)
+    activation, table = _activation_at(table), table + _ACTIVATION
+    own, is_gated = load_int(table, 0), load_int(table, 1)
     _norm_rows(product, stored, norm, weights, scratch, x, context)
     _multiply(product, weights, scratch, scratch.y, context, following)
     first, end = _partition(context, scratch.num_rows, 1)
     for row in range(first, end):
-        values = scratch.y + 4 * row * weights.outputs
-        activate(activation, values, weights.outputs)
-        read_row(single, values, own, out + 4 * row * own, 0)
+        values, to = scratch.y + 4 * row * weights.outputs, out + 4 * row * own
+        if is_gated:
+            read_row(single, values + 4 * own, own, to, 0)
+            activate(activation, values, -(-own // PANEL) * PANEL)
+            multiply_row(to, values, own)
+        else:
+            activate(activation, values, weights.outputs)
+            read_row(single, values, own, to, 0)
 
 
 @inlined
@@ -271,32 +320,41 @@ def _project(product, stored, single, table, step, x, inner, out, context):
 
 
 @inlined
-def _do(product, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
+def _linear(product, single, table, step, x, out, context):
+    """out = x Wᵀ + b. x: float32 rows."""
+    weights, scratch = _weights_at(table), _scratch_at(step)
+    _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
+    _multiply(product, weights, scratch, out, context, 0)
+
+
+@inlined
+def _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
     """One of a list of jobs."""
     job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
     if number + 1 < num_jobs:  # PROJECT, whose table begins with its weights
-        following = _first_panel(_weights_at(load_int(jobs, 2 * number + 3)), context)
+        following = _first_panel(product, _weights_at(load_int(jobs, 2 * number + 3)), context)
     if job == HEADS:
-        _heads(product, attention, stored, table, step, x, inner, context, following)
+        _heads(product, attention, stored, single, table, step, x, inner, context, following)
     elif job == EXPAND:
         _expand(product, stored, single, table, step, x, inner, context, following)
     elif job == PROJECT:
         _project(product, stored, single, table, step, x, inner, out, context)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-        _norm_rows(product, stored, norm, weights, scratch, x, context)
-        _multiply(product, weights, scratch, out, context, 0)
+        _norm_rows(head, stored, norm, weights, scratch, x, context)
+        _multiply(head, weights, scratch, out, context, 0)
+    elif job == LINEAR:
+        _linear(product, single, table, step, x, out, context)
     else:
-        weights, scratch = _weights_at(table), _scratch_at(step)
-        _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
-        _multiply(product, weights, scratch, out, context, 0)
+        _linear(head, single, table, step, x, out, context)
 
 
 @kernel
 def work(
-    product, attention, stored, single, job_queue, thread, num_threads, jobs, num_jobs, step, x, inner, out
+    product, head, attention, stored, single, job_queue, thread, num_threads, jobs, num_jobs, step, x, inner, out
 ) -> None:
-    """What a thread of a `ThreadPool` runs. stored: how hidden states are kept. single: the same for float32.
+    """What a thread of a `ThreadPool` runs. head: the product of the LM head. stored: how hidden states are kept.
+    single: the same for float32.
 
     The numbers of a job are addresses, and one count: a list of pairs (kind of job, its table), how many pairs,
     the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go out. The
@@ -316,7 +374,7 @@ def work(
         if inner == 0:
             inner = _scratch_at(step).inner
         for number in range(num_jobs):
-            _do(product, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context)
+            _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context)
             barrier(job_queue, thread, num_threads)
         if thread == 0:
             return

@@ -1,0 +1,94 @@
+"""One stage of a decoder: the whole model, or the same class with parts missing.
+
+A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)). Which tensors make
+a sublayer is in the family's own file (`gpt2`, `llama`); a backend computes it, with its norm and its residual
+(`model/backend.py`).
+
+Where several tensor ranks compute a stage together, each has some outputs of every matrix, and what it computed is
+gathered before anything sums over it. So every sum is that of one rank, in the same order.
+
+T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ppserve.model.backend import Reading, Sublayer
+from ppserve.model.inputs import StepInputs
+from ppserve.model.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the parts of a model read their weights."""
+
+    embedding: Callable[[WeightReader], Callable[[StepInputs], torch.Tensor]]
+    attention: Callable[[WeightReader, int], Sublayer]
+    """Of a layer, by its number in the whole model; the next likewise."""
+    mlp: Callable[[WeightReader, int], Sublayer]
+    has_rms_norms: bool
+
+
+class Block:
+    """A layer, or the half of it that is on this stage."""
+
+    def __init__(self, read: WeightReader, family: Family, layer: int) -> None:
+        layout = read.layout
+        self.attention = family.attention(read, layer) if layer in layout.attentions else None
+        self.mlp = family.mlp(read, layer) if layer in layout.mlps else None
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        if self.attention is not None:
+            x_TD = self.attention(x_TD, inputs)  # x + attention(norm(x))
+        if self.mlp is not None:
+            x_TD = self.mlp(x_TD, inputs)  # x + mlp(norm(x))
+        return x_TD
+
+
+class LMHead:
+    """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
+    never be drawn."""
+
+    def __init__(self, read: WeightReader, family: Family) -> None:
+        norm = read.norm("ln_f", is_rms=family.has_rms_norms)
+        self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
+        self.logits = read.backend.head(norm, self.linear)
+
+
+class Decoder:
+    """A `StageModel`: the layers of `layout`, the embeddings on the first stage, the head on the last."""
+
+    def __init__(self, read: WeightReader, family: Family) -> None:
+        self.arch, self.layout, self.backend = read.arch, read.layout, read.backend
+        # The LM head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
+        self.head = LMHead(read, family) if self.layout.is_last else None
+        self._embed = family.embedding(read) if self.layout.is_first else None
+        self.blocks = [Block(read, family, layer) for layer in self.layout.layers]
+        self.linears = read.linears
+        """Those of the blocks, by name."""
+        self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        x_TD = hidden_TD if self._embed is None else self._embed(inputs)
+        assert x_TD is not None, "only the first stage has no stage before it"
+        assert x_TD.shape == (inputs.num_rows, self.arch.width)
+        for block in self.blocks:
+            x_TD = block(x_TD, inputs)
+        return x_TD
+
+    @torch.inference_mode()
+    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
+        assert self.head is not None, "only the last stage reads out"
+        vocabulary = self.layout.cut(self.arch.vocab_size)
+        return self.backend.read_logits(inputs, self._logits(self.head, inputs, hidden_TD), vocabulary)
+
+    def _logits(self, head: LMHead, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits of the rows to read out, a few at a time."""
+        for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
+            if len(rows_R):
+                yield head.logits(hidden_TD.index_select(0, rows_R))

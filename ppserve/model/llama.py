@@ -1,0 +1,56 @@
+"""The layers of a Llama and its kin (Mistral, Qwen 2 and 3): which tensors make its embedding, attention and MLP.
+
+Beside a GPT-2: norms leave the mean where it is, positions turn queries and keys, several heads of queries read
+the keys and values of one head, and the MLP has a gate.
+
+T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
+from ppserve.model.decoder import Family
+from ppserve.model.inputs import StepInputs
+from ppserve.model.weights import WeightReader
+
+
+class Embedding:
+    """The token alone. A tensor rank has some of the columns."""
+
+    def __init__(self, read: WeightReader) -> None:
+        self._columns = read.layout.cut(read.arch.width)
+        self._tokens_Vd = read.embedding("wte.weight", self._columns.own)
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        return inputs.gather.all(self._tokens_Vd[inputs.token_ids_T], self._columns)
+
+
+def _attention(read: WeightReader, layer: int) -> Sublayer:
+    """A tensor rank has some of the heads of keys and values, with the heads of queries that read them."""
+    arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
+    norm = read.norm(f"h.{layer}.ln_1", is_rms=True)
+    heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
+    columns = layout.cut(arch.width)
+    qkv = read.linear((f"{name}.q", heads.own), (f"{name}.k", kv_heads.own), (f"{name}.v", kv_heads.own))
+    head_norms = None
+    if arch.qk_norms:
+        head_norms = read.norm(f"{name}.q_norm", is_rms=True), read.norm(f"{name}.k_norm", is_rms=True)
+    proj = read.linear((f"{name}.o", columns.own))
+    number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
+    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns, head_norms))
+
+
+def _mlp(read: WeightReader, layer: int) -> Sublayer:
+    """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of all three matrices."""
+    arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
+    norm = read.norm(f"h.{layer}.ln_2", is_rms=True)
+    inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+    expand = read.linear((f"{name}.gate", inner.own), (f"{name}.up", inner.own))
+    contract = read.linear((f"{name}.down", columns.own))
+    weights = MLPWeights(norm, expand, arch.activation, contract, inner, columns, is_gated=True)
+    return read.backend.mlp(weights)
+
+
+LLAMA = Family(Embedding, _attention, _mlp, has_rms_norms=True)

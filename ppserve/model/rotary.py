@@ -1,0 +1,63 @@
+"""Rotary positions: the cosines and sines that turn the queries and keys of a position.
+
+Angles are float32 products of position and frequency, as transformers computes them. Their cosines and sines are
+sums of float64 products, each rounded as IEEE 754 says, so they have the same bits on every CPU.
+
+T rows, P positions, d features of a head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.core.architecture import Rotary
+from ppserve.model.inputs import Ints
+
+_QUARTER_HIGH = float.fromhex("0x1.921fb54p+0")
+_QUARTER_LOW = float.fromhex("0x1.10b4611a62633p-30")
+"""π / 2 in two parts; the first has so few bits that its product with a number of quarter turns is exact."""
+
+
+class Turns:
+    """The cosines and sines of every position seen so far, and of more."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._turns_Pd = np.empty((0, 2 * len(rotary.frequencies)), np.float32)
+
+    def at(self, positions_T: Ints) -> NDArray[np.float32]:
+        """(T, d): each row's cosines, then its sines."""
+        needed = int(positions_T.max(initial=-1)) + 1
+        if needed > len(self._turns_Pd):
+            self._turns_Pd = turns(self._rotary, max(needed, 2 * len(self._turns_Pd), 256))
+        return self._turns_Pd[positions_T]
+
+
+def turns(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
+    """(P, d): of the first positions, their cosines, then their sines, times the magnitude."""
+    frequencies = np.array(rotary.frequencies, np.float32)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
+    cosines, sines = cosines_and_sines(angles)
+    return np.concatenate([cosines, sines], axis=1) * np.float32(rotary.magnitude)
+
+
+def cosines_and_sines(angles: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Of angles from 0 to 2**22, each rounded once from a result with an error below 1e-15."""
+    x = angles.astype(np.float64)
+    quarters = np.rint(x / (np.pi / 2))
+    x = (x - quarters * _QUARTER_HIGH) - quarters * _QUARTER_LOW
+    cosine, sine = _series(x, 0), x * _series(x, 1)
+    turned = quarters.astype(np.int64) % 4
+    swapped = turned % 2 == 1
+    cosines = np.where(swapped, sine, cosine) * np.where((turned == 1) | (turned == 2), -1, 1)
+    sines = np.where(swapped, cosine, sine) * np.where(turned >= 2, -1, 1)
+    return cosines.astype(np.float32), sines.astype(np.float32)
+
+
+def _series(x: NDArray[np.float64], first: int) -> NDArray[np.float64]:
+    """1 - x² / ((f + 1) (f + 2)) + ...: the cosine for f = 0, for 1 the sine over x; of |x| up to π / 4."""
+    square, total = x * x, np.ones_like(x)
+    for n in range(first + 17, first, -2):
+        total = 1 - total * square / (n * (n + 1))
+    return total

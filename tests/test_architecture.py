@@ -28,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
     "ppserve.files": {"ppserve.errors", "msgspec"},
+    "ppserve.gguf_file": {"ppserve.errors", "ppserve.files"},
     "ppserve.tokenizer": {
-        *("ppserve.tokenizer", "ppserve.errors", "ppserve.files"),
+        *("ppserve.tokenizer", "ppserve.errors", "ppserve.files", "ppserve.gguf_file"),
         *("tiktoken", "tokenizers", "msgspec"),
     },
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
@@ -42,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.model.cpu": {"numba", "llvmlite"},
     "ppserve.model.cuda.triton_operators": {"triton"},
     "ppserve.model.checkpoint": {"ppserve.files", "msgspec"},
+    "ppserve.model.checkpoint.gguf": {"gguf", "ppserve.gguf_file"},
     "ppserve.model.checkpoint.hf": {"safetensors"},
     "ppserve.model.checkpoint.hub": {"huggingface_hub"},
     "ppserve.stage": {

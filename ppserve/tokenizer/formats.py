@@ -8,15 +8,16 @@ import struct
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import tiktoken
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ppserve.errors import CheckpointError
-from ppserve.files import MAX_JSON_BYTES, read_bytes, read_json, reason, shown
+from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, reason, shown
+from ppserve.gguf_file import read_header
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
 
 MAX_FILE_BYTES = 64 << 20
@@ -38,6 +39,45 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     add_prefix_space: bool | None = None
     added_tokens_decoder: dict[TokenId, _AddedToken] | None = None
     """By id."""
+
+
+class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
+    """token_type: by id, as llama.cpp numbers them: 3 control, 4 of the user's, 6 a byte."""
+
+    model: Literal["gpt2", "llama"]
+    tokens: list[str]
+    token_type: list[int] = []
+    pre: str = "gpt-2"
+    merges: list[str] = []
+    scores: list[float] = []
+    unknown_token_id: TokenId = 0
+    add_space_prefix: bool = True
+
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Llama 3 and Qwen, which differ in how many digits are one word."""
+
+
+def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool) -> pre_tokenizers.PreTokenizer:
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
+    return pre_tokenizers.Sequence([*first, last])
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": _split(by_gpt2=True),
+    "smollm": _split(pre_tokenizers.Digits(individual_digits=True), by_gpt2=True),
+    "llama-bpe": _split(
+        pre_tokenizers.Split(tokenizers.Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False
+    ),
+    "qwen2": _split(pre_tokenizers.Split(tokenizers.Regex(_WORDS % ""), "isolated"), by_gpt2=False),
+}
+"""How a text is split into words, by the name in a GGUF."""
+
+SPACE = "\u2581"
+"""What sentencepiece writes for a space."""
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
@@ -112,6 +152,57 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     if len(ranks) != count - (end_of_text < count):
         raise CheckpointError(path, "a token occurs twice")
     return _ranked(path, ranks, end_of_text if end_of_text < count else None)
+
+
+def read_gguf(path: Path) -> Tokenizer:
+    """The tokenizer in a GGUF. Raises CheckpointError."""
+    values = read_header(path).values
+    own = {name: value for name, value in values.items() if name.startswith("tokenizer.ggml.")}
+    given = checked(path, own, _GgufTokenizer)
+    vocab = {token: token_id for token_id, token in enumerate(given.tokens)}
+    kinds = dict(zip(given.tokens, given.token_type, strict=False))
+    added = [AddedToken(t, special=kind == 3) for t, kind in kinds.items() if kind in (3, 4)]
+    try:
+        is_pieces = given.model == "llama"
+        library = _sentencepiece(given, vocab) if is_pieces else _byte_level_of_gguf(path, given, vocab)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(path, f"is not a vocabulary ({reason(error)})", "tokenizer.ggml") from error
+    library.add_tokens(added)
+    return Tokenizer(path, library)
+
+
+def _byte_level_of_gguf(path: Path, given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+    if given.pre not in PRE_TOKENIZERS:
+        problem = f"is {shown(given.pre)}; served are {', '.join(PRE_TOKENIZERS)}"
+        raise CheckpointError(path, problem, "tokenizer.ggml.pre")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.merges)]
+    # Llama 3 takes a word that is a token as it stands.
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=given.pre == "llama-bpe")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = PRE_TOKENIZERS[given.pre]
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def _sentencepiece(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+    """Merges the neighbours whose joint piece has the highest score; what no piece spells becomes bytes."""
+    scored = sorted(zip(given.tokens, given.scores, strict=True), key=lambda pair: -pair[1])
+    merges = [
+        (token[:at], token[at:])
+        for token, _ in scored
+        for at in range(1, len(token))
+        if token[:at] in vocab and token[at:] in vocab
+    ]
+    unknown = given.tokens[given.unknown_token_id]
+    model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    library = tokenizers.Tokenizer(model)
+    prepended = [normalizers.Prepend(SPACE)] if given.add_space_prefix else []
+    library.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", SPACE)])
+    spaced = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*spaced, decoders.Strip(" ", 1, 0)] if prepended else spaced)
+    return library
 
 
 def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenizer:

@@ -13,6 +13,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import TINY, within
 from ppserve.tokenizer.formats import (
     gpt2_tokenizer,
+    read_gguf,
     read_llmc_bin,
     read_tiktoken,
     read_tokenizer_json,
@@ -49,7 +50,7 @@ def load_tokenizer(
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
-    tokenizer = _read_directory(directory)
+    tokenizer = read_gguf(given) if given.suffix == ".gguf" else _read_directory(directory)
     if tokenizer is not None:
         # Special tokens are never found in text: the model may lack them.
         highest = tokenizer.highest_encoded_id()

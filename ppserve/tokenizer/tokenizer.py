@@ -10,6 +10,7 @@ from tokenizers import models
 from ppserve.errors import CheckpointError
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_MISSING_BYTES = 32
 
 
 class Tokenizer:
@@ -22,7 +23,8 @@ class Tokenizer:
         added = library.get_added_tokens_decoder()
         self.source = source
         self._library = library
-        self._token_bytes = _token_bytes(source, library.get_vocab(with_added_tokens=True))
+        spelled = library.get_vocab(with_added_tokens=True)
+        self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)
         self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(self._token_bytes) + 1
@@ -74,9 +76,10 @@ def byte_alphabet() -> list[str]:
 def _check_kind(source: object, library: tokenizers.Tokenizer) -> None:
     if not isinstance(library.model, models.BPE):
         raise CheckpointError(source, f"is {type(library.model).__name__}, not BPE", "model.type")
-    for field in ("pre_tokenizer", "decoder"):
+    for field in () if library.model.byte_fallback else ("pre_tokenizer", "decoder"):
         if "ByteLevel" not in repr(getattr(library, field)):
-            raise CheckpointError(source, "is not ByteLevel: only byte-level vocabularies are served", field)
+            problem = "is neither ByteLevel, nor does the model fall back to bytes"
+            raise CheckpointError(source, problem, field)
 
 
 def _encode_plainly(library: tokenizers.Tokenizer) -> None:
@@ -89,11 +92,12 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
         library.add_special_tokens([END_OF_TEXT])
 
 
-def _token_bytes(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
+def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
     """The bytes of each token. Raises CheckpointError unless every byte is a token and no id is given twice."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    # Control characters, and bytes that UTF-8 rarely or never has, are missing in SmolLM2's.
     missing = len(byte_of.keys() - vocab.keys())
-    if missing:
+    if missing > MAX_MISSING_BYTES:
         raise CheckpointError(source, f"not a byte-level vocabulary: {missing} of the 256 bytes are missing")
     tokens: dict[int, bytes] = {}
     for token, token_id in vocab.items():
@@ -103,3 +107,9 @@ def _token_bytes(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
         is_spelled = byte_of.keys() >= set(token)
         tokens[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return tokens
+
+
+def _pieces(vocab: Mapping[str, int]) -> dict[int, bytes]:
+    """The bytes of sentencepiece's tokens."""
+    tokens = {token_id: token.replace("\u2581", " ").encode() for token, token_id in vocab.items()}
+    return tokens | {vocab[f"<0x{byte:02X}>"]: bytes([byte]) for byte in range(256) if f"<0x{byte:02X}>" in vocab}

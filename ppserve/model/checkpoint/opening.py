@@ -21,7 +21,8 @@ from ppserve.model.checkpoint import hub
 if TYPE_CHECKING:
     from ppserve.model.checkpoint.tensors import FileCheckpoint
 
-LLMC_MAGIC = (20240326).to_bytes(4, "little")
+MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": b"GGUF"}
+"""How files with a model begin, by suffix: llm.c's and llama.cpp's."""
 
 
 def open_checkpoint(path: str) -> FileCheckpoint:
@@ -66,13 +67,13 @@ def _only_file(directory: Path) -> Path:
     """The one checkpoint file of a directory without config.json."""
     if lexists(directory / "ckpt.pt"):
         return directory / "ckpt.pt"
-    files = [path for path in sorted(directory.glob("*.bin")) if path.is_file()]
-    found = [path for path in files if read_start(path, len(LLMC_MAGIC)) == LLMC_MAGIC]
+    files = [path for path in sorted(directory.iterdir()) if path.suffix in MAGICS and path.is_file()]
+    found = [path for path in files if read_start(path, 4) == MAGICS[path.suffix]]
     if len(found) == 1:
         return found[0]
     if found:
         raise CheckpointError(directory, f"holds several models, name one: {', '.join(p.name for p in found)}")
-    raise CheckpointError(directory, "holds no config.json, no ckpt.pt and no model of llm.c")
+    raise CheckpointError(directory, "holds no config.json, no ckpt.pt, no .gguf and no model of llm.c")
 
 
 def _open_file(path: Path) -> FileCheckpoint:
@@ -84,6 +85,10 @@ def _open_file(path: Path) -> FileCheckpoint:
         from ppserve.model.checkpoint.torch_save import open_nanogpt
 
         return open_nanogpt(path)
+    if read_start(path, 4) == MAGICS[".gguf"]:
+        from ppserve.model.checkpoint.gguf import open_gguf
+
+        return open_gguf(path)
     from ppserve.model.checkpoint.llmc import open_llmc
 
     return open_llmc(path)

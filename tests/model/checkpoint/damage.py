@@ -17,7 +17,14 @@ from typing import Any
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from tests.model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+from tests.model.checkpoint.writers import (
+    architecture,
+    random_tensors,
+    write_gguf,
+    write_hf,
+    write_llmc,
+    write_nanogpt,
+)
 
 EXTREMES = (0, 1, -1, 2, 7, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 10**30)
 ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)
@@ -45,6 +52,7 @@ def write_originals(directory: Path) -> dict[str, Path]:
         "bin in parts": write_hf(directory / "bins", arch, tensors, container="bin", parts=2),
         "legacy bin": write_hf(directory / "legacy", arch, tensors, container="legacy"),
         "llm.c": write_llmc(directory / "llmc" / "gpt2_124M.bin", arch, tensors).parent,
+        "GGUF": write_gguf(directory / "gguf" / "model.gguf", arch, tensors).parent,
         "nanoGPT": write_nanogpt(directory / "nanogpt" / "ckpt.pt", arch, tensors).parent,
     }
 

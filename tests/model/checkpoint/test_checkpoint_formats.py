@@ -9,6 +9,7 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
+from ppserve.model.checkpoint.llama import unpermuted
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.checkpoint.tensors import fingerprint
 from tests.model.checkpoint.writers import (
@@ -16,6 +17,7 @@ from tests.model.checkpoint.writers import (
     architecture,
     hf_state,
     random_tensors,
+    write_gguf,
     write_hf,
     write_hf_state,
     write_llmc,
@@ -74,6 +76,33 @@ def test_llmc(tmp_path: Path, version: int, vocab_size: int) -> None:
     check(open_checkpoint(str(path)), arch, tensors)
     check(open_checkpoint(str(tmp_path)), arch, tensors)
     assert read_architecture(str(path)) == arch
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [("F32", 0.0), ("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 2e-2), ("Q4_0", 0.3), ("Q4_1", 0.3)],
+)
+def test_gguf(tmp_path: Path, kind: str, tolerance: float) -> None:
+    """Numbers near those written, exactly so where they are not quantized; parts are those of the whole."""
+    arch = architecture(width=64, inner_width=256, vocab_size=37, padded_vocab_size=40)
+    tensors = random_tensors(arch)
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", arch, tensors, kind)))
+    assert checkpoint.architecture == arch == read_architecture(str(tmp_path))
+    part = TensorPart((slice(3, 9), slice(70, 90)), slice(5, 40))
+    for name in tensor_shapes(arch):
+        whole = checkpoint.tensor(name)
+        assert torch.allclose(whole.float(), tensors[name], rtol=0, atol=tolerance), name
+        if name.endswith("c_attn.weight"):
+            assert torch.equal(checkpoint.tensor(name, part), part.select(whole))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_permuted_queries_and_keys_are_put_back(num_heads: int) -> None:
+    """llama.cpp's converter of Llamas: each head's two halves, row by row in turn."""
+    rows = torch.arange(24)[:, None]
+    permuted = rows.view(num_heads, 2, -1, 1).swapaxes(1, 2).reshape(rows.shape)
+    assert not torch.equal(permuted, rows)
+    assert torch.equal(unpermuted(permuted, num_heads), rows)
 
 
 @pytest.mark.parametrize("biases", [True, False])

@@ -6,11 +6,13 @@ Written from the formats' descriptions and independently of the readers.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 
@@ -152,4 +154,49 @@ def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: s
     optimizer = {"state": moments, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": state, "optimizer": optimizer, "model_args": model_args, "iter_num": 5}, path)
+    return path
+
+
+GGUF_NAMES = {
+    "wte": "token_embd",
+    "wpe": "position_embd",
+    "ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F32") -> Path:
+    """A .gguf as llama.cpp's converter writes a GPT-2; matrices of `kind`, e.g. `F16` or `Q4_0`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_block_count(arch.num_layers)
+    writer.add_context_length(arch.max_positions)
+    writer.add_embedding_length(arch.width)
+    writer.add_feed_forward_length(arch.inner_width)
+    writer.add_head_count(arch.num_heads)
+    writer.add_layer_norm_eps(arch.layer_norm_epsilon)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(arch.padded_vocab_size)])
+    num_unused = arch.padded_vocab_size - arch.vocab_size
+    writer.add_token_types([1] * arch.vocab_size + [5] * num_unused)
+    for name, tensor in tensors.items():
+        if name == "lm_head.weight":
+            continue
+        prefix, own = re.sub(r"^h\.(\d+)\.", r"blk.\1.", name), re.sub(r"^h\.\d+\.", "", name)
+        module, leaf = own.rsplit(".", 1)
+        stored = prefix.removesuffix(own) + f"{GGUF_NAMES[module]}.{leaf}"
+        if tensor.dim() == 1 or kind == "F32":
+            writer.add_tensor(stored, tensor.float().numpy())
+        else:
+            raw = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(stored, gguf.quants.quantize(tensor.float().numpy(), raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path

@@ -1,0 +1,116 @@
+"""What the header of a GGUF file says: its values by key, and where its tensors are.
+
+Every length is compared with what is left of the file before it is believed. (The reader of the `gguf` package
+loops over counts that a damaged file claims.) Layout: ggml-org/ggml, docs/gguf.md, version 3, little endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppserve.errors import CheckpointError
+from ppserve.files import file_size, reason
+
+MAGIC = b"GGUF"
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Of `struct`, by the type of a value."""
+TEXT, ARRAY = 8, 9
+MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor that the header lists."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As torch has it: the dimension whose numbers are neighbours is the last."""
+    type: int
+    """A `gguf.GGMLQuantizationType`."""
+    offset: int
+    """In the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    values: dict[str, Any]
+    tensors: list[TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """Raises CheckpointError."""
+    file_size(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+            return _header(_Cursor(content))
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(path, f"is not a GGUF file ({reason(error)})") from error
+
+
+class _Cursor:
+    """A place in a file; reading moves it. Raises ValueError where the file ends too early."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.at = 0
+        self._content = content
+
+    def bytes(self, count: int) -> bytes:
+        if count > len(self._content) - self.at:
+            raise ValueError(f"it ends within what begins at byte {self.at}")
+        self.at += count
+        return self._content[self.at - count : self.at]
+
+    def numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{form}", self.bytes(count * struct.calcsize(form)))
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        return self.bytes(length).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self.text()
+        if kind != ARRAY:
+            return self.numbers(_form(kind))[0]
+        (inner,), (count,) = self.numbers("I"), self.numbers("Q")
+        return [self.text() for _ in range(count)] if inner == TEXT else list(self.numbers(_form(inner), count))
+
+
+def _form(kind: int) -> str:
+    if kind not in SCALARS:
+        raise ValueError(f"{kind} is no type of a value")
+    return SCALARS[kind]
+
+
+def _header(cursor: _Cursor) -> Header:
+    if cursor.bytes(4) != MAGIC:
+        raise ValueError("another magic")
+    (version,), (num_tensors, num_values) = cursor.numbers("I"), cursor.numbers("Q", 2)
+    if version != 3:
+        raise ValueError(f"version {version}, only 3 is served")
+    values: dict[str, Any] = {}
+    for _ in range(num_values):
+        key, (kind,) = cursor.text(), cursor.numbers("I")
+        if key in values:
+            raise ValueError(f"{key} is given twice")
+        values[key] = cursor.value(kind)
+    infos = [_tensor(cursor) for _ in range(num_tensors)]
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        raise ValueError(f"an alignment of {alignment}")
+    begin = math.ceil(cursor.at / alignment) * alignment
+    return Header(values, [TensorInfo(name, shape, kind, begin + offset) for name, shape, kind, offset in infos])
+
+
+def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name, (num_dimensions,) = cursor.text(), cursor.numbers("I")
+    if not 0 < num_dimensions <= MAX_DIMENSIONS:
+        raise ValueError(f"{num_dimensions} dimensions")
+    sizes = cursor.numbers("Q", num_dimensions)
+    (kind,), (offset,) = cursor.numbers("I"), cursor.numbers("Q")
+    return name, sizes[::-1], kind, offset

@@ -211,7 +211,7 @@ def steps(bench: Bench) -> None:
 def served(bench: Bench) -> None:
     """Tokens per second of whole pipelines on one GPU, their tokens, and the ledger's sums."""
     count, new = (4, 8) if bench.small else (256, 128)
-    arch = replace(next(iter(bench.models.values())), eos_id=None)
+    arch = replace(next(iter(bench.models.values())), eos_ids=())
     prompts = [[(5 * i + j) % (arch.vocab_size - 1) for j in range(20 + i % 30)] for i in range(count)]
     tokens = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,8 @@ class Architecture:
     tied_embeddings: bool = True
     biases: bool = True
     """Of linears and layer norms (nanoGPT's `bias`)."""
-    eos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end a text; the first is *the* end of text."""
     family: str = "gpt2"
     """Whose tensors and layers these are: a key of `model.families.FAMILIES`."""
     kv_heads: int | None = None
@@ -66,6 +67,10 @@ class Architecture:
     """Whether queries, keys and values have biases, where nothing else has."""
     qk_norms: bool = False
     """Whether each head's queries and keys are normed."""
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.eos_ids[0] if self.eos_ids else None
 
     @property
     def head_size(self) -> int:

@@ -98,24 +98,24 @@ class Request:
         """Why an answer of max_tokens tokens ends."""
         return FinishReason.CONTEXT_LENGTH if self.limited_by_context else FinishReason.MAX_TOKENS
 
-    def end_after(self, num_generated: int, token_id: int, eos_id: int | None) -> FinishReason | None:
+    def end_after(self, num_generated: int, token_id: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
         """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
         stop = self.stop
         if num_generated >= stop.min_tokens:
             # Before min_tokens such a token is never drawn; in a resumed answer it does not end the answer.
-            if token_id == eos_id and not stop.ignore_eos:
+            if token_id in eos_ids and not stop.ignore_eos:
                 return FinishReason.EOS
             if token_id in stop.stop_token_ids:
                 return FinishReason.STOP_TOKEN
         return self.length_end if num_generated >= stop.max_tokens else None
 
-    def banned(self, eos_id: int | None) -> tuple[int, ...]:
+    def banned(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that would end an answer before it has `min_tokens`."""
         if not self.stop.min_tokens:
             return ()
         banned = set(self.stop.stop_token_ids)
-        if eos_id is not None and not self.stop.ignore_eos:
-            banned.add(eos_id)
+        if not self.stop.ignore_eos:
+            banned.update(eos_ids)
         return tuple(sorted(banned))
 
 

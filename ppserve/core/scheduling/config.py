@@ -22,7 +22,7 @@ class SchedulerConfig:
     max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
     prefix_cache: bool = True
     per_caller: bool = False  # callers share no prefixes: a cached one tells what another has asked
-    eos_id: int | None = None  # None where the model has none
+    eos_ids: tuple[int, ...] = ()
     speculate: int | None = 0  # draft tokens in every slice that decodes; None = as many as pay
     runs_ahead: bool = False  # one rank computes all of the model, so the next step may be sent ahead
     replica: int = 0

@@ -96,13 +96,13 @@ class Sequence:
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
         is_first = index == (request.resume_index or 0)
         self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
-        self._block_size, self._eos_id = config.block_size, config.eos_id
+        self._block_size, self._eos_ids = config.block_size, config.eos_ids
         # Why it ends without a draw: it is only scored, or resumed complete.
         self.known_end = self._end_after(self.token_ids[-1]) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
         self._digests: list[bytes] = []
-        banned, banned_before = request.banned(self._eos_id), len(request.prompt_ids) + request.stop.min_tokens
+        banned, banned_before = request.banned(self._eos_ids), len(request.prompt_ids) + request.stop.min_tokens
         self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before if banned else 0)
 
     @property
@@ -219,7 +219,7 @@ class Sequence:
         return self._end_after(token_id)
 
     def _end_after(self, token_id: int) -> FinishReason | None:
-        return self.request.end_after(self.num_generated, token_id, self._eos_id)
+        return self.request.end_after(self.num_generated, token_id, self._eos_ids)
 
     def give_back(self) -> None:
         """Its replica is lost or drained: it waits, with all tokens known, nothing computed and no block."""

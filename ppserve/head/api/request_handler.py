@@ -89,7 +89,7 @@ class RequestHandler:
         self._streams[stream] = call
         self._idle.clear()
         try:
-            what = request, stream, self.tokenizer, self.description.eos_id
+            what = request, stream, self.tokenizer, self.description.architecture.eos_ids
             length = _HELD_COSTS * len(request.resume_ids)
             opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
             await asyncio.wrap_future(self._engine.submit(opened))

@@ -131,7 +131,7 @@ def scheduler_config(
         per_caller=config.cache.prefix_cache == "per-key",
         prefill_chunk=config.scheduling.prefill_chunk,
         max_auto_chunk=CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP,
-        eos_id=arch.eos_id,
+        eos_ids=arch.eos_ids,
         speculate=config.scheduling.speculate,
         runs_ahead=grid.pipeline == grid.tensor == 1,
     )

@@ -102,7 +102,7 @@ class OpenRequest:
     """A request until all of its sequences have ended. The engine's thread owns it once it is submitted."""
 
     def __init__(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_id: int | None = None
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = ()
     ) -> None:
         """tokenizer: None where only token ids are served.
 
@@ -126,12 +126,12 @@ class OpenRequest:
         self._busy_s: Callable[[], tuple[float, ...]] = tuple
         self._busy_at_arrival_s: tuple[float, ...] = ()
         self._held_end: tuple[FinishReason | None, int | str | None] = None, None  # of the tokens of the caller
-        self._read_held(request.resume_ids, eos_id)
+        self._read_held(request.resume_ids, eos_ids)
 
-    def _read_held(self, token_ids: Sequence[int], eos_id: int | None) -> None:
+    def _read_held(self, token_ids: Sequence[int], eos_ids: tuple[int, ...]) -> None:
         progress = self.progress(self.request.resume_index or 0)
         for count, token_id in enumerate(token_ids, 1):
-            finish, matched, _ = progress.read(self.request.end_after(count, token_id, eos_id), token_id)
+            finish, matched, _ = progress.read(self.request.end_after(count, token_id, eos_ids), token_id)
             self._held_end = finish, matched
             if finish is not None and count < len(token_ids):
                 problem = f"token {count - 1} of these ends the answer: nothing can follow it"

@@ -2,11 +2,13 @@
 
 Everything that the reference code (transformers, models/gpt2) computes with is read. A key that it does not
 know, and that we do not know to be harmless, is refused: a model that needs it would load and generate nonsense.
+Here are a GPT-2's keys, and what all families have in common; `llama` has its own.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +19,12 @@ from msgspec import Meta
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, read_json, shown
+from ppserve.model.checkpoint import llama
 from ppserve.model.checkpoint.settings import (
+    ACTIVATIONS,
     END_OF_TEXT,
+    Activation,
+    EndOfText,
     InnerWidth,
     Layers,
     Positions,
@@ -27,25 +33,6 @@ from ppserve.model.checkpoint.settings import (
     real_vocabulary,
     settled,
 )
-
-ACTIVATIONS = {
-    "gelu_new": "gelu_new",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "gelu_python_tanh": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_fast",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
-"""Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
-
-
-EndOfText = int | Annotated[list[int], Meta(min_length=1)] | None
-"""The id that ends a text: null for none, the first of several."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -59,7 +46,7 @@ class Config(msgspec.Struct, frozen=True):
     n_layer: Layers = 12
     n_head: Width = 12
     n_inner: InnerWidth | None = None
-    activation_function: Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")] = "gelu_new"
+    activation_function: Activation = "gelu_new"
     layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
@@ -69,7 +56,7 @@ class Config(msgspec.Struct, frozen=True):
     eos_token_id: EndOfText = END_OF_TEXT
 
 
-class GenerationConfig(msgspec.Struct, frozen=True):
+class EndOfTexts(msgspec.Struct, frozen=True):
     """What is read of generation_config.json."""
 
     eos_token_id: EndOfText = None
@@ -96,7 +83,7 @@ HARMLESS = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     renormalize_logits is_decoder line_by_line author license created_date language languages datasets version
-    description tags
+    description tags pretraining_tp max_window_layers is_llama_config transformers.js_config
     """.split()  # noqa: SIM905 (a list of words reads better as one)
 )
 """Training, generation defaults, labels, tokenizers and remarks: nothing that a forward pass reads."""
@@ -121,16 +108,32 @@ def read_config(directory: Path) -> Architecture:
     beside it. `tied_embeddings` is what the config says; the weights may overrule it.
     """
     path = directory / "config.json"
-    given = _given(path, read_json(path, dict[str, Any], limit=_MAX_BYTES))
+    values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
+    if values.get("model_type") in llama.KINDS:
+        arch, heads = _read_llama(path, values), "num_attention_heads"
+    else:
+        arch, heads = _read_gpt2(path, values), "n_head"
+    ends = _ends_of_text(path, values.get("eos_token_id", END_OF_TEXT if arch.family == "gpt2" else None))
+    vocab_size = real_vocabulary(directory, arch.padded_vocab_size, ends[0] if ends else None)
+    return settled(path, replace(arch, vocab_size=vocab_size, eos_ids=ends), heads)
+
+
+def _read_llama(path: Path, values: dict[str, Any]) -> Architecture:
+    given = {name: value for name, value in values.items() if value is not None}
+    _check_other_keys(path, given, llama.Config, llama.ONLY)
+    return llama.architecture(path, given)
+
+
+def _read_gpt2(path: Path, values: dict[str, Any]) -> Architecture:
+    given = _given(path, values)
     config = _config(path, given)
-    _check_other_keys(path, given)
-    eos_id = _eos_id(path, config)
-    arch = Architecture(
+    _check_other_keys(path, given, Config, ONLY)
+    return Architecture(
         num_layers=config.n_layer,
         width=config.n_embd,
         num_heads=config.n_head,
         max_positions=config.n_positions,
-        vocab_size=real_vocabulary(directory, config.vocab_size, eos_id),
+        vocab_size=config.vocab_size,
         padded_vocab_size=config.vocab_size,
         inner_width=config.n_inner or 4 * config.n_embd,
         activation=ACTIVATIONS[config.activation_function],
@@ -138,9 +141,7 @@ def read_config(directory: Path) -> Architecture:
         scale_attn_weights=config.scale_attn_weights,
         scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
         tied_embeddings=config.tie_word_embeddings,
-        eos_id=eos_id,
     )
-    return settled(path, arch, "n_head")
 
 
 def _given(path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -158,10 +159,11 @@ def _given(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 def _config(path: Path, given: dict[str, Any]) -> Config:
     """Raises CheckpointError for a model of another family as well."""
+    served = f"served are gpt2, {', '.join(llama.KINDS)}"
     if not {"model_type", "architectures", "n_embd", "n_layer"} & given.keys():
-        raise CheckpointError(path, "is missing; only gpt2 is served", field="model_type")
+        raise CheckpointError(path, f"is missing; {served}", field="model_type")
     if given.get("model_type", "gpt2") != "gpt2":
-        raise CheckpointError(path, f"is {shown(given['model_type'])}; only gpt2 is served", field="model_type")
+        raise CheckpointError(path, f"is {shown(given['model_type'])}; {served}", field="model_type")
     config = checked(path, given, Config)
     for name in config.architectures:
         if not MODEL_CLASS.fullmatch(name):
@@ -170,23 +172,26 @@ def _config(path: Path, given: dict[str, Any]) -> Config:
     return config
 
 
-def _check_other_keys(path: Path, given: dict[str, Any]) -> None:
+def _check_other_keys(
+    path: Path, given: dict[str, Any], config: type[msgspec.Struct], only: dict[str, Any]
+) -> None:
     """Keys that are not read may only be harmless, say what is so anyway, or be false or empty."""
     for name, value in given.items():
         is_harmless = name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, "")
-        if is_harmless or name in Config.__struct_fields__:
+        if is_harmless or name in config.__struct_fields__:
             continue
-        if name in ONLY and value != ONLY[name]:
-            raise CheckpointError(path, f"is {shown(value)}; only {shown(ONLY[name])} is served", field=name)
-        if name not in ONLY and value is not False:
+        if name in only and value != only[name]:
+            raise CheckpointError(path, f"is {shown(value)}; only {shown(only[name])} is served", field=name)
+        if name not in only and value is not False:
             problem = "not a key that is served, and it may change what is computed; remove it if it does not"
             raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
 
 
-def _eos_id(config_file: Path, config: Config) -> int | None:
+def _ends_of_text(config_file: Path, ids: Any) -> tuple[int, ...]:
     """generation_config.json overrules, as it does in transformers' generate."""
-    eos, path = config.eos_token_id, config_file.with_name("generation_config.json")
+    ends = checked(config_file, {"eos_token_id": ids}, EndOfTexts).eos_token_id
+    path = config_file.with_name("generation_config.json")
     if lexists(path):
-        overruling = read_json(path, GenerationConfig, limit=_MAX_BYTES).eos_token_id
-        eos = eos if overruling is None else overruling
-    return eos[0] if isinstance(eos, list) else eos
+        overruling = read_json(path, EndOfTexts, limit=_MAX_BYTES).eos_token_id
+        ends = ends if overruling is None else overruling
+    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)

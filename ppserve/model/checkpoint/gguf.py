@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, shown
 from ppserve.gguf_file import TensorInfo, read_header
+from ppserve.model.checkpoint import llama
 from ppserve.model.checkpoint.settings import InnerWidth, Layers, Positions, Width, settled
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
-DTYPES_BY_TYPE = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
+DTYPES_BY_TYPE: dict[int, torch.dtype] = {
+    Type.F32: torch.float32,
+    Type.F16: torch.float16,
+    Type.BF16: torch.bfloat16,
+}
 DEQUANTIZED = frozenset({Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K})
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
@@ -45,14 +51,24 @@ NAMES = {
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The keys of a GPT-2 that are read, without `gpt2.` in front."""
+    """The keys that are read, without the architecture's name in front."""
 
     block_count: Layers
     embedding_length: Width
     context_length: Positions
-    head_count: Width = msgspec.field(name="attention.head_count")
-    layer_norm_epsilon: float = msgspec.field(name="attention.layer_norm_epsilon")
     feed_forward_length: InnerWidth
+    head_count: Width = msgspec.field(name="attention.head_count")
+    layer_norm_epsilon: float | None = msgspec.field(name="attention.layer_norm_epsilon", default=None)
+    rms_epsilon: float | None = msgspec.field(name="attention.layer_norm_rms_epsilon", default=None)
+    head_count_kv: Width | None = msgspec.field(name="attention.head_count_kv", default=None)
+    key_length: Width | None = msgspec.field(name="attention.key_length", default=None)
+    value_length: Width | None = msgspec.field(name="attention.value_length", default=None)
+    sliding_window: Positions | None = msgspec.field(name="attention.sliding_window", default=None)
+    turned: Width | None = msgspec.field(name="rope.dimension_count", default=None)
+    freq_base: float = msgspec.field(name="rope.freq_base", default=10000.0)
+    scaling: str = msgspec.field(name="rope.scaling.type", default="none")
+    scaling_factor: float | None = msgspec.field(name="rope.scaling.factor", default=None)
+    original_length: Positions | None = msgspec.field(name="rope.scaling.original_context_length", default=None)
 
 
 class Quantized:
@@ -67,36 +83,95 @@ class Quantized:
         return torch.from_numpy(numbers)[(..., *columns)]
 
 
+class Interleaved:
+    """Rows of queries or keys as Hugging Face has them. A GGUF of architecture `llama` interleaves the halves of
+    each head."""
+
+    def __init__(self, numbers: Any, num_rows: int, head_size: int) -> None:
+        self._numbers = numbers
+        self._order = np.arange(num_rows).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        rows, *columns = part if isinstance(part, tuple) else (part,)
+        found: torch.Tensor = self._numbers[(self._order[rows], *columns)]
+        return found
+
+
 def open_gguf(path: Path) -> FileCheckpoint:
-    """Open a .gguf of a GPT-2. Raises CheckpointError."""
+    """Open a .gguf. Raises CheckpointError."""
     header = read_header(path)
     content = np.memmap(path, mode="c")
     stored = [_stored(path, content, tensor) for tensor in header.tensors]
-    rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"), 0)
-    return FileCheckpoint(path, _architecture(path, header.values, rows), stored, _canonical)
+    by_name = {tensor.name: tensor for tensor in stored}
+    rows = by_name["token_embd.weight"].shape[0] if "token_embd.weight" in by_name else 0
+    arch = _architecture(path, header.values, rows, by_name.get("rope_freqs.weight"))
+    if arch.family == "gpt2":
+        return FileCheckpoint(path, arch, stored, _canonical)
+    arch = replace(arch, tied_embeddings="output.weight" not in by_name)
+    if header.values["general.architecture"] == "llama":
+        stored = [_in_halves(tensor, arch.head_size) for tensor in stored]
+    return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", llama.GGUF))
 
 
-def _architecture(path: Path, values: dict[str, Any], num_rows: int) -> Architecture:
-    family = values.get("general.architecture")
-    if family != "gpt2":
-        raise CheckpointError(path, f"is {shown(family)}; only gpt2 is served", field="general.architecture")
-    own = {name.removeprefix("gpt2."): value for name, value in values.items() if name.startswith("gpt2.")}
+def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
+    if not tensor.name.endswith(("attn_q.weight", "attn_k.weight")) or tensor.shape[0] % head_size:
+        return tensor  # another shape is refused by its name
+    return replace(tensor, numbers=Interleaved(tensor.numbers, tensor.shape[0], head_size))
+
+
+def _architecture(
+    path: Path, values: dict[str, Any], num_rows: int, factors: StoredTensor | None
+) -> Architecture:
+    """factors: what the frequencies of rotary positions are divided by."""
+    kind = values.get("general.architecture")
+    if kind != "gpt2" and kind not in llama.KINDS:
+        served = f"served are gpt2, {', '.join(llama.KINDS)}"
+        raise CheckpointError(path, f"is {shown(kind)}; {served}", field="general.architecture")
+    own = {name.removeprefix(f"{kind}."): value for name, value in values.items() if name.startswith(f"{kind}.")}
     settings = checked(path, own, Settings)
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
+    epsilon = settings.layer_norm_epsilon if kind == "gpt2" else settings.rms_epsilon
+    if epsilon is None:
+        raise CheckpointError(path, "is missing", field=f"{kind}.attention.layer_norm(_rms)_epsilon")
+    end = values.get("tokenizer.ggml.eos_token_id")
     arch = Architecture(
         num_layers=settings.block_count,
         width=settings.embedding_length,
         num_heads=settings.head_count,
-        max_positions=settings.context_length,
+        max_positions=min(settings.context_length, settings.sliding_window or settings.context_length),
         vocab_size=num_rows - num_unused,
         padded_vocab_size=num_rows,
         inner_width=settings.feed_forward_length,
-        activation="gelu_new",
-        layer_norm_epsilon=float(str(np.float32(settings.layer_norm_epsilon))),  # 1e-5, stored as float32
-        eos_id=values.get("tokenizer.ggml.eos_token_id"),
+        layer_norm_epsilon=float(str(np.float32(epsilon))),  # 1e-5, stored as float32
+        eos_ids=(end,) if isinstance(end, int) else (),
     )
-    return settled(path, arch, "gpt2.attention.head_count")
+    if kind != "gpt2":
+        arch = replace(arch, activation="silu", **_llama_fields(path, str(kind), settings, factors))
+    return settled(path, arch, f"{kind}.attention.head_count")
+
+
+def _llama_fields(
+    path: Path, kind: str, settings: Settings, factors: StoredTensor | None
+) -> dict[str, Any]:
+    head_size = settings.key_length or settings.embedding_length // settings.head_count
+    sizes = {"attention.value_length": settings.value_length, "rope.dimension_count": settings.turned}
+    for name, size in sizes.items():
+        if size not in (None, head_size):
+            problem = f"is {size}; only {head_size}, as of keys, is served"
+            raise CheckpointError(path, problem, field=f"{kind}.{name}")
+    scaling = {
+        "rope_type": "default" if settings.scaling == "none" else settings.scaling,
+        "rope_theta": settings.freq_base,
+        "factor": settings.scaling_factor,
+        "original_max_position_embeddings": settings.original_length,
+    }
+    rotary = llama.rotary(path, head_size, scaling, settings.context_length)
+    if factors is not None and factors.shape == (head_size // 2,):
+        divided = np.array(rotary.frequencies) / factors.numbers[:].double().numpy()
+        rotary = replace(rotary, frequencies=tuple(float(number) for number in divided.astype(np.float32)))
+    more = {"rotary": rotary, "kv_heads": settings.head_count_kv, "head_width": head_size}
+    return more | llama.common(kind)
 
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:

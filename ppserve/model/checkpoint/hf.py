@@ -1,6 +1,6 @@
 """A Hugging Face directory: config.json beside safetensors or torch files, whole or split by an index.
 
-Linears of this format are Conv1D, stored (in, out). safetensors are read by the slices of the official reader.
+Linears of a GPT-2 are Conv1D, stored (in, out). safetensors are read by the slices of the official reader.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, reason
+from ppserve.model.checkpoint import llama
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.hub import weight_files
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
@@ -30,6 +31,8 @@ def open_directory(directory: Path) -> FileCheckpoint:
     arch = read_config(directory)
     path, *parts = weight_files(directory)
     stored = [tensor for file in parts or [path] for tensor in _stored_tensors(file)]
+    if arch.family == "llama":
+        return FileCheckpoint(path, arch, stored, llama.canonical_names("model.layers.", llama.HUGGING_FACE))
     return FileCheckpoint(path, arch, stored, _canonical, is_in_out=True)
 
 

@@ -75,7 +75,7 @@ def _architecture(path: Path, header: Header) -> Architecture:
         padded_vocab_size=header.Vp,
         inner_width=4 * header.C,
         activation="gelu_new",
-        eos_id=END_OF_TEXT,
+        eos_ids=(END_OF_TEXT,),
     )
     return settled(path, arch, "NH")
 

@@ -1,4 +1,4 @@
-"""What every format says of a GPT-2: its sizes, within bounds, the end of a text, and how many tokens are real.
+"""What every format says of a model: its sizes, within bounds, the end of a text, and how many tokens are real.
 
 The bounds leave room above every GPT-2 in existence and keep sizes computed from them far below anything
 that could exhaust the memory before the tensors themselves have been compared with the file.
@@ -30,6 +30,26 @@ Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
 InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 Id = Annotated[int, Meta(ge=0)]
 
+ACTIVATIONS = {
+    "gelu_new": "gelu_new",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_fast",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+"""Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
+
+Activation = Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")]
+
+EndOfText = int | Annotated[list[int], Meta(min_length=1)] | None
+"""The id that ends a text, or several; null for none."""
+
 END_OF_TEXT = 50256
 """The id of GPT-2's end of text."""
 GPT2_VOCABULARY = 50257
@@ -54,14 +74,16 @@ class _AddedById(msgspec.Struct, frozen=True):
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
-    """Without an end of text beyond the vocabulary. heads: what the file calls their number.
+    """Without ends of text beyond the vocabulary. heads: what the file calls their number.
 
-    Raises CheckpointError unless the heads divide the width.
+    Raises CheckpointError unless the heads divide the width, and those of keys and values the heads.
     """
-    if arch.width % arch.num_heads:
+    if arch.head_width is None and arch.width % arch.num_heads:
         raise CheckpointError(path, f"{arch.num_heads} heads do not divide the width {arch.width}", field=heads)
-    has_end = arch.eos_id is not None and 0 <= arch.eos_id < arch.vocab_size
-    return arch if has_end else replace(arch, eos_id=None)
+    if arch.num_heads % arch.num_kv_heads:
+        problem = f"{arch.num_kv_heads} heads of keys and values do not divide the {arch.num_heads} of queries"
+        raise CheckpointError(path, problem, field=heads)
+    return replace(arch, eos_ids=tuple(end for end in arch.eos_ids if 0 <= end < arch.vocab_size))
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:

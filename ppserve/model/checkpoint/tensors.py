@@ -74,7 +74,7 @@ class FileCheckpoint:
         is_in_out: bool = False,
     ) -> None:
         """canonical: from a name in the file; None for what is no weight. is_in_out: the file holds the layers'
-        linears as (in, out). Raises CheckpointError for a tensor that is missing, does not fit, or that a GPT-2 of
+        linears as (in, out). Raises CheckpointError for a tensor that is missing, does not fit, or that a model of
         this architecture does not have."""
         self.path = path
         self._converted_to: str | None = None
@@ -129,7 +129,7 @@ def _by_canonical_name(
         if name is None:
             continue
         if name not in expected:
-            problem = f"is no tensor of a GPT-2 with {arch.num_layers} layers and this configuration"
+            problem = f"is no tensor of a {arch.family} with {arch.num_layers} layers and this configuration"
             raise CheckpointError(tensor.path, problem, field=shown(tensor.name))
         if name in found:
             problem = f"is given twice: also as {found[name].name} in {found[name].path.name}"

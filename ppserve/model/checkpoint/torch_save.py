@@ -73,7 +73,7 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
         inner_width=4 * args.n_embd,
         activation="gelu",
         biases=args.bias,
-        eos_id=END_OF_TEXT if vocab_size == GPT2_VOCABULARY else None,
+        eos_ids=(END_OF_TEXT,) if vocab_size == GPT2_VOCABULARY else (),
     )
     return settled(path, arch, "n_head")
 

@@ -202,7 +202,7 @@ class Oracle:
 
 
 def a_rig(num_stages: int = 2, num_blocks: int = 400, **config: object) -> SchedulerRig:
-    settings = {"max_model_len": 1024, "block_size": 4, "eos_id": EOS_ID, **config}
+    settings = {"max_model_len": 1024, "block_size": 4, "eos_ids": (EOS_ID,), **config}
     return SchedulerRig(SchedulerConfig(num_stages, **settings), num_blocks)  # type: ignore[arg-type]
 
 

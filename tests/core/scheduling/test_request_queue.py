@@ -20,7 +20,7 @@ class Replicas:
 
     def __init__(self, count: int = 2, num_stages: int = 1, num_blocks: int = 400, **config: object) -> None:
         self.request_queue = RequestQueue()
-        settings = {"max_model_len": 1024, "block_size": 4, "eos_id": EOS_ID, **config}
+        settings = {"max_model_len": 1024, "block_size": 4, "eos_ids": (EOS_ID,), **config}
         configs = [SchedulerConfig(num_stages, replica=i, **settings) for i in range(count)]  # type: ignore[arg-type]
         self.rigs = [SchedulerRig(each, num_blocks, request_queue=self.request_queue) for each in configs]
         self.first = self.rigs[0]

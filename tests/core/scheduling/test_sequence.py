@@ -11,7 +11,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceStatus
 
 EOS_ID = 7
-CONFIG = SchedulerConfig(1, block_size=2, eos_id=EOS_ID)
+CONFIG = SchedulerConfig(1, block_size=2, eos_ids=(EOS_ID,))
 
 
 def sequence_for(stop: StopConditions | None = None, **fields: object) -> Sequence:

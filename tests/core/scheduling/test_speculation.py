@@ -41,7 +41,7 @@ WRONG = partial(Oracle, rate=0.0, probability=SURE)
 
 def a_rig(speculate: int | None, row: float | None = None, num_stages: int = 1, **config: int) -> SchedulerRig:
     """row: of the costs; None = no costs are known."""
-    settings = SchedulerConfig(num_stages, block_size=4, eos_id=EOS_ID, speculate=speculate, **config)
+    settings = SchedulerConfig(num_stages, block_size=4, eos_ids=(EOS_ID,), speculate=speculate, **config)
     return SchedulerRig(settings, 400, None if row is None else Costs(row, num_stages), WRONG)
 
 
@@ -106,7 +106,7 @@ def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
 
 def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     """The pipeline has as many as the request needs, without draft tokens."""
-    config = SchedulerConfig(2, block_size=4, eos_id=EOS_ID, speculate=16)
+    config = SchedulerConfig(2, block_size=4, eos_ids=(EOS_ID,), speculate=16)
     rig = SchedulerRig(config, num_blocks=4, new_drafter=WRONG)
     rig.submit(a_request("r", num_prompt=5, max_tokens=12))  # 16 positions: the last token has none
     ends = []

@@ -83,7 +83,7 @@ def walk(
         block_size=rng.choice((1, 4, 8)),
         prefill_chunk=prefill_chunk,
         prefix_cache=prefix_cache,
-        eos_id=EOS_ID,
+        eos_ids=(EOS_ID,),
         speculate=speculate,
         runs_ahead=num_stages == 1,
     )

@@ -18,7 +18,7 @@ from ppserve.head.engine.members import Members
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
 
-ARCH = Architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_id=EOS_ID)
+ARCH = Architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EOS_ID,))
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 SECOND = 1_000_000_000
@@ -29,7 +29,7 @@ class ToyRules:
 
     def __init__(self, num_stages: int, config: dict[str, Any], mistake: ConfigError | None = None) -> None:
         self._num_stages, self._mistake = num_stages, mistake
-        settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_id": EOS_ID, **config}
+        settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_ids": (EOS_ID,), **config}
         self._config = SchedulerConfig(num_stages, **settings)
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:

@@ -15,7 +15,7 @@ from tests.fake_engine import EOS
 
 # What the model draws, one byte a token: characters of one to four bytes, beginnings of stop strings that come to
 # nothing, an end-of-text.
-CONFIG = SchedulerConfig(1, eos_id=EOS)
+CONFIG = SchedulerConfig(1, eos_ids=(EOS,))
 DRAWN = [*"so é 漢 EN 🙂 END of it".encode(), EOS]
 
 

@@ -48,9 +48,9 @@ def read(tmp_path: Path) -> Read:
         ({"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_by_inverse_layer_idx": True}),
         ({"reorder_and_upcast_attn": True}, {}),
         ({"tie_word_embeddings": False}, {"tied_embeddings": False}),
-        ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_id": 3}),
-        ({"eos_token_id": [5, 6]}, {"eos_id": 5}),
-        ({"eos_token_id": 50256}, {"eos_id": None}),
+        ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_ids": (3,)}),
+        ({"eos_token_id": [5, 6]}, {"eos_ids": (5, 6)}),
+        ({"eos_token_id": 50256}, {"eos_ids": ()}),
         (dict.fromkeys(OWN, ...) | dict(zip(SYNONYMS, (20, 3, 4, 24), strict=True)), {}),
         ({"n_positions": ..., "n_ctx": 24}, {}),
         ({"n_ctx": 1024}, {}),
@@ -64,7 +64,7 @@ def read(tmp_path: Path) -> Read:
         ({"position_embedding_type": "absolute", "never_heard": None, "nor_of_this": False}, {}),
         (
             {"vocab_size": 50304, "eos_token_id": 50256},
-            {"vocab_size": 50257, "padded_vocab_size": 50304, "eos_id": 50256},
+            {"vocab_size": 50257, "padded_vocab_size": 50304, "eos_ids": (50256,)},
         ),
         *[({"activation_function": name}, {"activation": meant}) for name, meant in ACTIVATIONS.items()],
     ],
@@ -76,13 +76,13 @@ def test_fields_that_are_read_or_harmless(read: Read, changes: dict[str, Any], e
 
 def test_the_defaults_are_those_of_gpt2_small(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert read_config(tmp_path) == Architecture(12, 768, 12, 1024, 50257, 50257, 3072, eos_id=50256)
+    assert read_config(tmp_path) == Architecture(12, 768, 12, 1024, 50257, 50257, 3072, eos_ids=(50256,))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model_type", "llama"),
+        ("model_type", "gemma"),
         ("architectures", ["GPT2LMHeadCustomModel"]),
         ("add_cross_attention", True),
         ("pruned_heads", {"0": [1, 2]}),

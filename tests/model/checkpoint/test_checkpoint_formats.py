@@ -9,7 +9,6 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
-from ppserve.model.checkpoint.llama import unpermuted
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.checkpoint.tensors import fingerprint
 from tests.model.checkpoint.writers import (
@@ -94,15 +93,6 @@ def test_gguf(tmp_path: Path, kind: str, tolerance: float) -> None:
         assert torch.allclose(whole.float(), tensors[name], rtol=0, atol=tolerance), name
         if name.endswith("c_attn.weight"):
             assert torch.equal(checkpoint.tensor(name, part), part.select(whole))
-
-
-@pytest.mark.parametrize("num_heads", [1, 3])
-def test_permuted_queries_and_keys_are_put_back(num_heads: int) -> None:
-    """llama.cpp's converter of Llamas: each head's two halves, row by row in turn."""
-    rows = torch.arange(24)[:, None]
-    permuted = rows.view(num_heads, 2, -1, 1).swapaxes(1, 2).reshape(rows.shape)
-    assert not torch.equal(permuted, rows)
-    assert torch.equal(unpermuted(permuted, num_heads), rows)
 
 
 @pytest.mark.parametrize("biases", [True, False])

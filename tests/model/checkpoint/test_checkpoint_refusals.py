@@ -99,7 +99,7 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
     assert "holds no config.json" in str(refusal(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert "holds none of model.safetensors" in str(refusal(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "gemma", "hidden_size": 64}')
     assert refusal(tmp_path).field == "model_type"
     for name in ("a.bin", "b.bin"):
         write_llmc(tmp_path / "two" / name, ARCH, TENSORS)

@@ -11,7 +11,7 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, Linear, NormWeights
-from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, StoresFourBits, TensorPart, tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -24,16 +24,33 @@ Outputs = tuple[str, slice]
 class StoredMatrix:
     """A `Matrix` of these outputs, one after the other; each slice of it is read when it is asked for.
 
-    read: as `Checkpoint.tensor`.
+    read: as `Checkpoint.tensor`. read_four_bits: as `StoresFourBits.four_bits`.
     """
 
     def __init__(
-        self, read: Callable[[str, TensorPart], torch.Tensor], outputs: tuple[Outputs, ...], num_inputs: int
+        self,
+        read: Callable[[str, TensorPart], torch.Tensor],
+        read_four_bits: Callable[[str, tuple[slice, ...]], FourBits | None],
+        outputs: tuple[Outputs, ...],
+        num_inputs: int,
     ) -> None:
-        self._read, self._outputs = read, outputs
+        self._read, self._read_four_bits, self._outputs = read, read_four_bits, outputs
         self.shape = sum(own.stop - own.start for _, own in outputs), num_inputs
 
     def __getitem__(self, wanted: slice, /) -> torch.Tensor:
+        rows = self._rows(wanted)
+        parts = [self._read(f"{name}.weight", TensorPart(tuple(own))) for name, own in rows.items()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def four_bits(self, wanted: slice) -> FourBits | None:
+        """These outputs as they are stored; None unless all of them have 4 bits."""
+        rows = self._rows(wanted)
+        parts = [self._read_four_bits(f"{name}.weight", tuple(own)) for name, own in rows.items()]
+        found = [part for part in parts if part is not None]
+        return FourBits(*map(torch.cat, zip(*found, strict=True))) if len(found) == len(parts) else None
+
+    def _rows(self, wanted: slice) -> dict[str, list[slice]]:
+        """What is wanted, by tensor."""
         begin, end, _ = wanted.indices(self.shape[0])
         rows: dict[str, list[slice]] = {}
         at = 0
@@ -42,8 +59,7 @@ class StoredMatrix:
             if first < last:
                 rows.setdefault(name, []).append(slice(first, last))
             at += own.stop - own.start
-        parts = [self._read(f"{name}.weight", TensorPart(tuple(own))) for name, own in rows.items()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows
 
 
 class WeightReader:
@@ -91,7 +107,7 @@ class WeightReader:
 
     def _matrix(self, *outputs: Outputs) -> StoredMatrix:
         _, num_inputs = self._shapes[f"{outputs[0][0]}.weight"]
-        return StoredMatrix(self._tensor, outputs, num_inputs)
+        return StoredMatrix(self._tensor, self._four_bits, outputs, num_inputs)
 
     def _counted(self, linear: Linear) -> Linear:
         self.weight_bytes += linear.num_bytes
@@ -105,7 +121,17 @@ class WeightReader:
 
     def _tensor(self, name: str, part: TensorPart) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name, part)
-        self.num_params += tensor.numel()
-        self._done_bytes += tensor.nbytes
-        self._progress(self._done_bytes, max(self._done_bytes, self._total_bytes))
+        self._count(tensor.numel(), tensor.itemsize)
         return tensor
+
+    def _four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
+        checkpoint = self._checkpoint
+        found = checkpoint.four_bits(name, rows) if isinstance(checkpoint, StoresFourBits) else None
+        if found is not None:
+            self._count(found.numbers_nGi.numel(), getattr(torch, checkpoint.stored_dtype).itemsize)
+        return found
+
+    def _count(self, num_params: int, itemsize: int) -> None:
+        self.num_params += num_params
+        self._done_bytes += num_params * itemsize
+        self._progress(self._done_bytes, max(self._done_bytes, self._total_bytes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ppserve.core.architecture import Architecture
 
@@ -101,6 +101,17 @@ class TensorPart:
 WHOLE = TensorPart()
 
 
+class FourBits(NamedTuple):
+    """Weights of 4 bits in groups of 32 inputs: each is scale * number + minimum.
+
+    numbers_nGi: from 0 to 15, uint8. scales_nG, minima_nG: float16.
+    """
+
+    numbers_nGi: torch.Tensor
+    scales_nG: torch.Tensor
+    minima_nG: torch.Tensor
+
+
 class Matrix(Protocol):
     """A weight (N, K) that a backend packs: a tensor, or a part of a checkpoint that is read when it is sliced."""
 
@@ -108,6 +119,14 @@ class Matrix(Protocol):
     def shape(self) -> Sequence[int]: ...
 
     def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class StoresFourBits(Protocol):
+    """A checkpoint that may hold weights of 4 bits."""
+
+    def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
+        """These rows of a matrix as they are stored, None where it is stored otherwise. Raises CheckpointError."""
 
 
 class Checkpoint(Protocol):

@@ -22,7 +22,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, shown
 from ppserve.gguf_file import TensorInfo, read_header
-from ppserve.model.checkpoint import llama
+from ppserve.model.checkpoint import FourBits, llama
 from ppserve.model.checkpoint.settings import InnerWidth, Layers, Positions, Width, settled
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
@@ -82,6 +82,18 @@ class Quantized:
         numbers = gguf.quants.dequantize(np.ascontiguousarray(self._blocks[rows]), self._kind)
         return torch.from_numpy(numbers)[(..., *columns)]
 
+    def four_bits(self, rows: Any) -> FourBits | None:
+        """These rows as they are; None for another type. A number of Q4_0 is 8 above what its scale multiplies."""
+        if self._kind not in (Type.Q4_0, Type.Q4_1):
+            return None
+        halves = 1 if self._kind == Type.Q4_0 else 2
+        blocks = np.ascontiguousarray(self._blocks[rows])
+        blocks = blocks.reshape(len(blocks), -1, 2 * halves + 16)
+        scales, *minima = np.moveaxis(np.ascontiguousarray(blocks[:, :, : 2 * halves]).view(np.float16), 2, 0)
+        numbers = np.concatenate([blocks[:, :, 2 * halves :] & 15, blocks[:, :, 2 * halves :] >> 4], axis=2)
+        minimum = minima[0] if minima else scales * np.float16(-8)
+        return FourBits(*map(torch.from_numpy, (numbers, scales.copy(), minimum.copy())))
+
 
 class Interleaved:
     """Rows of queries or keys as Hugging Face has them. A GGUF of architecture `llama` interleaves the halves of
@@ -95,6 +107,9 @@ class Interleaved:
         rows, *columns = part if isinstance(part, tuple) else (part,)
         found: torch.Tensor = self._numbers[(self._order[rows], *columns)]
         return found
+
+    def four_bits(self, rows: Any) -> FourBits | None:
+        return self._numbers.four_bits(self._order[rows]) if isinstance(self._numbers, Quantized) else None
 
 
 def open_gguf(path: Path) -> FileCheckpoint:

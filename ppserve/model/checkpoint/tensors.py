@@ -19,7 +19,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, shown
-from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart, tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,10 +89,22 @@ class FileCheckpoint:
         self.stored_dtype = num_stored.most_common(1)[0][0]
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
+        stored = self._stored(name)
+        return stored.read(part, DTYPES[self._converted_to or stored.dtype])
+
+    def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
+        read = getattr(self._stored(name).numbers, "four_bits", None)
+        if read is None:
+            return None
+        parts: list[FourBits | None] = [read(own) for own in rows]
+        found = [part for part in parts if part is not None]
+        return FourBits(*map(torch.cat, zip(*found, strict=True))) if found else None
+
+    def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors[name]
         if file_size(stored.path) != self._sizes[stored.path]:  # what is mapped and gone ends the process
             raise CheckpointError(stored.path, "has another size than when it was opened", field=stored.name)
-        return stored.read(part, DTYPES[self._converted_to or stored.dtype])
+        return stored
 
     def rounded_to(self, dtype: str) -> FileCheckpoint:
         """The same checkpoint as if it were stored in `dtype`."""

@@ -5,22 +5,13 @@ n outputs, K inputs, G groups of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ppserve.errors import ConfigError
+from ppserve.model.checkpoint import FourBits
 
 GROUP_INPUTS = 32
 _MOST = 15
-
-
-class FourBits(NamedTuple):
-    """numbers_nGi: from 0 to 15, uint8. scales_nG, minima_nG: float16."""
-
-    numbers_nGi: torch.Tensor
-    scales_nG: torch.Tensor
-    minima_nG: torch.Tensor
 
 
 def in_four_bits(weight_nK: torch.Tensor) -> FourBits:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from ppserve.errors import ConfigError
 from ppserve.model.backend import INT4
@@ -22,6 +23,7 @@ from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 from ppserve.model.cpu.kernels.work import LINEAR, Jobs, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
+from ppserve.model.weights import StoredMatrix
 
 OUTPUTS_MULTIPLE = 64
 """Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
@@ -61,7 +63,13 @@ class PackedWeights:
             self._bias[: self.num_outputs] = bias_N.float().numpy()
         at_once = max(PANEL, READ_BYTES // (4 * self.num_inputs) // PANEL * PANEL)
         for begin in range(0, self.num_outputs, at_once):
-            self._pack(begin, weight_NK[begin : begin + at_once])
+            own, stored = slice(begin, min(begin + at_once, self.num_outputs)), None
+            if dtype == INT4 and isinstance(weight_NK, StoredMatrix):
+                stored = weight_NK.four_bits(own)
+            if stored is None:
+                self._pack(begin, weight_NK[own])
+            else:
+                self._keep(begin, pad(words(stored), (0, 0, 0, -(own.stop - begin) % PANEL)))
         self._start: NDArray[Any] = aligned(outputs, np.int32)
         if dtype == torch.float32:
             self._start = self._bias
@@ -82,11 +90,16 @@ class PackedWeights:
 
     def _pack(self, begin: int, weight_nK: torch.Tensor) -> None:
         """Put some outputs, of which the first is `begin`, into their panels."""
-        num_panels, first = -(-len(weight_nK) // PANEL), begin // PANEL
+        num_panels = -(-len(weight_nK) // PANEL)
         padded_nK = torch.zeros(num_panels * PANEL, self._chunks * self._kind.chunk_inputs)
         padded_nK[: len(weight_nK), : self.num_inputs] = weight_nK
-        words_nW = self._words(padded_nK, slice(begin, begin + len(padded_nK))).numpy()
-        self._panels[first : first + num_panels] = words_nW.reshape(num_panels, PANEL, -1).transpose(0, 2, 1)
+        self._keep(begin, self._words(padded_nK, slice(begin, begin + len(padded_nK))))
+
+    def _keep(self, begin: int, words_nW: torch.Tensor) -> None:
+        """words_nW: int32, of whole panels."""
+        num_panels, first = len(words_nW) // PANEL, begin // PANEL
+        panels = words_nW.numpy().reshape(num_panels, PANEL, -1).transpose(0, 2, 1)
+        self._panels[first : first + num_panels] = panels
 
     def _words(self, weight_nK: torch.Tensor, outputs: slice) -> torch.Tensor:
         """Some outputs, rounded, as int32; keeps what belongs to each output beside the panels."""

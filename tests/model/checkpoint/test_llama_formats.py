@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint import tensor_shapes
+from ppserve.model.checkpoint import TensorPart, tensor_shapes
 from ppserve.model.checkpoint.llama import GGUF, HUGGING_FACE
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from ppserve.model.cpu.backend import CpuBackend
 from tests.model.checkpoint.writers import write_hf_state
 from tests.model.pipelines import Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, llama
@@ -187,3 +188,31 @@ def test_old_files_also_hold_what_is_computed(tmp_path: Path) -> None:
     write_hf_state(tmp_path, state)
     logits_are_those_of(model, tmp_path)
     assert set(HUGGING_FACE.values()) == set(GGUF.values())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_four_bits_are_taken_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+    """Without rounding them a second time, also by tensor ranks."""
+    arch = llama(width=64, heads=4, kv_heads=2, head_width=32, inner_width=96, vocab_size=64)
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", RandomCheckpoint(arch), "llama", kind)))
+    for name, shape in tensor_shapes(arch).items():
+        if len(shape) < 2 or name == "wte.weight":
+            continue
+        rows = slice(0, 8), slice(shape[0] - 24, shape[0])
+        found = checkpoint.four_bits(name, rows)
+        if kind == "Q8_0":
+            assert found is None
+            return
+        assert found is not None
+        numbers, scales, minima = found
+        weights = numbers * scales.float()[:, :, None] + minima.float()[:, :, None]
+        assert torch.equal(weights.flatten(1), checkpoint.tensor(name, TensorPart(rows))), name
+    exact, four = (
+        Pipeline(checkpoint, "2", backend=CpuBackend("float32", quantization=of), num_sequences=1)
+        for of in ("none", "int4")
+    )
+    ids = prompt(30, vocab_size=64)
+    theirs, ours = (pipeline.logits(pipeline.hidden(ids, 30)) for pipeline in (exact, four))
+    # What is left is the rounding of rows to int8, and of the LM head.
+    error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+    assert error < 0.05

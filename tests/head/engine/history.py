@@ -217,7 +217,7 @@ class History:
         if not self.control.is_up:
             again()
             return
-        accepted = self.engine.submit(OpenRequest(request, caller, None, EOS_ID))
+        accepted = self.engine.submit(OpenRequest(request, caller, None, (EOS_ID,)))
 
         def answered(_future: object) -> None:
             problem = accepted.exception()

@@ -27,7 +27,7 @@ class Bytes:
 
 
 def open_request(request: Request) -> OpenRequest:
-    return OpenRequest(request, None, Bytes(), EOS)
+    return OpenRequest(request, None, Bytes(), (EOS,))
 
 
 def undisturbed(request: Request) -> list[TokenOutput]:

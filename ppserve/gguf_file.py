@@ -37,12 +37,12 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     values: dict[str, Any]
     tensors: list[TensorInfo]
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Raises CheckpointError."""
     file_size(path)
     try:
@@ -87,7 +87,7 @@ def _form(kind: int) -> str:
     return SCALARS[kind]
 
 
-def _header(cursor: _Cursor) -> Header:
+def _header(cursor: _Cursor) -> GGUFHeader:
     if cursor.bytes(4) != MAGIC:
         raise ValueError("another magic")
     (version,), (num_tensors, num_values) = cursor.numbers("I"), cursor.numbers("Q", 2)
@@ -104,7 +104,8 @@ def _header(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise ValueError(f"an alignment of {alignment}")
     begin = math.ceil(cursor.at / alignment) * alignment
-    return Header(values, [TensorInfo(name, shape, kind, begin + offset) for name, shape, kind, offset in infos])
+    tensors = [TensorInfo(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
+    return GGUFHeader(values, tensors)
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

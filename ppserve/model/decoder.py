@@ -23,7 +23,7 @@ from ppserve.model.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """How the parts of a model read their weights."""
 
     embedding: Callable[[WeightReader], Callable[[StepInputs], torch.Tensor]]
@@ -36,7 +36,7 @@ class Family:
 class Block:
     """A layer, or the half of it that is on this stage."""
 
-    def __init__(self, read: WeightReader, family: Family, layer: int) -> None:
+    def __init__(self, read: WeightReader, family: ModelFamily, layer: int) -> None:
         layout = read.layout
         self.attention = family.attention(read, layer) if layer in layout.attentions else None
         self.mlp = family.mlp(read, layer) if layer in layout.mlps else None
@@ -53,7 +53,7 @@ class LMHead:
     """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
     never be drawn."""
 
-    def __init__(self, read: WeightReader, family: Family) -> None:
+    def __init__(self, read: WeightReader, family: ModelFamily) -> None:
         norm = read.norm("ln_f", is_rms=family.has_rms_norms)
         self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
         self.logits = read.backend.head(norm, self.linear)
@@ -62,7 +62,7 @@ class LMHead:
 class Decoder:
     """A `StageModel`: the layers of `layout`, the embeddings on the first stage, the head on the last."""
 
-    def __init__(self, read: WeightReader, family: Family) -> None:
+    def __init__(self, read: WeightReader, family: ModelFamily) -> None:
         self.arch, self.layout, self.backend = read.arch, read.layout, read.backend
         # The LM head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
         self.head = LMHead(read, family) if self.layout.is_last else None

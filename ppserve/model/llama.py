@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 
 from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
-from ppserve.model.decoder import Family
+from ppserve.model.decoder import ModelFamily
 from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import WeightReader
 
 
-class Embedding:
+class TokenEmbedding:
     """The token alone. A tensor rank has some of the columns."""
 
     def __init__(self, read: WeightReader) -> None:
@@ -53,4 +53,4 @@ def _mlp(read: WeightReader, layer: int) -> Sublayer:
     return read.backend.mlp(weights)
 
 
-LLAMA = Family(Embedding, _attention, _mlp, has_rms_norms=True)
+LLAMA = ModelFamily(TokenEmbedding, _attention, _mlp, has_rms_norms=True)

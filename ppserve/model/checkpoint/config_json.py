@@ -23,7 +23,7 @@ from ppserve.model.checkpoint import llama
 from ppserve.model.checkpoint.settings import (
     ACTIVATIONS,
     END_OF_TEXT,
-    Activation,
+    ActivationName,
     EndOfText,
     InnerWidth,
     Layers,
@@ -46,7 +46,7 @@ class Config(msgspec.Struct, frozen=True):
     n_layer: Layers = 12
     n_head: Width = 12
     n_inner: InnerWidth | None = None
-    activation_function: Activation = "gelu_new"
+    activation_function: ActivationName = "gelu_new"
     layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
@@ -120,7 +120,7 @@ def read_config(directory: Path) -> Architecture:
 
 def _read_llama(path: Path, values: dict[str, Any]) -> Architecture:
     given = {name: value for name, value in values.items() if value is not None}
-    _check_other_keys(path, given, llama.Config, llama.ONLY)
+    _check_other_keys(path, given, llama.LlamaConfig, llama.ONLY)
     return llama.architecture(path, given)
 
 

@@ -50,7 +50,7 @@ NAMES = {
 """The converters' names of GPT-2's tensors, without `blk.{i}.` in front."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+class GGUFSettings(msgspec.Struct, frozen=True):
     """The keys that are read, without the architecture's name in front."""
 
     block_count: Layers
@@ -143,7 +143,7 @@ def _architecture(
         served = f"served are gpt2, {', '.join(llama.KINDS)}"
         raise CheckpointError(path, f"is {shown(kind)}; {served}", field="general.architecture")
     own = {name.removeprefix(f"{kind}."): value for name, value in values.items() if name.startswith(f"{kind}.")}
-    settings = checked(path, own, Settings)
+    settings = checked(path, own, GGUFSettings)
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
     epsilon = settings.layer_norm_epsilon if kind == "gpt2" else settings.rms_epsilon
@@ -167,7 +167,7 @@ def _architecture(
 
 
 def _llama_fields(
-    path: Path, kind: str, settings: Settings, factors: StoredTensor | None
+    path: Path, kind: str, settings: GGUFSettings, factors: StoredTensor | None
 ) -> dict[str, Any]:
     head_size = settings.key_length or settings.embedding_length // settings.head_count
     sizes = {"attention.value_length": settings.value_length, "rope.dimension_count": settings.turned}

@@ -20,7 +20,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import checked, shown
 from ppserve.model.checkpoint.settings import (
     ACTIVATIONS,
-    Activation,
+    ActivationName,
     EndOfText,
     InnerWidth,
     Layers,
@@ -88,7 +88,7 @@ def canonical_names(before_layers: str, names: dict[str, str]) -> Callable[[str]
     return canonical
 
 
-class Config(msgspec.Struct, frozen=True):
+class LlamaConfig(msgspec.Struct, frozen=True):
     """The keys of config.json that are read. Those without a default must be given."""
 
     model_type: str
@@ -103,7 +103,7 @@ class Config(msgspec.Struct, frozen=True):
     """None: as many as of queries."""
     head_dim: Width | None = None
     """None: the heads share the width."""
-    hidden_act: Activation = "silu"
+    hidden_act: ActivationName = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -124,7 +124,7 @@ ONLY = {"mlp_bias": False, "attention_bias": False, "rope_interleaved": False}
 
 def architecture(path: Path, given: dict[str, Any]) -> Architecture:
     """What config.json at `path` says, but for the vocabulary's real size. Raises CheckpointError."""
-    config = checked(path, given, Config)
+    config = checked(path, given, LlamaConfig)
     head_size = config.head_dim or config.hidden_size // config.num_attention_heads
     scaling = {"rope_theta": config.rope_theta} | (config.rope_scaling or {}) | (config.rope_parameters or {})
     has_window = config.sliding_window and (config.model_type == "mistral" or config.use_sliding_window)

@@ -45,7 +45,7 @@ ACTIVATIONS = {
 }
 """Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 
-Activation = Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")]
+ActivationName = Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")]
 
 EndOfText = int | Annotated[list[int], Meta(min_length=1)] | None
 """The id that ends a text, or several; null for none."""

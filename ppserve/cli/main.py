@@ -25,6 +25,7 @@ class _ServeByDefault(click.Group):
     _MODULES: ClassVar = {
         "serve": "serve",
         **dict.fromkeys(("generate", "health", "restart"), "client"),
+        "fetch": "fetch",
         "plan": "plan",
         **dict.fromkeys(("bench", "top"), "bench"),
     }

@@ -1,8 +1,8 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
-A name is `tiny`, a directory with config.json or with one ckpt.pt or llm.c file, such a file, or a hub id. Formats
-are told apart by content. Readers are imported when needed: a configuration needs no torch. A broken link is a
-fault to report, not an absent file.
+A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt or llm.c file,
+such a file, or a hub id. Formats are told apart by content. Readers are imported when needed: a configuration needs
+no torch. A broken link is a fault to report, not an absent file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import TINY, file_size, read_start, shown
-from ppserve.model.checkpoint import hub
+from ppserve.model.checkpoint import fetching, hub
 
 if TYPE_CHECKING:
     from ppserve.model.checkpoint.tensors import FileCheckpoint
@@ -56,6 +56,8 @@ def find_model(path: str, weights: bool = True) -> Path:
     if path == "tiny":
         return TINY
     place = Path(os.path.expanduser(path))
+    if not lexists(place) and path in fetching.MODELS:
+        return fetching.fetched(path)
     if not lexists(place) and hub.is_hub_id(path):
         return hub.fetch(path, weights=weights)
     if not lexists(place):

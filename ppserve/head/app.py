@@ -19,7 +19,13 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
+from ppserve.head.descriptions import (
+    ModelDescription,
+    Topology,
+    describe_model,
+    describe_topology,
+    read_chat_template,
+)
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
@@ -175,13 +181,16 @@ class HeadProcess:
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
+        template = read_chat_template(self._config, self._members, tokenizer)
         on_refused = self._metrics.requests.on_refused
-        request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused)
+        request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
         servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
         self._on_reload(request_handler, servers)
         await self._open(servers, request_handler)
         await self._report_health(request_handler)
         await servers.close(self._begin_draining(), self._stop_now)
+        if template is not None:
+            template.close()
 
     async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""

@@ -24,7 +24,7 @@ _CLOSES_WITHIN_S = 5.0
 
 def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> GrpcServer:
     """With the services that the settings ask for. Raises and needs what `Servers` does."""
-    others = [VllmService(request_handler, settings.chat_template)] if settings.vllm_grpc else []
+    others = [VllmService(request_handler)] if settings.vllm_grpc else []
     return GrpcServer(settings, request_handler, others)
 
 

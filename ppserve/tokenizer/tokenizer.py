@@ -27,6 +27,8 @@ class Tokenizer:
         self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)
         self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = {added[token_id].content: token_id for token_id in self._special}
+        """The ids of special tokens, by their texts."""
         self.vocab_size = max(self._token_bytes) + 1
         """One more than the highest id."""
         self.eos_id = library.token_to_id(END_OF_TEXT)

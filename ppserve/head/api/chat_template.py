@@ -1,69 +1,139 @@
-"""Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages."""
+"""Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
+
+A special token that the template writes is that token; one that a caller writes is only text. The text of the
+caller is therefore marked where it could be read as a token, and the marks are taken out afterwards.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-
-
-class GenerationBlock(Extension):
-    """`{% generation %}`: transformers marks with it what a model is trained to say. Here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+from ppserve.head.api.template_process import compile_template
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face's tokenizers have them, in Jinja's sandbox. It may name the day
-    (`strftime_now`): then the same messages are another prompt tomorrow."""
+    """A template, and the process that renders it, which starts with the first chat.
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is no template."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, **more: json.dumps(value, **{"ensure_ascii": False, **more})
+    tokens: the texts of special tokens, by their names in templates. A template may name the day
+    (`strftime_now`): then the same messages are another prompt tomorrow.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """Raises ValueError for what is no template."""
+        compile_template(source)
+        self.source, self.tokens = source, tokens
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def read(cls, path: Path, tokens: Mapping[str, str] | None = None) -> ChatTemplate:
+        """The template that the operator gives. Raises ConfigError."""
         try:
-            self.source = path.read_text("utf-8")
-            self._template = environment.from_string(self.source)
+            return cls(path.read_text("utf-8"), tokens or {})
         except OSError as error:
             raise ConfigError("--chat-template", f"cannot read {path}: {error.strerror}") from error
-        except (UnicodeDecodeError, TemplateError) as error:
+        except ValueError as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], eos_token: str, continues: bool
-    ) -> str:
-        """All messages as one text. eos_token: also the template's `bos_token`. continues: it ends inside the
-        last message. Raises InvalidRequest for messages that the template does not take."""
-        shown = [dict(message) for message in messages]
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any],
+        special: Collection[str],
+        continues: bool,
+    ) -> list[str]:
+        """All messages as texts and special tokens in turn. special: the texts of all special tokens. continues:
+        it ends inside the last message. Raises InvalidRequest for messages that the template does not take."""
+        marks = _Marks(special)
+        shown = [{name: marks.put(text, name != "role") for name, text in m.items()} for m in messages]
         # With a space, as transformers has it: a template that strips messages shows itself.
-        mark = secrets.token_hex(16) + " "
+        end = secrets.token_hex(16) + " "
         if continues:
-            shown[-1]["content"] += mark
-        try:
-            text = self._template.render(variables, messages=shown, eos_token=eos_token, bos_token=eos_token)
-        except Exception as error:
-            # A template may fail in any way on messages that its author did not think of.
-            why = str(error) if isinstance(error, TemplateError) else type(error).__name__
-            raise InvalidRequest([Violation("messages", f"the chat template refuses them: {why}")]) from error
-        return _until(mark, text) if continues else text
+            shown[-1]["content"] += end
+        text = self._ask({**_in_all(marks, dict(variables)), **self.tokens, "messages": shown})
+        return marks.split(_until(end, text) if continues else text)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, variables: Mapping[str, Any]) -> str:
+        """Raises InvalidRequest."""
+        line = json.dumps(variables) + "\n"
+        with self._lock:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = json.loads(process.stdout.readline())
+            except (OSError, ValueError):
+                self._end()
+                answer = {"error": "it takes too long"}
+        if "error" in answer:
+            raise InvalidRequest([Violation("messages", f"the chat template refuses them: {answer['error']}")])
+        return str(answer["text"])
+
+    def _start(self) -> subprocess.Popen[str]:
+        # A session of its own: Ctrl-C is for the head, with which it ends.
+        command = [sys.executable, "-m", compile_template.__module__]
+        self._process = subprocess.Popen(
+            command, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self.source) + "\n")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+class _Marks:
+    """Marks that keep apart the special tokens of a template and their texts in messages. A mark is a number that
+    nobody can guess: it stays whatever a template does with letters and spaces."""
+
+    def __init__(self, special: Collection[str]) -> None:
+        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
+        self._mark = f"{secrets.randbits(128):039d}"
+        self._any = "|".join(map(re.escape, texts)) or r"(?!)"
+        self._begun = tuple({text[:length] for text in texts for length in range(1, len(text))})
+
+    def put(self, text: str, is_free: bool = True) -> str:
+        """A caller's text, marked within each special token and behind the beginning of one. is_free: False for
+        what a template compares, which is checked to be a word."""
+        if not is_free:
+            return text
+        marked = re.sub(f"(?={self._any})(.)", rf"\g<1>{self._mark}", text, flags=re.DOTALL)
+        end = len(marked.rstrip())
+        return f"{marked[:end]}{self._mark}{marked[end:]}" if marked[:end].endswith(self._begun) else marked
+
+    def split(self, text: str) -> list[str]:
+        """Texts without marks, and special tokens, in turn."""
+        return [part.replace(self._mark, "") for part in re.split(f"({self._any})", text)]
+
+
+def _in_all(marks: _Marks, value: Any) -> Any:
+    """The same JSON, with marks in all its texts."""
+    if isinstance(value, str):
+        return marks.put(value)
+    if isinstance(value, dict):
+        return {name: _in_all(marks, item) for name, item in value.items()}
+    return [_in_all(marks, item) for item in value] if isinstance(value, list) else value
 
 
 def _until(mark: str, text: str) -> str:
@@ -72,8 +142,3 @@ def _until(mark: str, text: str) -> str:
     if not found:
         raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _refuse(message: str) -> NoReturn:
-    """`raise_exception` of Hugging Face's templates."""
-    raise TemplateError(message)

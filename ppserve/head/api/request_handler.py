@@ -9,13 +9,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Draining, RequestError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Fields, check_ids, encode, to_request
+from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.requests import Fields, check_ids, encode, special_ids, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
 from ppserve.head.engine.loop import Engine
@@ -39,7 +41,7 @@ class RequestHandler:
     """The engine as all protocols call it, in the event loop.
 
     tokenizer: None when only tokens can be served. keys: None when no call needs one. count_refusal: is told of
-    errors that end a request before the engine knows of it.
+    errors that end a request before the engine knows of it. template: None when no chats can be served.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class RequestHandler:
         tokenizer: Tokenizer | None,
         keys: ApiKeys | None = None,
         count_refusal: Callable[[RequestError], None] = lambda error: None,
+        template: ChatTemplate | None = None,
     ) -> None:
         self._engine, self.description = engine, description
-        self.tokenizer, self.keys = tokenizer, keys
+        self.tokenizer, self.keys, self.template = tokenizer, keys, template
         self._count_refusal = count_refusal
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
@@ -159,8 +162,8 @@ class RequestHandler:
     # ---- text and tokens -----------------------------------------------------------------------------
 
     async def tokenize(self, field: str, *texts: str) -> list[int]:
-        """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
-        calls them. Raises InvalidRequest."""
+        """The tokens of a text; where there are several, every second one is the text of a special token. field:
+        what the protocol calls them. Raises InvalidRequest."""
         length = sum(map(len, texts))
         return await run_in_thread_if_long(length, lambda: encode(field, texts, self.tokenizer, self.description))
 
@@ -182,6 +185,11 @@ class RequestHandler:
         """The text of the end-of-text token; nothing where there is none."""
         eos_id = self.description.eos_id
         return "" if eos_id is None else self.token_bytes(eos_id).decode("utf-8", "replace")
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of special tokens, by their texts; the end-of-text token is one."""
+        return {} if self.tokenizer is None else special_ids(self.tokenizer, self.description)
 
     def text_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; nothing without a tokenizer."""

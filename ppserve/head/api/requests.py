@@ -92,17 +92,25 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
 def encode(
     field: str, texts: Sequence[str], tokenizer: Tokenizer | None, description: ModelDescription
 ) -> list[int]:
-    """The tokens of the texts, with the end-of-text token between them. Raises InvalidRequest, naming `field`."""
+    """The tokens of a text; where there are several, every second one is the text of a special token. Raises
+    InvalidRequest, naming `field`."""
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
     if tokenizer is None:
         return []  # of an empty text
-    between = [] if description.eos_id is None else [description.eos_id]
+    special = special_ids(tokenizer, description) if len(texts) > 1 else {}
     try:
-        first, *others = map(tokenizer.encode, texts)
+        parts = ([special[text]] if at % 2 else tokenizer.encode(text) for at, text in enumerate(texts))
+        return list(chain.from_iterable(parts))
     except ValueError as error:
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
-    return [*first, *(token_id for ids in others for token_id in between + ids)]
+
+
+def special_ids(tokenizer: Tokenizer, description: ModelDescription) -> dict[str, int]:
+    """The ids of special tokens, by their texts; the end-of-text token is one."""
+    end = description.eos_id
+    ends = {} if end is None else {tokenizer.token_bytes(end).decode("utf-8", "replace"): end}
+    return {**tokenizer.special_ids, **ends}
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:

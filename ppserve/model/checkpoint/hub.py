@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 REQUIRED = "config.json"
 OPTIONAL = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "added_tokens.json"),
 )
 WEIGHT_FILES = (

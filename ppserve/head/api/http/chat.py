@@ -1,9 +1,9 @@
-"""/v1/chat/completions: a template that the operator gives makes one prompt of the messages."""
+"""/v1/chat/completions: the chat template makes one prompt of the messages."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ppserve.errors import Violation
-from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.completions import generate, unless_hung_up
@@ -42,6 +41,9 @@ class ChatMessage(msgspec.Struct):
     audio: Any = None
 
     def violations(self, place: str) -> Iterator[Violation]:
+        # A template compares it, and may write it within the text of a special token.
+        if not re.fullmatch(r"[\w-]{1,64}", self.role):
+            yield Violation(f"{place}.role", "is no word")
         for name in ("tool_calls", "function_call", "audio"):
             if getattr(self, name):
                 yield Violation(f"{place}.{name}", "not served")
@@ -132,18 +134,17 @@ class ChatAnswers(Answers):
         return super()._record(kind, choices, **more)
 
 
-async def chat_completions(template: ChatTemplate | None, request: Request, handler: RequestHandler) -> Response:
-    """POST /v1/chat/completions. template: None where the operator gave none."""
+async def chat_completions(request: Request, handler: RequestHandler) -> Response:
+    """POST /v1/chat/completions."""
+    template = handler.template
     with handler.counting_refusals():
         body = await read_body(request, ChatBody, handler)
         if template is None:
             problem = "this model has no chat template, and the server was given none: see --chat-template"
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
         refuse(body.violations())
-        # Where the template says end-of-text that token stands; where a message says so it is only text.
-        mark = secrets.token_hex(16)
         messages = [message.for_template() for message in body.messages]
         variables, continues = body.template_variables(), bool(body.continue_final_message)
-        text = await asyncio.to_thread(template.render, messages, variables, mark, continues)
-        prompt = await handler.tokenize("messages", *text.split(mark))
+        chat = messages, variables, handler.special_ids, continues
+        prompt = await handler.tokenize("messages", *await asyncio.to_thread(template.render, *chat))
     return await unless_hung_up(request, generate(request, handler, body, [prompt], ChatAnswers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -55,7 +56,7 @@ async def tokenize(request: Request, handler: RequestHandler) -> Response:
     evaluation harnesses ask for its number."""
     body = await read_body(request, TokenizeBody, handler)
     special = handler.end_of_text
-    ids = await handler.tokenize("prompt", *(body.prompt.split(special) if special else [body.prompt]))
+    ids = await handler.tokenize("prompt", *(re.split(f"({re.escape(special)})", body.prompt) if special else [body.prompt]))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await run_in_thread_if_long(
@@ -71,13 +72,15 @@ async def detokenize(request: Request, handler: RequestHandler) -> Response:
     return JsonResponse({"prompt": content.decode("utf-8", "replace")})
 
 
-async def tokenizer_info(chat_template: str | None, _request: Request, handler: RequestHandler) -> Response:
-    """GET /tokenizer_info. chat_template: its source, where there is one."""
+async def tokenizer_info(_request: Request, handler: RequestHandler) -> Response:
+    """GET /tokenizer_info."""
     if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("model", "this model has no tokenizer")])
+    template = handler.template
     info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), handler.end_of_text or None)
+    info |= template.tokens if template else {}
     info |= {"tokenizer_class": "ppserve", "model_max_length": handler.description.max_context}
-    return JsonResponse(info | {"chat_template": chat_template})
+    return JsonResponse(info | {"chat_template": template.source if template else None})
 
 
 def _model(handler: RequestHandler) -> dict[str, Any]:

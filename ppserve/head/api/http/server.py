@@ -22,7 +22,6 @@ from ppserve.config import ServerSettings
 from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
-from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.chat import chat_completions
 from ppserve.head.api.http.completions import completions
@@ -51,19 +50,18 @@ class HttpServer:
         self, settings: ServerSettings, request_handler: RequestHandler, count_answer: Callable[[str, int], None]
     ) -> None:
         """count_answer: is told the path of every answer ("other" where it is not served) and its status. Raises
-        ConfigError for certificates and a chat template that cannot be used."""
+        ConfigError for certificates that cannot be used."""
         self._settings = settings
-        template = ChatTemplate(settings.chat_template) if settings.chat_template else None
         self._request_handler = request_handler
         self._count_answer = count_answer
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
-            ("POST", "/v1/chat/completions", partial(chat_completions, template)),
+            ("POST", "/v1/chat/completions", chat_completions),
             ("GET", "/v1/models", describing.models),
             ("GET", "/v1/models/{name}", describing.model),
             ("GET", "/health", describing.health),
             ("GET", "/version", describing.version),
-            ("GET", "/tokenizer_info", partial(describing.tokenizer_info, template.source if template else None)),
+            ("GET", "/tokenizer_info", describing.tokenizer_info),
             ("POST", "/tokenize", describing.tokenize),
             ("POST", "/detokenize", describing.detokenize),
         ]

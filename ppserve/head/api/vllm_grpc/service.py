@@ -12,7 +12,6 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
@@ -32,9 +31,8 @@ class VllmService:
 
     descriptor = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 
-    def __init__(self, request_handler: RequestHandler, chat_template: Path | None) -> None:
+    def __init__(self, request_handler: RequestHandler) -> None:
         self._handler = request_handler
-        self._chat_template = None if chat_template is None else chat_template.read_text()
         self._started_s = time.monotonic()
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
@@ -52,7 +50,7 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        content = await asyncio.to_thread(tokenizer_archive, self._handler, self._chat_template)
+        content = await asyncio.to_thread(tokenizer_archive, self._handler)
         for chunk in archive_chunks(content):
             yield chunk
 
@@ -103,7 +101,7 @@ class VllmService:
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
 
 
-def tokenizer_archive(handler: RequestHandler, chat_template: str | None) -> bytes:
+def tokenizer_archive(handler: RequestHandler) -> bytes:
     """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
     InvalidRequest without a tokenizer."""
     if handler.tokenizer is None:
@@ -111,8 +109,8 @@ def tokenizer_archive(handler: RequestHandler, chat_template: str | None) -> byt
     description, end_of_text = handler.description, handler.end_of_text
     special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
     described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": description.max_context, **special}
-    if chat_template is not None:
-        described["chat_template"] = chat_template
+    if handler.template is not None:
+        described |= {**handler.template.tokens, "chat_template": handler.template.source}
     config = {
         "model_type": "gpt2",
         "vocab_size": description.architecture.vocab_size,
@@ -123,8 +121,8 @@ def tokenizer_archive(handler: RequestHandler, chat_template: str | None) -> byt
         zipped.writestr("tokenizer.json", handler.tokenizer.to_json())
         zipped.writestr("tokenizer_config.json", json.dumps(described))
         zipped.writestr("config.json", json.dumps(config))
-        if chat_template is not None:
-            zipped.writestr("chat_template.jinja", chat_template)
+        if handler.template is not None:
+            zipped.writestr("chat_template.jinja", handler.template.source)
     return content.getvalue()
 
 

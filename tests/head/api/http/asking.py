@@ -99,6 +99,8 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
             yield Served(engine, handler, server, port, counted)
     finally:
         await server.stop(0)
+        if handler.template is not None:
+            handler.template.close()
 
 
 def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:

@@ -1,0 +1,82 @@
+"""The process that renders a chat template. A template is another person's program: here it may use neither much
+memory nor much time, and cannot hurt the head.
+
+Its first line is the template's source; then one line of JSON for each chat, and one for each answer.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MEMORY_BYTES = 1 << 30
+MAX_TEXT = 16 << 20
+MAX_CPU_S = 5.0
+"""For one chat. A template that takes longer ends this process."""
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}`: transformers marks with it what a model is trained to say. Here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def compile_template(source: str) -> Template:
+    """As transformers does it, in Jinja's sandbox. Raises ValueError for what is no template."""
+    # Not optimized: no constant of the template is computed yet.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False,
+        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
+    )  # fmt: skip
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **more: json.dumps(value, **{"ensure_ascii": False, **more})
+    try:
+        return environment.from_string(source)
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _refuse(message: str) -> NoReturn:
+    """`raise_exception` of Hugging Face's templates."""
+    raise TemplateError(message)
+
+
+def render(template: Template, variables: dict[str, Any]) -> dict[str, str]:
+    """`text`, or `error`."""
+    try:
+        text = template.render(variables)
+        return {"text": text} if len(text) <= MAX_TEXT else {"error": "the text is too long"}
+    except Exception as error:
+        # A template may fail in any way on messages that its author did not think of.
+        return {"error": str(error) if isinstance(error, TemplateError) else type(error).__name__}
+
+
+def main() -> None:
+    """Until standard input ends, with the head."""
+    template = compile_template(json.loads(sys.stdin.readline()))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        variables = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        answer = json.dumps(render(template, variables))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

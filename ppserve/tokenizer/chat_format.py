@@ -1,0 +1,76 @@
+"""How a model is told a chat: its template, and the texts of its special tokens by their names in templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os.path import lexists
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ppserve.errors import CheckpointError
+from ppserve.files import TINY, checked, read_bytes, read_json
+from ppserve.gguf_file import read_header
+
+MAX_TEMPLATE_BYTES = 1 << 20
+GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""Special tokens: their names in a GGUF, and in templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    template: str | None = None
+    """A Jinja template; None where the model has none."""
+    tokens: dict[str, str] = field(default_factory=dict)
+    """`bos_token`, `eos_token` and what else the model names."""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """One of several templates."""
+
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[_Named] | None = None
+
+
+def read_chat_format(path: str) -> ChatFormat:
+    """That of the model at `path`, as `load_tokenizer` takes it. Raises CheckpointError."""
+    given = TINY if path == "tiny" else Path(path).expanduser()
+    if given.suffix == ".gguf":
+        return _of_gguf(given)
+    return _of_directory(given.parent if given.is_file() else given)
+
+
+def _of_directory(directory: Path) -> ChatFormat:
+    """The template of a file of its own comes before that of tokenizer_config.json, as in transformers."""
+    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    values: dict[str, Any] = read_json(config_file, dict[str, Any]) if lexists(config_file) else {}
+    template = checked(config_file, values, _TokenizerConfig).chat_template
+    if isinstance(template, list):
+        template = next((named.template for named in template if named.name == "default"), None)
+    if lexists(template_file):
+        try:
+            template = read_bytes(template_file, MAX_TEMPLATE_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(template_file, "is not UTF-8 text") from error
+    # A token is its text, or an object with it.
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name.endswith("_token")
+    }
+    return ChatFormat(template, {name: text for name, text in texts.items() if isinstance(text, str)})
+
+
+def _of_gguf(path: Path) -> ChatFormat:
+    values = read_header(path).values
+    template, texts = values.get("tokenizer.chat_template"), values.get("tokenizer.ggml.tokens") or []
+    if not isinstance(template, str | None):
+        raise CheckpointError(path, "is not a text", "tokenizer.chat_template")
+    ids = {name: values.get(f"tokenizer.ggml.{own}_token_id") for own, name in GGUF_TOKENS.items()}
+    known = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(texts)}
+    return ChatFormat(template, {f"{name}_token": texts[token_id] for name, token_id in known.items()})

@@ -26,6 +26,7 @@ class _ServeByDefault(click.Group):
         "serve": "serve",
         **dict.fromkeys(("generate", "health", "restart"), "client"),
         "fetch": "fetch",
+        "chat": "chat",
         "plan": "plan",
         **dict.fromkeys(("bench", "top"), "bench"),
     }

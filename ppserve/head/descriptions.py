@@ -226,7 +226,8 @@ def read_chat_template(
     tokens: Mapping[str, str] = own.tokens
     if not tokens and tokenizer is not None and eos_id is not None:
         # As for GPT-2, whose texts begin and end with the same token.
-        tokens = dict.fromkeys(("bos_token", "eos_token"), tokenizer.token_bytes(eos_id).decode("utf-8", "replace"))
+        end = tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
+        tokens = {"bos_token": end, "eos_token": end}
     if config.server.chat_template is not None:
         return ChatTemplate.read(config.server.chat_template, tokens)
     try:

@@ -89,7 +89,8 @@ def test_long_texts_are_tokenized_and_back() -> None:
             assert await request_handler.detokenize("tokens", ids) == (text, text.encode())
         with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
             await request_handler.detokenize("tokens", [5000])
-        assert await request_handler.tokenize("prompt", "a", "", "b") == [*b"a", EOS, EOS, *b"b"]
+        parts = "a", "<eos>", "", "<eos>", "b<eos>"
+        assert await request_handler.tokenize("prompt", *parts) == [*b"a", EOS, EOS, *b"b<eos>"]
         with pytest.raises(InvalidRequest, match="the limit is"):
             await request_handler.tokenize(
                 "prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1)
@@ -107,7 +108,7 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
             return super().encode(text)
 
     async def main() -> None:
-        await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", *["hello "] * 1000)
+        await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", "hello " * 1000)
 
     asyncio.run(main())
     assert threads

@@ -55,8 +55,8 @@ async def tokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /tokenize. Other than in a prompt, the text of the end-of-text token is that token: this is how
     evaluation harnesses ask for its number."""
     body = await read_body(request, TokenizeBody, handler)
-    special = handler.end_of_text
-    ids = await handler.tokenize("prompt", *(re.split(f"({re.escape(special)})", body.prompt) if special else [body.prompt]))
+    special = re.escape(handler.end_of_text) or "(?!)"
+    ids = await handler.tokenize("prompt", *re.split(f"({special})", body.prompt))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await run_in_thread_if_long(

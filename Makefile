@@ -12,7 +12,7 @@ ROWS ?= all
 # Tests start hundreds of processes that import the same modules: where this is set, each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve test test-fast check demo clients race chaos histories stubs clean
+.PHONY: setup serve chat test test-fast check demo clients race chaos histories stubs clean
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+# A model that answers questions: ARGS=--timings, and what else `ppserve chat --help` says.
+chat: setup
+	$(BIN)/ppserve fetch smollm2
+	$(BIN)/python tools/chat.py --stages $(STAGES) $(ARGS)
 
 serve: setup
 	$(BIN)/ppserve serve --stages $(STAGES) $(ARGS)

@@ -101,10 +101,10 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     is_port = len(port) < 6 and port.isdecimal() and 0 < int(port) < 1 << 16
     if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
         raise ConfigError("--target", f"{target!r} is not HOST:PORT")
-    return {"target": target, "api_key": _api_key(flags["api_key_file"]), "tls": tls}
+    return {"target": target, "api_key": api_key(flags["api_key_file"]), "tls": tls}
 
 
-def _api_key(file: Path | None) -> str | None:
+def api_key(file: Path | None) -> str | None:
     """Raises ConfigError for a key that gRPC's metadata cannot hold."""
     name, key = "PPSERVE_API_KEY", os.environ.get("PPSERVE_API_KEY") or None
     if file is not None:

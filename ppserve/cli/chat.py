@@ -1,0 +1,224 @@
+"""`ppserve chat`: a conversation with any server of OpenAI's chat completions, in the terminal or line by line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from ppserve.cli.client import api_key
+from ppserve.cli.main import say
+from ppserve.cli.types import COUNT, TEXT, Number
+from ppserve.errors import ConfigError, PpserveError
+
+COMMANDS = "/reset forgets the conversation, /system TEXT sets the system's message, /quit ends."
+_PAUSE_S = 0.5
+_READS_WITHIN_S = 120.0
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class _Lost(Exception):
+    """The server is away, or ended the stream before the answer's end."""
+
+
+class Answer:
+    """One answer, as far as it was received. A server that was restarted continues it: the same seed and the
+    tokens that are here give the rest."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = {**body, "stream": True, "return_token_ids": True}
+        self._ids: list[int] = []
+        self.text = ""
+        self.is_complete = False
+        self.num_tokens = 0
+
+    def body(self) -> dict[str, Any]:
+        """What to ask for now."""
+        return self._body | ({"resume": {"token_ids": self._ids}} if self._ids else {})
+
+    def add(self, event: dict[str, Any]) -> str:
+        """The new text of an event. Raises _Lost for one that says that the stream failed."""
+        if "error" in event:
+            raise _Lost(event["error"].get("message", "the stream failed"))
+        if "seed" in event:
+            self._body["seed"] = event["seed"]
+        new = ""
+        for choice in event.get("choices", ()):
+            new += choice["delta"].get("content") or ""
+            ids = choice.get("token_ids") or []
+            self._ids += ids
+            self.num_tokens += len(ids) or 1  # other servers send about one token an event
+            self.is_complete |= choice.get("finish_reason") is not None
+        self.text += new
+        return new
+
+
+class ChatServer:
+    """A server's address, and how to ask it."""
+
+    def __init__(self, url: str, key: str | None, authority: Path | None) -> None:
+        """Raises ConfigError."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("--url", f"{url!r} is not http://HOST:PORT")
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/").removesuffix("/v1")
+        self._tls = ssl.create_default_context(cafile=authority) if parts.scheme == "https" else None
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of an answer. Raises _Lost where trying again may help, else PpserveError."""
+        where = self._host, self._port
+        with closing(
+            http.client.HTTPSConnection(*where, timeout=_READS_WITHIN_S, context=self._tls)
+            if self._tls
+            else http.client.HTTPConnection(*where, timeout=_READS_WITHIN_S)
+        ) as connection:
+            try:
+                connection.request("POST", f"{self._path}/v1/chat/completions", json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    problem = _problem(response.read())
+                    raise _Lost(problem) if response.status in (429, 502, 503) else PpserveError(problem)
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
+            except (OSError, http.client.HTTPException) as error:
+                raise _Lost(str(error) or type(error).__name__) from None
+
+
+def _problem(content: bytes) -> str:
+    """What an error's body says, in one line."""
+    try:
+        return " ".join(str(json.loads(content)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return content.decode("utf-8", "replace").partition("\n")[0][:200] or "the server gave no reason"
+
+
+class Conversation:
+    """The messages so far, and what is sent with them."""
+
+    def __init__(self, server: ChatServer, system: str | None, options: dict[str, Any], retry_s: float) -> None:
+        self._server, self._options, self._retry_s = server, options, retry_s
+        self.system = system
+        self._history: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self._history = []
+
+    def ask(self, text: str, shows_timings: bool) -> None:
+        """Prints the answer as it comes; Ctrl-C ends it. Raises PpserveError, and then nothing was said."""
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        question = {"role": "user", "content": text}
+        answer = Answer({**self._options, "messages": [*told, *self._history, question]})
+        begun_s, first_s = time.monotonic(), 0.0
+        try:
+            for new in self._texts(answer):
+                first_s = first_s or time.monotonic() - begun_s
+                say(new, end="")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            say("")
+        self._history += [question, {"role": "assistant", "content": answer.text}]
+        if shows_timings:
+            took_s = time.monotonic() - begun_s
+            rate = (answer.num_tokens - 1) / max(took_s - first_s, 1e-9)
+            click.echo(
+                f"[{answer.num_tokens} tokens in {took_s:.2f} s; first after {first_s:.2f} s,"
+                f" then {max(rate, 0):.1f} a second]",
+                err=True,
+            )
+
+    def _texts(self, answer: Answer) -> Iterator[str]:
+        """Until the answer's end, with new calls for what is left while the server is away."""
+        until_s: float | None = None
+        while not answer.is_complete:
+            try:
+                for event in self._server.stream(answer.body()):
+                    until_s = None
+                    yield answer.add(event)
+                if not answer.is_complete:
+                    raise _Lost("the stream ended before the answer")
+            except _Lost as error:
+                if until_s is None:
+                    until_s = time.monotonic() + self._retry_s
+                    click.echo(f"\n[the server is away ({error}): trying for {self._retry_s:g} s]", err=True)
+                if time.monotonic() >= until_s:
+                    raise PpserveError(f"no answer: {error}") from None
+                time.sleep(_PAUSE_S)
+
+
+@click.command(short_help="Talk to a model that answers.")
+@click.option(
+    "--url", default="http://127.0.0.1:8000", envvar="PPSERVE_URL", show_default=True,
+    help="The server; any that has /v1/chat/completions.",
+)  # fmt: skip
+@click.option("--api-key-file", type=_FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY.")
+@click.option("--tls-ca", type=_FILE, help="The authority of an https server; unset = the system's.")
+@click.option("--model", type=TEXT, help="For servers of several models.")
+@click.option("--system", type=TEXT, help="The system's message.")
+@click.option("--max-tokens", type=COUNT, help="Of each answer.  [default: what fits]")
+@click.option(
+    "--temperature", type=Number(0), default=0.0, show_default=True, help="0: always the likeliest token."
+)
+@click.option(
+    "--retry", "retry_s", type=Number(0), default=120.0, show_default=True, help="Seconds, while it is away."
+)
+@click.option("--timings", is_flag=True, help="Say after each answer how fast it came.")
+def chat(url: str, api_key_file: Path | None, tls_ca: Path | None, **flags: Any) -> None:
+    """Ask, read, ask again: a line is a question, with what was said before.
+
+    /reset forgets the conversation, /system TEXT sets the system's message, /quit ends. Ctrl-C ends an answer.
+    Where standard input is no terminal, each of its lines is a question.
+    """
+    options = {name: flags[name] for name in ("model", "max_tokens", "temperature") if flags[name] is not None}
+    server = ChatServer(url, api_key(api_key_file), tls_ca)
+    conversation = Conversation(server, flags["system"], options, flags["retry_s"])
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        click.echo(COMMANDS, err=True)
+        # Lines can be edited, and earlier ones called back.
+        import readline  # noqa: F401
+    failed = False
+    for line in _lines("> " if is_terminal else ""):
+        command, _, rest = line.strip().partition(" ")
+        if command == "/quit":
+            break
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/system":
+            conversation.system = rest.strip() or None
+        elif command.startswith("/"):
+            click.echo(COMMANDS, err=True)
+        elif command:
+            try:
+                conversation.ask(line.strip(), flags["timings"])
+                failed = False
+            except PpserveError as error:
+                click.echo(f"ppserve: error: {error}", err=True)
+                failed = True
+    sys.exit(1 if failed else 0)
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """Until the end of standard input. Ctrl-C begins the line anew."""
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:
+            say("")
+        except EOFError:
+            if prompt:
+                say("")
+            return
+        except UnicodeDecodeError:
+            raise PpserveError("standard input: not UTF-8 text") from None

@@ -1,0 +1,158 @@
+"""`ppserve chat`, by the lines of standard input: history, commands, and a server that goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+def event(text: str, ids: list[int], finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "token_ids": ids, "finish_reason": finish}
+    return b"data: " + json.dumps({"seed": 7, "choices": [choice]}).encode() + b"\n\n"
+
+
+def say(handler: BaseHTTPRequestHandler, *events: bytes) -> None:
+    handler.send_response(200)
+    handler.send_header("content-type", "text/event-stream")
+    handler.end_headers()
+    for part in events:
+        handler.wfile.write(part)
+
+
+def refuse(handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
+    content = json.dumps({"error": {"message": message}}).encode()
+    handler.send_response(status)
+    handler.send_header("content-length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@contextmanager
+def answering(*answers: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that gives these answers in turn: its address, and the bodies that it was sent."""
+    bodies: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            answers[len(bodies) - 1](self, bodies[-1])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def command(url: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "ppserve", "chat", "--url", url, *flags]
+
+
+def chat(url: str, lines: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(url, *flags), input=lines, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_what_was_said_is_sent_again_until_it_is_reset() -> None:
+    def echo(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        said = body["messages"][-1]["content"]
+        say(handler, event(said[:1], [1]), event(said[1:].upper(), [2], "stop"), b"data: [DONE]\n\n")
+
+    with answering(*[echo] * 3) as (url, bodies):
+        lines = "one\n\ntwo\n/unknown\n/reset\n/system Be brief.\nthree\n/quit\nfour\n"
+        done = chat(url, lines, "--system", "Be kind.", "--timings", "--max-tokens", "9", "--model", "m")
+    assert (done.returncode, done.stdout) == (0, "oNE\ntWO\ntHREE\n")
+    assert done.stderr.count("[2 tokens in ") == 3
+    assert [(m["role"], m["content"]) for m in bodies[1]["messages"]] == [
+        ("system", "Be kind."), ("user", "one"), ("assistant", "oNE"), ("user", "two"),
+    ]  # fmt: skip
+    assert [m["content"] for m in bodies[2]["messages"]] == ["Be brief.", "three"]
+    assert (bodies[0]["max_tokens"], bodies[0]["temperature"], bodies[0]["model"]) == (9, 0, "m")
+
+
+def test_a_server_that_went_away_continues_the_same_answer() -> None:
+    def breaks(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        say(handler, event("Pa", [11]), event("r", [12]))
+
+    def starts(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        refuse(handler, 503, "not serving")
+
+    def rest(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        say(handler, event("is", [13], "stop"))
+
+    with answering(breaks, starts, rest) as (url, bodies):
+        done = chat(url, "where?\n")
+    assert (done.returncode, done.stdout) == (0, "Paris\n")
+    assert done.stderr.count("the server is away") == 1
+    assert (bodies[2]["resume"], bodies[2]["seed"]) == ({"token_ids": [11, 12]}, 7)
+    assert bodies[2]["messages"] == bodies[0]["messages"]
+
+
+def test_a_refusal_is_one_line_and_not_the_end() -> None:
+    def no(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        refuse(handler, 400, "messages: too\nlong")
+
+    def yes(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        say(handler, event("ok", [1], "stop"))
+
+    with answering(no, yes) as (url, bodies):
+        done = chat(url, "a\nb\n")
+    assert (done.returncode, done.stdout.split()) == (0, ["ok"])
+    assert done.stderr == "ppserve: error: messages: too long\n"
+    assert [m["content"] for m in bodies[1]["messages"]] == ["b"]
+    gone = chat(url, "a\n", "--retry", "0")
+    assert gone.returncode == 1
+    assert "ppserve: error: no answer: " in gone.stderr
+    wrong = chat("ftp://x", "a\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "ppserve: error: --url: 'ftp://x' is not http://HOST:PORT\n")
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
+    begun = threading.Event()
+
+    def endless(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        say(handler, event("and so", [1]))
+        begun.set()
+        try:
+            while True:
+                handler.wfile.write(event(" on", [2]))
+                time.sleep(0.02)
+        except OSError:
+            pass
+
+    def short(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+        say(handler, event("end", [3], "stop"))
+
+    with answering(endless, short) as (url, bodies):
+        process = subprocess.Popen(
+            command(url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.read(6) == "and so"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate("again\n", timeout=30)
+    assert process.returncode == 0
+    assert out.endswith("\nend\n")
+    assert [m["role"] for m in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert bodies[1]["messages"][1]["content"].startswith("and so")

@@ -1,0 +1,47 @@
+"""`make chat`: two stages of a model on free ports, and a conversation with it; both end together."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
+PPSERVE = (sys.executable, "-m", "ppserve")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--stages", default="2")
+    known, others = parser.parse_known_args()
+    ports = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
+    command = [*PPSERVE, "serve", "--model", known.model, "--stages", known.stages, *ports]
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory, "server.log")
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C is for the conversation.
+            server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            print(f"starting {known.stages} stages of {known.model}", file=sys.stderr)
+            while not (ready := READY.search(log.read_text(errors="replace"))):
+                if server.poll() is not None:
+                    print(log.read_text(errors="replace"), file=sys.stderr)
+                    return server.returncode
+                time.sleep(0.1)
+            signal.signal(signal.SIGINT, lambda *_: None)
+            return subprocess.run(
+                [*PPSERVE, "chat", "--url", f"http://{ready[1]}", *others], check=False
+            ).returncode
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-from ppserve.head.api.template_process import compile_template
+from ppserve.head.api.template_process import parse
 
 
 class ChatTemplate:
@@ -29,7 +29,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         """Raises ValueError for what is no template."""
-        compile_template(source)
+        parse(source)
         self.source, self.tokens = source, tokens
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     def _start(self) -> subprocess.Popen[str]:
         # A session of its own: Ctrl-C is for the head, with which it ends.
-        command = [sys.executable, "-m", compile_template.__module__]
+        command = [sys.executable, "-m", parse.__module__]
         self._process = subprocess.Popen(
             command, text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

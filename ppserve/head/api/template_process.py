@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from datetime import datetime
+from functools import cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -34,20 +35,28 @@ class GenerationBlock(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def compile_template(source: str) -> Template:
-    """As transformers does it, in Jinja's sandbox. Raises ValueError for what is no template."""
-    # Not optimized: no constant of the template is computed yet.
+def parse(source: str) -> None:
+    """Raises ValueError for what is no template. Nothing is computed, as compiling does with constants."""
+    try:
+        _environment().parse(source)
+    except (TemplateError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers has it, in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, optimized=False,
-        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
-    )  # fmt: skip
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
+    )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = lambda value, **more: json.dumps(value, **{"ensure_ascii": False, **more})
-    try:
-        return environment.from_string(source)
-    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
+    return environment
+
+
+@cache
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -55,10 +64,10 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def render(template: Template, variables: dict[str, Any]) -> dict[str, str]:
+def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
     """`text`, or `error`."""
     try:
-        text = template.render(variables)
+        text = _compiled(source).render(variables)
         return {"text": text} if len(text) <= MAX_TEXT else {"error": "the text is too long"}
     except Exception as error:
         # A template may fail in any way on messages that its author did not think of.
@@ -67,13 +76,13 @@ def render(template: Template, variables: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     """Until standard input ends, with the head."""
-    template = compile_template(json.loads(sys.stdin.readline()))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source: str = json.loads(sys.stdin.readline())
     for line in sys.stdin:
         variables = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = json.dumps(render(template, variables))
+        answer = json.dumps(render(source, variables))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 

@@ -30,7 +30,7 @@ class _Lost(Exception):
     """The server is away, or ended the stream before the answer's end."""
 
 
-class Answer:
+class ReceivedAnswer:
     """One answer, as far as it was received. A server that was restarted continues it: the same seed and the
     tokens that are here give the rest."""
 
@@ -103,7 +103,7 @@ def _problem(content: bytes) -> str:
         return content.decode("utf-8", "replace").partition("\n")[0][:200] or "the server gave no reason"
 
 
-class Conversation:
+class Dialogue:
     """The messages so far, and what is sent with them."""
 
     def __init__(self, server: ChatServer, system: str | None, options: dict[str, Any], retry_s: float) -> None:
@@ -118,7 +118,7 @@ class Conversation:
         """Prints the answer as it comes; Ctrl-C ends it. Raises PpserveError, and then nothing was said."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
-        answer = Answer({**self._options, "messages": [*told, *self._history, question]})
+        answer = ReceivedAnswer({**self._options, "messages": [*told, *self._history, question]})
         begun_s, first_s = time.monotonic(), 0.0
         try:
             for new in self._texts(answer):
@@ -138,7 +138,7 @@ class Conversation:
                 err=True,
             )
 
-    def _texts(self, answer: Answer) -> Iterator[str]:
+    def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
         """Until the answer's end, with new calls for what is left while the server is away."""
         until_s: float | None = None
         while not answer.is_complete:
@@ -182,7 +182,7 @@ def chat(url: str, api_key_file: Path | None, tls_ca: Path | None, **flags: Any)
     """
     options = {name: flags[name] for name in ("model", "max_tokens", "temperature") if flags[name] is not None}
     server = ChatServer(url, api_key(api_key_file), tls_ca)
-    conversation = Conversation(server, flags["system"], options, flags["retry_s"])
+    conversation = Dialogue(server, flags["system"], options, flags["retry_s"])
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         click.echo(COMMANDS, err=True)

@@ -63,10 +63,10 @@ _CONFIG = click.Option(
 FLAGS: dict[str, tuple[click.Option, ...]] = {
     "Model": (
         _CONFIG,
-        _flag("--model", "`tiny`, a directory, a .bin or .pt file, or a hub id.", default="tiny"),
+        _flag("--model", "`tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, a hub id.", default="tiny"),
         _choice("--dtype", cfg.DTYPES, "auto", "Of weights and hidden states."),
         _choice("--quantization", cfg.QUANTIZATIONS, "none", "Of linear layers; the LM head: int8. CPUs only."),
-        _flag("--chat-template", "Jinja template that makes one prompt of a chat's messages.", type=_FILE),
+        _flag("--chat-template", "Jinja template for chats; unset = the model's own.", type=_FILE),
     ),
     "Pipeline": (
         _flag("--stages", "From a plain shell: start this many stages under torchrun.", type=COUNT),

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,17 +19,13 @@ from typing import Any, NoReturn
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.descriptions import (
-    ModelDescription,
-    Topology,
-    describe_model,
-    describe_topology,
-    read_chat_template,
-)
+from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.member import FatalError
+from ppserve.head.engine.members import Members
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
@@ -50,6 +47,7 @@ from ppserve.process.keeper import Keeper
 from ppserve.process.meeting import close_meeting, find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
+from ppserve.tokenizer import Tokenizer, read_chat_format
 
 log = logging.getLogger("ppserve.head")
 
@@ -92,6 +90,28 @@ def warn_of_short_grace(config: ServeConfig) -> None:
             "--shutdown-timeout is %g s, but torchrun kills ranks %g s after a SIGTERM: set %s=%d",
             *(timeout_s, grace_s, LAUNCHER_GRACE, math.ceil(timeout_s + 2 * _ENDING_S)),
         )
+
+
+def read_chat_template(
+    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer | None
+) -> ChatTemplate | None:
+    """The operator's, else the model's own; None where there is neither. Raises UsageError."""
+    decision, hello = replicas[0].decision, replicas[0].first.hello
+    assert decision is not None
+    assert hello is not None
+    own, eos_id = read_chat_format(hello.model.checkpoint), decision.architecture.eos_id
+    tokens: Mapping[str, str] = own.tokens
+    if not tokens and tokenizer is not None and eos_id is not None:
+        # As for GPT-2, whose texts begin and end with the same token.
+        end = tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
+        tokens = {"bos_token": end, "eos_token": end}
+    if config.server.chat_template is not None:
+        return ChatTemplate.read(config.server.chat_template, tokens)
+    try:
+        return None if own.template is None else ChatTemplate(own.template, tokens)
+    except ValueError as error:
+        log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
+        return None
 
 
 class HeadProcess:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
@@ -14,13 +13,10 @@ from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.figures import numbers
 from ppserve.core.ledger.advice import advise
-from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import ReplicaReading, StageReading
-from ppserve.tokenizer import Tokenizer, load_tokenizer, read_chat_format
-
-log = logging.getLogger(__name__)
+from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 MAX_REQUEST_ID_BYTES = 128
 
@@ -213,28 +209,6 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         kv_dtype=hello.model.kv_dtype,
     )
     return description, tokenizer
-
-
-def read_chat_template(
-    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer | None
-) -> ChatTemplate | None:
-    """The operator's, else the model's own; None where there is neither. Raises UsageError."""
-    decision, hello = replicas[0].decision, replicas[0].first.hello
-    assert decision is not None
-    assert hello is not None
-    own, eos_id = read_chat_format(hello.model.checkpoint), decision.architecture.eos_id
-    tokens: Mapping[str, str] = own.tokens
-    if not tokens and tokenizer is not None and eos_id is not None:
-        # As for GPT-2, whose texts begin and end with the same token.
-        end = tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
-        tokens = {"bos_token": end, "eos_token": end}
-    if config.server.chat_template is not None:
-        return ChatTemplate.read(config.server.chat_template, tokens)
-    try:
-        return None if own.template is None else ChatTemplate(own.template, tokens)
-    except ValueError as error:
-        log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
-        return None
 
 
 def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:

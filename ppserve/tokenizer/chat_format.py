@@ -33,7 +33,7 @@ class _Named(msgspec.Struct, frozen=True):
     template: str
 
 
-class _TokenizerConfig(msgspec.Struct, frozen=True):
+class _ChatConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[_Named] | None = None
 
 
@@ -49,7 +49,7 @@ def _of_directory(directory: Path) -> ChatFormat:
     """The template of a file of its own comes before that of tokenizer_config.json, as in transformers."""
     config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     values: dict[str, Any] = read_json(config_file, dict[str, Any]) if lexists(config_file) else {}
-    template = checked(config_file, values, _TokenizerConfig).chat_template
+    template = checked(config_file, values, _ChatConfig).chat_template
     if isinstance(template, list):
         template = next((named.template for named in template if named.name == "default"), None)
     if lexists(template_file):

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from itertools import chain
 from typing import TypeVar
 
 from ppserve.core.request import FinishReason, Request

@@ -175,7 +175,7 @@ def test_resume_beyond_the_context() -> None:
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda: encode("text", ["x" * 128 * 1024, "x"], ByteCodec(), CARD),
+        lambda: encode("text", ["x" * 128 * 1024, "<eos>"], ByteCodec(), CARD),
         lambda: encode("text", ["half a pair: \ud800"], ByteCodec(), CARD),
         lambda: encode("text", ["a"], None, MUTE),
         lambda: check_ids("ids", [257], CARD),
@@ -184,7 +184,7 @@ def test_resume_beyond_the_context() -> None:
     ],
 )
 def test_text_and_ids_outside_a_request(refused: Callable[[], object]) -> None:
-    assert encode("text", ["x" * (128 * 1024 - 1), "y"], ByteCodec(), CARD)[-2:] == [EOS, ord("y")]
+    assert encode("text", ["x" * (128 * 1024 - 6), "<eos>", "y"], ByteCodec(), CARD)[-2:] == [EOS, ord("y")]
     check_ids("ids", range(257), CARD)
     with pytest.raises(InvalidRequest):
         refused()

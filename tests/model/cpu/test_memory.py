@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena, huge_pages
 from tests.model.random_checkpoint import architecture
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -53,6 +55,30 @@ def test_a_cache_has_all_its_memory_before_it_is_written_if_asked_for() -> None:
     if faults[1] >= faults[0]:
         pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")
     assert faults[1] <= 2
+
+
+def test_other_threads_run_while_a_cache_is_populated() -> None:
+    """A stage answers pings meanwhile: another thread sees a part of the memory there, and more of it later."""
+    seen, is_done = set[int](), threading.Event()
+
+    def resident_mb() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+
+    def watch() -> None:
+        while not is_done.wait(0):
+            seen.add(resident_mb())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    before = resident_mb()
+    try:
+        array = huge_pages(512 << 20, populate=True)
+    finally:
+        is_done.set()
+        thread.join()
+    if resident_mb() - before < array.nbytes >> 21:
+        pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")
+    assert [mb for mb in seen if before + 100 < mb < before + 400]
 
 
 def test_arrays_lie_apart_on_lines_and_begin_as_zeros() -> None:

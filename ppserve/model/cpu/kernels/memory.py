@@ -19,6 +19,7 @@ LINE_BYTES = 64
 PAGE_BYTES = 2 << 20
 # Linux's numbers; the second is of 5.14 and not in `mmap`: it clears the pages now.
 _HUGE_PAGES, _POPULATE_WRITE = 14, 23
+_POPULATED_AT_ONCE = 32 << 20
 # What an arena takes at once. Memory that is never written costs nothing.
 _REGION_BYTES = 64 << 20
 
@@ -49,9 +50,12 @@ def huge_pages(num_bytes: int, populate: bool = False) -> NDArray[np.uint8]:
         memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system has no {size >> 20} MB: {error}") from None
-    for advice in (_HUGE_PAGES, *[_POPULATE_WRITE] * populate):
+    with contextlib.suppress(OSError):
+        memory.madvise(_HUGE_PAGES)
+    # Each call holds the interpreter's lock; between two, another thread answers the head.
+    for begin in range(0, len(memory) * populate, _POPULATED_AT_ONCE):
         with contextlib.suppress(OSError):
-            memory.madvise(advice)
+            memory.madvise(_POPULATE_WRITE, begin, min(_POPULATED_AT_ONCE, len(memory) - begin))
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % PAGE_BYTES
     return whole[start : start + num_bytes]

@@ -7,7 +7,6 @@ Linears are (out, in). Quantized tensors are dequantized, a part at a time, when
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,11 +120,11 @@ def open_gguf(path: Path) -> FileCheckpoint:
     rows = by_name["token_embd.weight"].shape[0] if "token_embd.weight" in by_name else 0
     arch = _architecture(path, header.values, rows, by_name.get("rope_freqs.weight"))
     if arch.family == "gpt2":
-        return FileCheckpoint(path, arch, stored, _canonical)
+        return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", NAMES))
     arch = replace(arch, tied_embeddings="output.weight" not in by_name)
     if header.values["general.architecture"] == "llama":
         stored = [_in_halves(tensor, arch.head_size) for tensor in stored]
-    return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", llama.GGUF))
+    return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", llama.GGUF, llama.COMPUTED))
 
 
 def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
@@ -205,10 +204,3 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
     is_plain = tensor.type in DTYPES_BY_TYPE
     numbers = torch.from_numpy(blocks).view(dtype) if is_plain else Quantized(blocks, Type(tensor.type))
     return StoredTensor(path, tensor.name, tensor.shape, str(dtype).removeprefix("torch."), numbers)
-
-
-def _canonical(stored_name: str) -> str:
-    match = re.fullmatch(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored_name)
-    if not match or match[3] not in NAMES:
-        return stored_name
-    return f"{f'h.{match[2]}.' if match[1] else ''}{NAMES[match[3]]}.{match[4]}"

@@ -32,7 +32,8 @@ def open_directory(directory: Path) -> FileCheckpoint:
     path, *parts = weight_files(directory)
     stored = [tensor for file in parts or [path] for tensor in _stored_tensors(file)]
     if arch.family == "llama":
-        return FileCheckpoint(path, arch, stored, llama.canonical_names("model.layers.", llama.HUGGING_FACE))
+        names = llama.canonical_names("model.layers.", llama.HUGGING_FACE, llama.COMPUTED)
+        return FileCheckpoint(path, arch, stored, names)
     return FileCheckpoint(path, arch, stored, _canonical, is_in_out=True)
 
 

@@ -74,15 +74,21 @@ KINDS: dict[str, dict[str, bool]] = {
 """By `model_type`, and by the architecture of a GGUF: what is not a Llama's. (A GGUF's Mistral is a Llama.)"""
 
 
-def canonical_names(before_layers: str, names: dict[str, str]) -> Callable[[str], str | None]:
+COMPUTED = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Ends of the names of what is computed anew."""
+
+
+def canonical_names(
+    before_layers: str, names: dict[str, str], computed: tuple[str, ...] = ()
+) -> Callable[[str], str | None]:
     """From a format's names, of which those of layers begin with `before_layers`, to the canonical ones: unknown
-    names stay; None for what is computed anew."""
+    names stay; None for those that end as in `computed`."""
     pattern = re.compile(rf"({re.escape(before_layers)}(0|[1-9]\d{{0,5}})\.)?(.+)\.(weight|bias)")
 
     def canonical(stored_name: str) -> str | None:
         match = pattern.fullmatch(stored_name)
         if match is None or match[3] not in names:
-            return None if stored_name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")) else stored_name
+            return None if stored_name.endswith(computed) else stored_name
         return f"{f'h.{match[2]}.' if match[1] else ''}{names[match[3]]}.{match[4]}"
 
     return canonical

@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAGES ?= 2
 PEERS ?=
 PEER_SCRIPT ?= ../shared/peers/peer.py
+MODEL ?=
 ARGS ?=
 N ?= 100000
 ROWS ?= all
@@ -53,7 +54,8 @@ clients: setup
 
 # Ours beside the programs built in PEERS by the script's own instructions; without PEERS ours alone.
 race: setup
-	$(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) $(ARGS)
+	$(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) \
+		$(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # `make chaos ROWS=3,7 ARGS=--short` takes minutes; all of it, hours.
 chaos: setup

@@ -1,17 +1,12 @@
-"""Output tokens per second for one fixed workload: configurations of this server, or two checkouts, by turns.
+"""Output tokens per second of this checkout beside another one, by turns.
 
-    python benchmarks/throughput.py [--model MODEL_DIR]
-    python benchmarks/throughput.py --serve "--stages 1 --threads 2" --serve "--stages 2 --threads 1"
-    python benchmarks/throughput.py --against OTHER_CHECKOUT [--cells 'int8:*:16'] [--rounds 3]
+    python benchmarks/throughput.py --against OTHER_CHECKOUT [--model DIR] [--cells 'int8:*:16'] [--rounds 3]
 
 Random prompts of 128 tokens, 64 new tokens each, greedy, end-of-text ignored, prefill included, over gRPC, with
-the load generator on the same machine. Every run has prompts of its own, which no prefix cache knows. Run it on an
-otherwise idle machine, and compare only figures of one run. Without --model a random GPT-2 124M is made.
-
-Without --against: 16 requests at once, every configuration with a fresh server in each round; medians are printed.
-With --against: this checkout beside another one, in cells of dtype, stages and callers. Both servers run; the load
-goes to one after the other, so that both meet the same machine. A ratio is new/old in one round; the table has
-medians of rounds. `start` compares seconds to the ready line; a first start may compile kernels.
+the load generator on the same machine. Every run has prompts of its own, which no prefix cache knows. Without
+--model a random GPT-2 124M is made. A cell is a dtype, a number of stages and a number of callers. Both servers
+run; the load goes to one after the other, so that both meet the same machine. A ratio is new/old in one round; the
+table has medians of rounds. `start` compares seconds to the ready line; a first start may compile kernels.
 """
 
 from __future__ import annotations
@@ -34,10 +29,8 @@ from local_server import THIS_TREE, Address, model_or_random, running
 
 from ppserve.bench.caller import Caller
 from ppserve.bench.measure import ClosedLoop, Lengths, Served, Until, Workload, introduce, measure, warm_up
-from ppserve.bench.summary import Summary, render_ledger, summarize
-from ppserve.core.ledger.account import StageTimes
+from ppserve.bench.summary import Summary, summarize
 
-TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")
 DTYPES = {
     "float32": "--dtype float32",
     "bfloat16": "--dtype bfloat16",
@@ -64,39 +57,12 @@ class Shape:
         return Workload(prompt, new, served.vocab_size, seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of one configuration. prefill_s: the same requests with one new token each; total_s: all of it."""
-
-    served: Served
-    prefill_s: float
-    total_s: float
-    tokens_per_s: float
-    client_cores: float
-    ledger: tuple[StageTimes, ...]
-
-
-async def run_once(target: str, shape: Shape, seed: int) -> Run:
-    """Warm up, then time the prompts alone, then the whole."""
-    at_once = shape.num_requests
-    async with Caller(target) as caller:
-        served = await introduce(caller, target)
-        await warm_up(caller, shape.workload(served, seed), at_once, at_once)
-        prompts_alone = Shape(at_once, shape.prompt_tokens, 1).workload(served, 2 * seed + 1)
-        prefill = await timed(caller, served, prompts_alone, at_once, at_once)
-        whole = await timed(caller, served, shape.workload(served, 2 * seed + 2), at_once, at_once)
-    return Run(served, prefill.duration, whole.duration, whole.output_throughput, whole.client_cores, whole.stages)
-
-
 async def timed(caller: Caller, served: Served, workload: Workload, callers: int, num_requests: int) -> Summary:
     """A closed loop of so many callers and requests. Exits if a request fails."""
     summary = summarize(await measure(caller, served, workload, ClosedLoop(callers), Until(num_requests)))
     if summary.failed:
         raise SystemExit(f"{summary.failed} requests failed: {dict(summary.problems)}")
     return summary
-
-
-# ---- two checkouts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -183,51 +149,18 @@ def comparison_table(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-# ---- configurations --------------------------------------------------------------------------------------
-
-
-def configuration_line(flags: str, shape: Shape, runs: list[Run]) -> str:
-    """One configuration in one line; figures are medians."""
-    rates = [run.tokens_per_s for run in runs]
-    return (
-        f"PEER ppserve {runs[0].served.dtype} {flags}: batch={shape.num_requests}"
-        f" prompt={shape.prompt_tokens} new={shape.new_tokens}"
-        f" prefill_s={statistics.median(run.prefill_s for run in runs):.2f}"
-        f" total_s={statistics.median(run.total_s for run in runs):.2f}"
-        f" output_tok_per_s={statistics.median(rates):.1f} min={min(rates):.1f} max={max(rates):.1f}"
-        f" runs={len(runs)} client_cores={statistics.median(run.client_cores for run in runs):.2f}"
-    )
-
-
-def time_configurations(model: str, configurations: Sequence[str], shape: Shape, rounds: int) -> None:
-    runs: dict[str, list[Run]] = defaultdict(list)
-    for number in range(rounds):
-        for configuration in configurations:
-            with running(["--model", model, *shlex.split(configuration)]) as address:
-                runs[configuration].append(asyncio.run(run_once(address.grpc, shape, number)))
-    for configuration in configurations:
-        print(configuration_line(configuration, shape, runs[configuration]))
-        print("\n".join(render_ledger(runs[configuration][-1].ledger)), flush=True)
-
-
 @click.command(help=__doc__)
+@click.option("--against", required=True, type=click.Path(path_type=Path, exists=True, resolve_path=True))
 @click.option("--model", help="As for `ppserve serve --model`.")
-@click.option("--serve", "configurations", multiple=True, default=TWO_CORES, help="One configuration's flags.")
-@click.option("--against", type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True))
-@click.option("--cells", default="*", help="With --against: patterns of dtype:stages:callers, with commas.")
+@click.option("--cells", default="*", help="Patterns of dtype:stages:callers, with commas.")
 @click.option("--rounds", default=3)
-@click.option("--requests", default=16, help="Without --against: all at once.")
-@click.option("--kv-cache-mib", default=1024, help="With --against: of all stages of each server.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="With --against.")
+@click.option("--kv-cache-mib", default=1024, help="Of all stages of each server.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
-    model: str | None, configurations: tuple[str, ...], against: Path | None, cells: str, rounds: int,
-    requests: int, kv_cache_mib: int, json_file: Path | None,
+    against: Path, model: str | None, cells: str, rounds: int, kv_cache_mib: int, json_file: Path | None
 ) -> None:  # fmt: skip
     pairs = []
     with model_or_random(model) as path:
-        if against is None:
-            time_configurations(path, configurations, Shape(requests, 128, 64), rounds)
-            return
         for pair in compare(path, against, select_cells(cells.split(",")), rounds, kv_cache_mib):
             load = os.getloadavg()[0]
             print(f"{pair.name:18} {pair.old:8.1f} {pair.new:8.1f}  {pair.ratio:.3f}  load {load:.1f}", flush=True)

@@ -1,11 +1,12 @@
 """Served over 1, 2 and 3 stages, every format and field gives the numbers of its authors' code.
 
-The same at full length (100 prompts of 64 tokens) is run by hand: benchmarks/checkpoints.py parity.
+PPSERVE_PARITY=100,64 does the same at full length: prompts, and tokens of each answer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_field(tmp_path: Path, variant: str) -> None:
+    num_prompts, num_tokens = map(int, os.environ.get("PPSERVE_PARITY", "2,12").split(","))
     authored = VARIANTS[variant](tmp_path)
     for split in SPLITS:
-        check(authored, split, num_prompts=2, num_tokens=12)
+        check(authored, split, num_prompts, num_tokens)
 
 
 def padded_model() -> tuple[Architecture, Tensors]:

@@ -235,7 +235,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "quantization", "max_context", "eos_token_id", "has_tokenizer", "limits", "deterministic", "nondeterministic_reason", "version", "kernels", "kv_dtype")
+    __slots__ = ("model", "architecture", "dtype", "quantization", "max_context", "eos_token_id", "has_tokenizer", "limits", "deterministic", "nondeterministic_reason", "version", "kernels", "kv_dtype", "eos_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +249,7 @@ class GetModelInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: Architecture
     dtype: str
@@ -262,10 +263,11 @@ class GetModelInfoResponse(_message.Message):
     version: str
     kernels: str
     kv_dtype: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[_Union[Architecture, _Mapping]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., deterministic: _Optional[bool] = ..., nondeterministic_reason: _Optional[str] = ..., version: _Optional[str] = ..., kernels: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[_Union[Architecture, _Mapping]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., deterministic: _Optional[bool] = ..., nondeterministic_reason: _Optional[str] = ..., version: _Optional[str] = ..., kernels: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Architecture(_message.Message):
-    __slots__ = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions", "num_parameters")
+    __slots__ = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions", "num_parameters", "family")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +275,7 @@ class Architecture(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     width: int
     num_heads: int
@@ -280,7 +283,8 @@ class Architecture(_message.Message):
     vocab_size: int
     max_positions: int
     num_parameters: int
-    def __init__(self, num_layers: _Optional[int] = ..., width: _Optional[int] = ..., num_heads: _Optional[int] = ..., inner_width: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., num_parameters: _Optional[int] = ...) -> None: ...
+    family: str
+    def __init__(self, num_layers: _Optional[int] = ..., width: _Optional[int] = ..., num_heads: _Optional[int] = ..., inner_width: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., num_parameters: _Optional[int] = ..., family: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_prompt_bytes", "max_prompt_tokens", "max_n", "max_stop", "max_stop_bytes", "max_stop_token_ids", "max_logprobs", "max_logit_bias", "max_request_id_bytes", "max_message_bytes", "max_metadata_bytes")

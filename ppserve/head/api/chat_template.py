@@ -6,12 +6,14 @@ caller is therefore marked where it could be read as a token, and the marks are 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
 import re
 import secrets
 import subprocess
 import sys
-import threading
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,14 @@ from typing import Any
 from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.template_process import parse
 
+MAX_RENDERERS = 4
+
+Chat = tuple[Sequence[Mapping[str, str]], Mapping[str, Any], Collection[str], bool]
+"""The arguments of `ChatTemplate.render`."""
+
 
 class ChatTemplate:
-    """A template, and the process that renders it, which starts with the first chat.
+    """A template, and the processes that render it, each started when all others have a chat.
 
     tokens: the texts of special tokens, by their names in templates. A template may name the day
     (`strftime_now`): then the same messages are another prompt tomorrow.
@@ -31,8 +38,10 @@ class ChatTemplate:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source, self.tokens = source, tokens
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
+        self._idle = queue.LifoQueue[subprocess.Popen[str] | None]()
+        for _ in range(MAX_RENDERERS):
+            self._idle.put(None)  # to be started
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
     def read(cls, path: Path, tokens: Mapping[str, str] | None = None) -> ChatTemplate:
@@ -44,6 +53,12 @@ class ChatTemplate:
         except ValueError as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
+    async def render_in_turn(self, caller: str, chat: Chat) -> list[str]:
+        """A chat, once the caller's chats before it are rendered: those that take long are in the way of their own
+        caller's alone. Is not to be cancelled."""
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            return await asyncio.to_thread(self.render, *chat)
+
     def render(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -54,53 +69,54 @@ class ChatTemplate:
         """All messages as texts and special tokens in turn. special: the texts of all special tokens. continues:
         it ends inside the last message. Raises InvalidRequest for messages that the template does not take."""
         marks = _Marks(special)
-        shown = [{name: marks.put(text, name != "role") for name, text in m.items()} for m in messages]
+        # A role is checked to be a word, and the template compares it.
+        shown = [{**marks.put(message), "role": message["role"]} for message in messages]
         # With a space, as transformers has it: a template that strips messages shows itself.
         end = secrets.token_hex(16) + " "
         if continues:
             shown[-1]["content"] += end
-        text = self._ask({**_in_all(marks, dict(variables)), **self.tokens, "messages": shown})
+        text = self._ask({**marks.put(dict(variables)), **self.tokens, "messages": shown})
         return marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:
-        """Ends the process."""
-        with self._lock:
-            self._end()
+        """Ends the processes. No chat is rendered any more."""
+        for _ in range(MAX_RENDERERS):
+            if process := self._idle.get():
+                _end(process)
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequest."""
-        line = json.dumps(variables) + "\n"
-        with self._lock:
-            process = self._process or self._start()
+        process = self._idle.get() or _start(self.source)
+        try:
             assert process.stdin is not None
             assert process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = json.loads(process.stdout.readline())
-            except (OSError, ValueError):
-                self._end()
-                answer = {"error": "it takes too long"}
+            process.stdin.write(json.dumps(variables) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            self._idle.put(process)
+        except (OSError, ValueError):
+            _end(process)
+            self._idle.put(None)
+            answer = {"error": "it takes too long"}
         if "error" in answer:
             raise InvalidRequest([Violation("messages", f"the chat template refuses them: {answer['error']}")])
         return str(answer["text"])
 
-    def _start(self) -> subprocess.Popen[str]:
-        # A session of its own: Ctrl-C is for the head, with which it ends.
-        command = [sys.executable, "-m", parse.__module__]
-        self._process = subprocess.Popen(
-            command, text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self.source) + "\n")
-        return self._process
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+def _start(source: str) -> subprocess.Popen[str]:
+    # A session of its own: Ctrl-C is for the head, with which it ends.
+    process = subprocess.Popen(
+        [sys.executable, "-m", parse.__module__], text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(source) + "\n")
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 class _Marks:
@@ -113,27 +129,21 @@ class _Marks:
         self._any = "|".join(map(re.escape, texts)) or r"(?!)"
         self._begun = tuple({text[:length] for text in texts for length in range(1, len(text))})
 
-    def put(self, text: str, is_free: bool = True) -> str:
-        """A caller's text, marked within each special token and behind the beginning of one. is_free: False for
-        what a template compares, which is checked to be a word."""
-        if not is_free:
-            return text
-        marked = re.sub(f"(?={self._any})(.)", rf"\g<1>{self._mark}", text, flags=re.DOTALL)
+    def put(self, value: Any) -> Any:
+        """A caller's JSON, its texts marked within each special token and behind the beginning of one."""
+        if isinstance(value, dict):
+            return {name: self.put(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.put(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        marked = re.sub(f"(?={self._any})(.)", rf"\g<1>{self._mark}", value, flags=re.DOTALL)
         end = len(marked.rstrip())
         return f"{marked[:end]}{self._mark}{marked[end:]}" if marked[:end].endswith(self._begun) else marked
 
     def split(self, text: str) -> list[str]:
         """Texts without marks, and special tokens, in turn."""
         return [part.replace(self._mark, "") for part in re.split(f"({self._any})", text)]
-
-
-def _in_all(marks: _Marks, value: Any) -> Any:
-    """The same JSON, with marks in all its texts."""
-    if isinstance(value, str):
-        return marks.put(value)
-    if isinstance(value, dict):
-        return {name: _in_all(marks, item) for name, item in value.items()}
-    return [_in_all(marks, item) for item in value] if isinstance(value, list) else value
 
 
 def _until(mark: str, text: str) -> str:

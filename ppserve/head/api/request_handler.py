@@ -186,6 +186,14 @@ class RequestHandler:
         return "" if eos_id is None else self.token_bytes(eos_id).decode("utf-8", "replace")
 
     @property
+    def named_tokens(self) -> dict[str, str]:
+        """The texts of special tokens, by their names in templates and configs, as far as they are known. A GPT-2's
+        texts begin and end with the same one."""
+        names = ("bos_token", "eos_token") if self.description.architecture.family == "gpt2" else ("eos_token",)
+        known = dict.fromkeys(names, self.end_of_text) if self.end_of_text else {}
+        return {**known, **(self.template.tokens if self.template else {})}
+
+    @property
     def special_ids(self) -> dict[str, int]:
         """The ids of special tokens, by their texts; the end-of-text token is one."""
         return {} if self.tokenizer is None else special_ids(self.tokenizer, self.description)

@@ -146,5 +146,6 @@ async def chat_completions(request: Request, handler: RequestHandler) -> Respons
         messages = [message.for_template() for message in body.messages]
         variables, continues = body.template_variables(), bool(body.continue_final_message)
         chat = messages, variables, handler.special_ids, continues
-        prompt = await handler.tokenize("messages", *await asyncio.to_thread(template.render, *chat))
+        rendering = template.render_in_turn(request.state.call.caller, chat)
+        prompt = await handler.tokenize("messages", *await asyncio.shield(rendering))
     return await unless_hung_up(request, generate(request, handler, body, [prompt], ChatAnswers))

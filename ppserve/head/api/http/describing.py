@@ -77,10 +77,17 @@ async def tokenizer_info(_request: Request, handler: RequestHandler) -> Response
     if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("model", "this model has no tokenizer")])
     template = handler.template
-    info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), handler.end_of_text or None)
-    info |= template.tokens if template else {}
-    info |= {"tokenizer_class": "ppserve", "model_max_length": handler.description.max_context}
-    return JsonResponse(info | {"chat_template": template.source if template else None})
+    return JsonResponse(
+        {
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": handler.end_of_text or None,
+            **handler.named_tokens,
+            "tokenizer_class": "ppserve",
+            "model_max_length": handler.description.max_context,
+            "chat_template": template.source if template else None,
+        }
+    )
 
 
 def _model(handler: RequestHandler) -> dict[str, Any]:

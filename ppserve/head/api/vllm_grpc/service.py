@@ -63,7 +63,7 @@ class VllmService:
         return pb.AbortResponse()
 
     async def GetModelInfo(self, _message: pb.GetModelInfoRequest, _call: Call) -> pb.GetModelInfoResponse:
-        description = self._handler.description
+        description, (kind, architecture) = self._handler.description, model_kind(self._handler)
         return pb.GetModelInfoResponse(
             model_path=description.name,
             is_generation=True,
@@ -71,10 +71,10 @@ class VllmService:
             vocab_size=description.architecture.vocab_size,
             served_model_name=description.name,
             tokenizer_path=TOKENIZER_PLACE if description.has_tokenizer else "",
-            model_type="gpt2",
-            architectures=["GPT2LMHeadModel"],
-            eos_token_ids=[] if description.eos_id is None else [description.eos_id],
-            bos_token_id=description.eos_id or 0,
+            model_type=kind,
+            architectures=[architecture],
+            eos_token_ids=description.architecture.eos_ids,
+            bos_token_id=self._handler.special_ids.get(self._handler.named_tokens.get("bos_token", ""), 0),
             max_req_input_len=description.max_context,
         )
 
@@ -101,20 +101,27 @@ class VllmService:
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
 
 
+def model_kind(handler: RequestHandler) -> tuple[str, str]:
+    """Hugging Face's names of the model: its `model_type` and its class. A Mistral is served as a Llama."""
+    arch = handler.description.architecture
+    kind = "qwen2" if arch.qkv_biases else "qwen3" if arch.qk_norms else arch.family
+    return kind, "GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"
+
+
 def tokenizer_archive(handler: RequestHandler) -> bytes:
     """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
     InvalidRequest without a tokenizer."""
     if handler.tokenizer is None:
         raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
-    description, end_of_text = handler.description, handler.end_of_text
-    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
-    described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": description.max_context, **special}
+    description = handler.description
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": description.max_context}
+    described |= handler.named_tokens
     if handler.template is not None:
-        described |= {**handler.template.tokens, "chat_template": handler.template.source}
+        described["chat_template"] = handler.template.source
     config = {
-        "model_type": "gpt2",
+        "model_type": model_kind(handler)[0],
         "vocab_size": description.architecture.vocab_size,
-        "eos_token_id": description.eos_id,
+        "eos_token_id": description.architecture.eos_ids,
     }
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:

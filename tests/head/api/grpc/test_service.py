@@ -15,7 +15,7 @@ from ppserve.head.descriptions import Limits, RankDescription, StageDescription,
 from ppserve.head.engine.streams import TimingsOutput, TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import ByteCodec, FakeEngine, code_of, drawn_token
+from tests.fake_engine import EOS, ByteCodec, FakeEngine, code_of, drawn_token
 from tests.head.api.grpc.asking import ask, run
 from tests.head.api.test_requests import REFUSED, fields_refused, made
 
@@ -150,7 +150,8 @@ def test_model_and_topology() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         model = await stub.GetModelInfo(pb.GetModelInfoRequest())
         assert (model.model, model.max_context, model.eos_token_id, model.limits.max_n) == ("fake", 64, 256, 16)
-        assert model.architecture.num_parameters == 12345
+        assert (model.architecture.num_parameters, model.architecture.family) == (12345, "gpt2")
+        assert list(model.eos_token_ids) == [EOS]
         stage = (await stub.GetTopology(pb.GetTopologyRequest())).stages[0]
         assert (stage.device, stage.num_layers, stage.bubble_seconds["host"]) == ("cpu", 2, 0.5)
         assert stage.HasField("predicted_step_seconds")

@@ -227,19 +227,49 @@ def test_what_the_engine_is_and_how_full() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("differences", "kind", "architecture"),
+    [
+        ({}, "llama", "LlamaForCausalLM"),
+        ({"qkv_biases": True}, "qwen2", "Qwen2ForCausalLM"),
+        ({"qk_norms": True}, "qwen3", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_model_says_its_family_and_all_its_ends(
+    tmp_path: Path, differences: dict[str, bool], kind: str, architecture: str
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    arch = replace(CARD.architecture, family="llama", eos_ids=(EOS, 7), **differences)
+
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (model.model_type, list(model.architectures)) == (kind, [architecture])
+        assert (list(model.eos_token_ids), model.bos_token_id) == ([EOS, 7], EOS)
+        config = json.loads((await archive_of(stub)).read("config.json"))
+        assert (config["model_type"], config["eos_token_id"]) == (kind, [EOS, 7])
+
+    run(scenario, FakeEngine(description=replace(CARD, architecture=arch)), chat_template=template)
+
+
+async def archive_of(stub: VllmEngineStub) -> zipfile.ZipFile:
+    """The tokenizer's, its digest checked."""
+    parts = [part async for part in stub.GetTokenizer(pb.GetTokenizerRequest())]
+    content = b"".join(part.data for part in parts)
+    assert [part.sha256 for part in parts] == [""] * (len(parts) - 1) + [hashlib.sha256(content).hexdigest()]
+    return zipfile.ZipFile(io.BytesIO(content))
+
+
 def test_the_tokenizer_comes_as_an_archive_with_its_digest(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
 
     async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        parts = [part async for part in stub.GetTokenizer(pb.GetTokenizerRequest())]
-        content = b"".join(part.data for part in parts)
-        assert [part.sha256 for part in parts] == [""] * (len(parts) - 1) + [hashlib.sha256(content).hexdigest()]
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            assert archive.read("tokenizer.json") == b"{}"
-            assert archive.read("chat_template.jinja") == b"{{ messages }}"
-            assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
-            assert json.loads(archive.read("config.json"))["eos_token_id"] == EOS
+        archive = await archive_of(stub)
+        assert archive.read("tokenizer.json") == b"{}"
+        assert archive.read("chat_template.jinja") == b"{{ messages }}"
+        assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
+        assert json.loads(archive.read("config.json"))["eos_token_id"] == [EOS]
 
     run(scenario, chat_template=template)
 

@@ -187,8 +187,8 @@ class RequestHandler:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The texts of special tokens, by their names in templates and configs, as far as they are known. A GPT-2's
-        texts begin and end with the same one."""
+        """Texts of known special tokens, by their names in templates and configs. A GPT-2's texts begin and end
+        with the same one."""
         names = ("bos_token", "eos_token") if self.description.architecture.family == "gpt2" else ("eos_token",)
         known = dict.fromkeys(names, self.end_of_text) if self.end_of_text else {}
         return {**known, **(self.template.tokens if self.template else {})}

@@ -33,7 +33,7 @@ CHATS = {
 }
 VARIABLES: tuple[dict[str, Any], ...] = (
     {},
-    {"enable_thinking": False, "date_string": "1 May 2025", "reasoning_effort": "high", "documents": [{"text": "t"}]},
+    {"enable_thinking": False, "date_string": "1 May", "reasoning_effort": "high", "documents": [{"text": "t"}]},
 )
 
 
@@ -92,10 +92,8 @@ def test_special_tokens_of_a_message_are_text(template: ChatTemplate) -> None:
 
 
 def test_texts_of_two_messages_or_of_a_variable_are_no_token_together() -> None:
-    template = ChatTemplate(
-        "{% for message in messages %}{{ message.content }}{% endfor %}{{ mood }}{{ more.list[0] }}{{ eos_token }}",
-        {"eos_token": "<|im_end|>"},
-    )
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}{{ more.list[0] }}{{ eos_token }}"
+    template = ChatTemplate(source, {"eos_token": "<|im_end|>"})
     messages = messages_of([("user", "<|im_"), ("assistant", "end|>")])
     parts = render(template, messages, mood="</s>", more={"list": ["<s>"]})
     assert parts == ["<|im_end|></s><s>", "<|im_end|>", ""]

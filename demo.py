@@ -77,7 +77,7 @@ def forward_pass(tour: Tour) -> None:
     )
 
     tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
-    prompt = tokenizer.encode(PROMPT) if tokenizer is not None else list(range(8))
+    prompt = tokenizer.encode(PROMPT) or list(range(8))
     plan = StepPlan(1, 0, 0, (slice_of(0, 0, prompt, draws=True),))
     _, done = line.run([plan, plan])  # the first pass is a warm-up
     stamps = done.result.stamps
@@ -94,7 +94,7 @@ def forward_pass(tour: Tour) -> None:
         token = done.result.drawn[0].token_id or 0
     line.close()
     token, error = tour.tell((token, error))[-1]
-    drawn = repr(tokenizer.decode([token])) if tokenizer is not None else f"token {token}"
+    drawn = repr(tokenizer.decode([token])) if tokenizer.vocab_size else f"token {token}"
     tour.say(f"\n  After {PROMPT!r} the last stage draws {drawn}.")
     tour.say(f"  Largest difference from the same model in one process: {error}")
     require(error <= 1e-4, f"the pipeline differs from one process by {error}")
@@ -279,7 +279,7 @@ def three_dimensions(tour: Tour) -> None:
 def show_shapes(tour: Tour) -> None:
     arch = read_architecture(tour.options.model)
     tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
-    prompt = tokenizer.encode(PROMPT) if tokenizer is not None else list(range(8))
+    prompt = tokenizer.encode(PROMPT) or list(range(8))
     tour.explain(
         """Stages are one of three ways to divide a model's work. Tensor ranks share every layer of a stage: each
         has some heads, and some outputs of every matrix, and they wait for each other four times a layer.

@@ -35,6 +35,7 @@ from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.replica import ReplicaReading, StageReading
 from ppserve.head.engine.streams import OpenRequest, Sink, TimingsOutput, TokenOutput
 from ppserve.head.servers import grpc_server
+from ppserve.tokenizer import no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.hellos import hello
 
@@ -218,7 +219,7 @@ class FakeEngine:
 
 
 def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:
-    tokenizer = ByteCodec() if engine.description.has_tokenizer else None
+    tokenizer = ByteCodec() if engine.description.has_tokenizer else no_tokenizer()
     key_file = settings.api_key_file if settings else None
     keys = ApiKeys(key_file) if key_file else None
     chats = settings.chat_template if settings else None

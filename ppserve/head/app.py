@@ -93,7 +93,7 @@ def warn_of_short_grace(config: ServeConfig) -> None:
 
 
 def read_chat_template(
-    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer | None
+    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer
 ) -> ChatTemplate | None:
     """The operator's, else the model's own; None where there is neither. Raises UsageError."""
     decision, hello = replicas[0].decision, replicas[0].first.hello
@@ -101,7 +101,7 @@ def read_chat_template(
     assert hello is not None
     own, eos_id = read_chat_format(hello.model.checkpoint), decision.architecture.eos_id
     tokens: Mapping[str, str] = own.tokens
-    if not tokens and tokenizer is not None and eos_id is not None:
+    if not tokens and eos_id is not None:
         # As for GPT-2, whose texts begin and end with the same token.
         end = tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
         tokens = {"bos_token": end, "eos_token": end}
@@ -198,7 +198,7 @@ class HeadProcess:
         """Until a signal, after which running streams may finish, or until the pipeline has failed."""
         settings = self._config.server
         description, tokenizer = describe_model(self._config, self._members)
-        if tokenizer is None:
+        if not description.has_tokenizer:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
         template = read_chat_template(self._config, self._members, tokenizer)

@@ -181,7 +181,7 @@ def _remedy(variants: Sequence[Sequence[str]]) -> str:
     return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
-def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer | None]:
+def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer]:
     """The model as served, and its tokenizer. Every rank has loaded its part."""
     decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
@@ -200,7 +200,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         quantization=config.model.quantization,
         max_context=decision.scheduling.max_model_len,
         eos_id=arch.eos_id,
-        has_tokenizer=tokenizer is not None,
+        has_tokenizer=tokenizer.vocab_size > 0,
         deterministic=not reasons,
         why_not="; ".join(reasons),
         version=metadata.version("ppserve"),

@@ -20,7 +20,7 @@ from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import encode, to_request
-from ppserve.head.api.stream import Pending
+from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import (
     ModelDescription,
     StageDescription,
@@ -147,7 +147,7 @@ class Pipeline:
             self.close()
             raise
 
-    def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer | None]:
+    def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer]:
         """Waits until every stage has loaded its layers."""
         engine = self._engine
         wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
@@ -187,13 +187,11 @@ class Pipeline:
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
             request = to_request(given, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
-            requests[own_name] = Pending(request, self._text_of(prompt) if request.output.echo else "")
+            requests[own_name] = RequestStream(request, self._text_of(prompt) if request.output.echo else "")
         return Stream(self, engine, self._tokenizer, requests)
 
     def _text_of(self, prompt: Prompt) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     # ---- what it says ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Self
 from ppserve.answers import Chunk, Completion, Finish, Timings, Token, Usage, completion_of
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
-from ppserve.head.api.stream import Delta, Pending, Score
+from ppserve.head.api.stream import Delta, RequestStream, Score
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, owner: object, engine: Engine, tokenizer: Tokenizer | None, requests: Mapping[str, Pending]
+        self, owner: object, engine: Engine, tokenizer: Tokenizer, requests: Mapping[str, RequestStream]
     ) -> None:
         """Queues the requests, by the names that their chunks have. Raises RequestError if one of them is refused,
         and ends the others. owner: the pipeline, which must not end before its streams."""
@@ -112,7 +112,7 @@ class Stream(Iterator[Chunk]):
             return StagesLost(self._engine.failed.result(_REASON_WITHIN_S).reason)
         return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
-    def _chunk(self, name: str, pending: Pending, delta: Delta) -> Chunk:
+    def _chunk(self, name: str, pending: RequestStream, delta: Delta) -> Chunk:
         request, last, times = pending.request, delta.last, delta.last.timings
         lists_tokens = request.output.token_ids or request.output.logprobs is not None
         usage = Usage(len(request.prompt_ids), delta.num_generated, last.cached_tokens)
@@ -131,10 +131,8 @@ class Stream(Iterator[Chunk]):
         )
 
     def _token(self, token_id: int, score: Score) -> Token:
+        token_bytes = self._tokenizer.token_bytes
         if score is None:
-            return Token(token_id, self._bytes(token_id))
-        top = tuple(Token(top_id, self._bytes(top_id), logprob) for top_id, logprob in score.top)
-        return Token(token_id, self._bytes(token_id), score.logprob, top)
-
-    def _bytes(self, token_id: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+            return Token(token_id, token_bytes(token_id))
+        top = tuple(Token(top_id, token_bytes(top_id), logprob) for top_id, logprob in score.top)
+        return Token(token_id, token_bytes(token_id), score.logprob, top)

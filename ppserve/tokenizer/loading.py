@@ -19,7 +19,7 @@ from ppserve.tokenizer.formats import (
     read_tokenizer_json,
     read_vocab_json,
 )
-from ppserve.tokenizer.tokenizer import Tokenizer
+from ppserve.tokenizer.tokenizer import Tokenizer, no_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,12 @@ def load_tokenizer(
     path: str,
     vocab_size: int | None = None,
     get_encoding: Callable[[str], tiktoken.Encoding] = tiktoken.get_encoding,
-) -> Tokenizer | None:
-    """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`); None when there is none.
+) -> Tokenizer:
+    """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
     It is read from the first of `READERS` beside the weights, or from another single *.tiktoken. Without any,
     tiktoken's GPT-2 encoding is used, if it is cached or can be downloaded and the model's `vocab_size`, where
-    given, is GPT-2's. If there is no tokenizer, the log says why. Raises CheckpointError for a file that exists
-    and cannot be used.
+    given, is GPT-2's; else there is none, and the log says why. Raises CheckpointError for an unusable file.
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
@@ -61,12 +60,12 @@ def load_tokenizer(
     problem = f"{directory}: no tokenizer.json, vocab.json, gpt2_tokenizer.bin or *.tiktoken"
     if vocab_size is not None and not GPT2_VOCAB_SIZE <= vocab_size < GPT2_VOCAB_SIZE + 256:
         logger.warning("no tokenizer, token ids only: %s, and %d tokens are not GPT-2's", problem, vocab_size)
-        return None
+        return no_tokenizer()
     try:
         return within(DOWNLOAD_TIMEOUT_S, lambda: gpt2_tokenizer(get_encoding))
     except Exception as error:  # no network, no cache, a wrong hash: in each case there is no tokenizer
         logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
-        return None
+        return no_tokenizer()
 
 
 def _read_directory(directory: Path) -> Tokenizer | None:

@@ -29,10 +29,8 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_ids = {added[token_id].content: token_id for token_id in self._special}
         """The ids of special tokens, by their texts."""
-        self.vocab_size = max(self._token_bytes) + 1
-        """One more than the highest id."""
-        self.eos_id = library.token_to_id(END_OF_TEXT)
-        """The id of `<|endoftext|>`; None when the vocabulary has none."""
+        self.vocab_size = max(self._token_bytes, default=-1) + 1
+        """One more than the highest id; 0 where no token is a text."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError."""
@@ -63,6 +61,11 @@ class Tokenizer:
     def to_json(self) -> bytes:
         """The same tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""
         return self._library.to_str().encode()
+
+
+def no_tokenizer() -> Tokenizer:
+    """Of a model without one: no text has tokens, and no token has a text."""
+    return Tokenizer("no tokenizer", tokenizers.Tokenizer(models.BPE(byte_fallback=True)))
 
 
 def byte_alphabet() -> list[str]:

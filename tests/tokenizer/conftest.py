@@ -41,6 +41,4 @@ def hugging_face(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def tiny() -> Tokenizer:
-    tokenizer = load_tokenizer("tiny")
-    assert tokenizer is not None
-    return tokenizer
+    return load_tokenizer("tiny")

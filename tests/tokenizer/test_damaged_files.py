@@ -46,7 +46,6 @@ def open_damaged(directory: Path, name: str, content: bytes, intact: dict[str, b
         assert "\n" not in message
         assert len(message) < len(str(directory)) + 400
         return error
-    assert tokenizer is not None
     assert "time" in tokenizer.decode(tokenizer.encode(" time"))
     return tokenizer
 

@@ -35,8 +35,7 @@ def test_byte_level(pre: str, tiny: Tokenizer, tmp_path: Path) -> None:
     types = [1] * (len(tokens) - 1) + [3]
     path = write(tmp_path / "m.gguf", "gpt2", tokens, types, token_merges=merges, tokenizer_pre=pre)
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer is not None
-    assert tokenizer.eos_id == tiny.eos_id
+    assert tokenizer.special_ids == tiny.special_ids
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -50,6 +49,5 @@ def test_sentencepiece_falls_back_to_bytes(tmp_path: Path) -> None:
     scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -4.0, -5.0]
     path = write(tmp_path / "m.gguf", "llama", tokens, types, token_scores=scores)
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer is not None
     ids = tokenizer.encode("ab ab\u00e9")
     assert [tokenizer.token_bytes(i) for i in ids] == [b" ab", b" ab", b"\xc3", b"\xa9"]

@@ -35,14 +35,14 @@ def test_any_ids_decode(ids: list[int]) -> None:
 
 def test_end_of_text_in_a_prompt_is_plain_text(tiny: Tokenizer) -> None:
     ids = tiny.encode("a<|endoftext|>b")
-    assert tiny.eos_id not in ids
+    assert tiny.special_ids["<|endoftext|>"] not in ids
     assert tiny.decode(ids) == "a<|endoftext|>b"
 
 
 def test_end_of_text_as_an_id_has_bytes_but_no_text(tiny: Tokenizer) -> None:
-    assert tiny.eos_id == tiny.vocab_size - 1
-    assert tiny.token_bytes(tiny.eos_id) == b"<|endoftext|>"
-    assert tiny.decode([tiny.eos_id]) == ""
+    assert tiny.special_ids["<|endoftext|>"] == tiny.vocab_size - 1
+    assert tiny.token_bytes(tiny.special_ids["<|endoftext|>"]) == b"<|endoftext|>"
+    assert tiny.decode([tiny.special_ids["<|endoftext|>"]]) == ""
 
 
 def test_ids_beyond_the_vocabulary_have_no_bytes(tiny: Tokenizer) -> None:
@@ -63,12 +63,12 @@ def test_what_is_written_is_read_back(tiny: Tokenizer, tmp_path: Path) -> None:
     """By others too: to them, the end of text is a special token."""
     (tmp_path / "tokenizer.json").write_bytes(tiny.to_json())
     read = load_tokenizer(str(tmp_path))
-    assert read is not None
-    assert (read.vocab_size, read.eos_id, read.to_json()) == (tiny.vocab_size, tiny.eos_id, tiny.to_json())
+    assert (read.vocab_size, read.special_ids) == (tiny.vocab_size, tiny.special_ids)
+    assert read.to_json() == tiny.to_json()
     for token_id in range(tiny.vocab_size):
         assert read.token_bytes(token_id) == tiny.token_bytes(token_id)
         assert read.text_bytes(token_id) == tiny.text_bytes(token_id)
     theirs = HuggingFaceTokenizer.from_str(tiny.to_json().decode())
     text = "Once upon a time, in Alder Bridge — there’s 1 lamp.\n"
     assert theirs.encode(text).ids == tiny.encode(text)
-    assert theirs.encode("a<|endoftext|>").ids == [*tiny.encode("a"), tiny.eos_id]
+    assert theirs.encode("a<|endoftext|>").ids == [*tiny.encode("a"), tiny.special_ids["<|endoftext|>"]]

@@ -16,7 +16,7 @@ from ppserve.errors import Draining, RequestError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.requests import Fields, check_ids, encode, special_ids, to_request
+from ppserve.head.api.requests import Fields, check_ids, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
 from ppserve.head.engine.loop import Engine
@@ -39,15 +39,15 @@ T = TypeVar("T")
 class RequestHandler:
     """The engine as all protocols call it, in the event loop.
 
-    tokenizer: None when only tokens can be served. keys: None when no call needs one. count_refusal: is told of
-    errors that end a request before the engine knows of it. template: None when no chats can be served.
+    keys: None when no call needs one. count_refusal: is told of errors that end a request before the engine knows
+    of it. template: None when no chats can be served.
     """
 
     def __init__(
         self,
         engine: Engine,
         description: ModelDescription,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         keys: ApiKeys | None = None,
         count_refusal: Callable[[RequestError], None] = lambda error: None,
         template: ChatTemplate | None = None,
@@ -170,20 +170,15 @@ class RequestHandler:
         """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
         check_ids(field, ids, self.description)
         tokenizer = self.tokenizer
-        assert tokenizer is not None, "checked before"
         return await run_in_thread_if_long(
             len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
         )
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; nothing without a tokenizer."""
-        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     @property
     def end_of_text(self) -> str:
         """The text of the end-of-text token; nothing where there is none."""
         eos_id = self.description.eos_id
-        return "" if eos_id is None else self.token_bytes(eos_id).decode("utf-8", "replace")
+        return "" if eos_id is None else self.tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -193,17 +188,8 @@ class RequestHandler:
         known = dict.fromkeys(names, self.end_of_text) if self.end_of_text else {}
         return {**known, **(self.template.tokens if self.template else {})}
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """The ids of special tokens, by their texts; the end-of-text token is one."""
-        return {} if self.tokenizer is None else special_ids(self.tokenizer, self.description)
-
-    def text_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; nothing without a tokenizer."""
-        return b"" if self.tokenizer is None else self.tokenizer.text_bytes(token_id)
-
     def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
-        if not request.output.echo or self.tokenizer is None:
+        if not request.output.echo:
             return ""
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 

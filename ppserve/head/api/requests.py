@@ -89,28 +89,19 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
         raise InvalidRequest(violations)
 
 
-def encode(
-    field: str, texts: Sequence[str], tokenizer: Tokenizer | None, description: ModelDescription
-) -> list[int]:
+def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription) -> list[int]:
     """The tokens of a text; where there are several, every second one is the text of a special token. Raises
     InvalidRequest, naming `field`."""
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
-    if tokenizer is None:
-        return []  # of an empty text
-    special = special_ids(tokenizer, description) if len(texts) > 1 else {}
     try:
-        parts = ([special[text]] if at % 2 else tokenizer.encode(text) for at, text in enumerate(texts))
-        return list(chain.from_iterable(parts))
+        return [
+            token_id
+            for place, text in enumerate(texts)
+            for token_id in ([tokenizer.special_ids[text]] if place % 2 else tokenizer.encode(text))
+        ]
     except ValueError as error:
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
-
-
-def special_ids(tokenizer: Tokenizer, description: ModelDescription) -> dict[str, int]:
-    """The ids of special tokens, by their texts; the end-of-text token is one."""
-    end = description.eos_id
-    ends = {} if end is None else {tokenizer.token_bytes(end).decode("utf-8", "replace"): end}
-    return {**tokenizer.special_ids, **ends}
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:

@@ -50,16 +50,18 @@ class Delta:
         return self.last.offset + (self.last.token_id is not None)
 
 
-class Pending:
-    """The outputs of one request that its reader has not taken yet. Not safe for several threads.
+class RequestStream:
+    """A `Sink` of one request's outputs, until its reader takes them. Not safe for several threads.
 
-    echo: the prompt's text, where it is to be sent back.
+    echo: the prompt's text, where it is to be sent back. news: one event for streams that are read together.
     """
 
-    def __init__(self, request: Request, echo: str) -> None:
+    def __init__(self, request: Request, echo: str, news: asyncio.Event | None = None) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
         self.request = request
+        self.news = news or asyncio.Event()
+        """Set when there may be deltas."""
         self._echo = echo
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
@@ -79,10 +81,12 @@ class Pending:
                 self.fail(output.error)
             elif (pending := self._outputs.get(output.index)) is not None:
                 pending.append(output)
+        self.news.set()
 
     def fail(self, error: RequestError) -> None:
         """The request ends with `error` after what is pending."""
         self._error = self._error or error
+        self.news.set()
 
     def pop_deltas(self) -> Iterator[Delta]:
         """A delta for each sequence that is due. Raises the request's error after what came before it."""
@@ -91,6 +95,14 @@ class Pending:
                 yield self._pop_delta(index)
         if self._error is not None and self._outputs and not any(self._outputs.values()):
             raise self._error
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas until every sequence has ended. Raises the request's error after what came before it."""
+        while not self.is_complete:
+            await self.news.wait()
+            self.news.clear()
+            for delta in self.pop_deltas():
+                yield delta
 
     def _is_due(self, index: int) -> bool:
         outputs, scored = self._outputs[index], self._scored_index
@@ -124,31 +136,6 @@ class Pending:
         """For every token of the prompt; none at all when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
         return scores if len(scores) >= len(self.request.prompt_ids) else ()
-
-
-class RequestStream(Pending):
-    """A `Pending` in the event loop, whose reader waits. Implements `Sink`."""
-
-    def __init__(self, request: Request, echo: str, news: asyncio.Event | None = None) -> None:
-        super().__init__(request, echo)
-        self.news = news or asyncio.Event()
-        """Set when there may be deltas. Streams that are read together share it."""
-
-    def push(self, outputs: Iterable[TokenOutput]) -> None:
-        super().push(outputs)
-        self.news.set()
-
-    def fail(self, error: RequestError) -> None:
-        super().fail(error)
-        self.news.set()
-
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Deltas until every sequence has ended. Raises the request's error after what came before it."""
-        while not self.is_complete:
-            await self.news.wait()
-            self.news.clear()
-            for delta in self.pop_deltas():
-                yield delta
 
 
 async def deltas_in_time(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:

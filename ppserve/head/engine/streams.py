@@ -58,12 +58,10 @@ class Sink(Protocol):
 class SequenceProgress:
     """One sequence's text so far, and the times of its tokens on the head's clock."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         stop = request.stop
         self._includes_stop = stop.include_stop
-        self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
+        self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gap_s: float | None = None
@@ -83,7 +81,7 @@ class SequenceProgress:
         """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
         matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
         is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
-        if self._detokenizer is None or not is_text:
+        if not is_text:
             return finish, matched, ""
         piece = self._detokenizer.push(token_id)
         if piece.matched is not None:
@@ -93,22 +91,15 @@ class SequenceProgress:
     def end(self, finish: FinishReason) -> str:
         """The sequence has ended. Returns the text that the detokenizer held back."""
         self.has_ended = True
-        if self._detokenizer is None or finish is FinishReason.STOP_STRING:
-            return ""
         return self._detokenizer.finish()
 
 
 class OpenRequest:
     """A request until all of its sequences have ended. The engine's thread owns it once it is submitted."""
 
-    def __init__(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = ()
-    ) -> None:
-        """tokenizer: None where only token ids are served.
-
-        Of a resumed answer it detokenizes the tokens that the caller has, which may take milliseconds. Raises
-        InvalidRequest if tokens follow the end.
-        """
+    def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer, eos_ids: tuple[int, ...] = ()) -> None:
+        """Of a resumed answer it detokenizes the tokens that the caller has, which may take milliseconds. Raises
+        InvalidRequest if tokens follow the end."""
         self.request = request
         self.sink = sink
         self.arrived_s = 0.0

@@ -13,6 +13,7 @@ from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
+from ppserve.tokenizer import no_tokenizer
 from tests.fake_engine import CARD, EOS, ByteCodec
 
 CALL = Call("r", serial=0, seed=99, caller="somebody", deadline_s=5.0)
@@ -177,7 +178,7 @@ def test_resume_beyond_the_context() -> None:
     [
         lambda: encode("text", ["x" * 128 * 1024, "<eos>"], ByteCodec(), CARD),
         lambda: encode("text", ["half a pair: \ud800"], ByteCodec(), CARD),
-        lambda: encode("text", ["a"], None, MUTE),
+        lambda: encode("text", ["a"], no_tokenizer(), MUTE),
         lambda: check_ids("ids", [257], CARD),
         lambda: check_ids("ids", [0] * (128 * 1024 + 1), CARD),
         lambda: check_ids("ids", [], MUTE),

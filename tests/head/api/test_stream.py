@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, Request, StopConditions
 from ppserve.errors import StagesLost
-from ppserve.head.api.stream import Delta, Pending, RequestStream
+from ppserve.head.api.stream import Delta, RequestStream
 from ppserve.head.engine.streams import TokenOutput
 
 END = FinishReason.MAX_TOKENS
@@ -25,14 +25,14 @@ def a_token(offset: int, index: int = 0, finish: FinishReason | None = None, **m
     return TokenOutput(index, offset, 97 + offset, chr(97 + offset), finish=finish, **more)
 
 
-def popped(pending: Pending, *outputs: TokenOutput) -> list[Delta]:
+def popped(pending: RequestStream, *outputs: TokenOutput) -> list[Delta]:
     """What is due after these outputs."""
     pending.push(outputs)
     return list(pending.pop_deltas())
 
 
 def test_a_reader_that_keeps_up_sees_every_token() -> None:
-    pending = Pending(a_request(), "")
+    pending = RequestStream(a_request(), "")
     deltas = [delta for i in range(3) for delta in popped(pending, a_token(i, finish=END if i == 2 else None))]
     assert pending.is_complete
     assert [(d.offset, d.tokens, d.text, d.num_generated) for d in deltas] == [
@@ -62,7 +62,7 @@ def test_a_reader_in_the_event_loop_is_woken_until_the_end_and_by_an_error() -> 
 
 
 def test_what_a_slow_reader_left_is_merged_for_each_sequence() -> None:
-    pending = Pending(a_request(num_sequences=2), "")
+    pending = RequestStream(a_request(num_sequences=2), "")
     for offset in range(4):
         finish = END if offset == 3 else None
         pending.push([a_token(offset, index, finish, logprobs=TokenLogprobs(-offset)) for index in (0, 1)])
@@ -74,7 +74,7 @@ def test_what_a_slow_reader_left_is_merged_for_each_sequence() -> None:
 
 
 def test_what_comes_while_others_are_read_joins_the_next_delta() -> None:
-    pending = Pending(a_request(num_sequences=2), "")
+    pending = RequestStream(a_request(num_sequences=2), "")
     pending.push([a_token(0, 0), a_token(0, 1)])
     reading = pending.pop_deltas()
     texts = [next(reading).text]
@@ -83,13 +83,13 @@ def test_what_comes_while_others_are_read_joins_the_next_delta() -> None:
 
 
 def test_an_interval_holds_for_all_but_the_first_and_the_last() -> None:
-    pending = Pending(a_request(output=OutputOptions(stream_interval=3)), "")
+    pending = RequestStream(a_request(output=OutputOptions(stream_interval=3)), "")
     deltas = [delta for i in range(9) for delta in popped(pending, a_token(i, finish=END if i == 8 else None))]
     assert [len(d.tokens) for d in deltas] == [1, 3, 3, 2]
 
 
 def test_echo_and_prompt_scores_come_once() -> None:
-    pending = Pending(a_request(num_sequences=2, output=SCORED), "say ")
+    pending = RequestStream(a_request(num_sequences=2, output=SCORED), "say ")
     deltas = popped(pending, a_token(0, 0, prompt_logprobs=SCORES), a_token(0, 1))
     deltas += popped(pending, a_token(1, 0, END), a_token(1, 1, END))
     assert [d.text for d in deltas] == ["say a", "say a", "b", "b"]
@@ -97,12 +97,13 @@ def test_echo_and_prompt_scores_come_once() -> None:
 
 
 def test_a_sequence_that_ends_before_its_prompt_is_scored_has_no_scores() -> None:
-    (delta,) = popped(Pending(a_request(output=SCORED), ""), TokenOutput(0, 0, finish=FinishReason.CANCELLED))
+    pending = RequestStream(a_request(output=SCORED), "")
+    (delta,) = popped(pending, TokenOutput(0, 0, finish=FinishReason.CANCELLED))
     assert (delta.tokens, delta.num_generated, delta.prompt_scores) == ((), 0, ())
 
 
 def test_a_resumed_request_has_one_sequence() -> None:
-    pending = Pending(a_request(resume_index=2, resume_ids=(1,) * 5), "")
+    pending = RequestStream(a_request(resume_index=2, resume_ids=(1,) * 5), "")
     (delta,) = popped(pending, a_token(5, 0), a_token(5, 2, END))
     assert (delta.index, delta.offset, delta.num_generated, delta.is_first) == (2, 5, 6, True)
 
@@ -110,7 +111,7 @@ def test_a_resumed_request_has_one_sequence() -> None:
 @pytest.mark.parametrize("by_the_engine", [True, False])
 def test_an_error_comes_after_what_was_generated(by_the_engine: bool) -> None:
     error = StagesLost("stage 1 is gone")
-    pending = Pending(a_request(output=OutputOptions(stream_interval=9)), "")
+    pending = RequestStream(a_request(output=OutputOptions(stream_interval=9)), "")
     pending.push([a_token(0), a_token(1)])
     if by_the_engine:
         pending.push([TokenOutput(0, 0, error=error)])
@@ -124,7 +125,7 @@ def test_an_error_comes_after_what_was_generated(by_the_engine: bool) -> None:
 
 
 def test_the_first_error_is_told_and_a_finished_sequence_outlives_it() -> None:
-    pending = Pending(a_request(num_sequences=2), "")
+    pending = RequestStream(a_request(num_sequences=2), "")
     pending.push([a_token(0, 0, END)])
     pending.fail(StagesLost("first"))
     pending.fail(StagesLost("second"))
@@ -135,7 +136,7 @@ def test_the_first_error_is_told_and_a_finished_sequence_outlives_it() -> None:
 
 
 def test_no_sequence_begins_before_the_prompt_s_scores() -> None:
-    pending = Pending(a_request(num_sequences=2, output=SCORED), "")
+    pending = RequestStream(a_request(num_sequences=2, output=SCORED), "")
     assert popped(pending, a_token(0, index=1), a_token(1, index=1, finish=END)) == []
     first, second = popped(pending, a_token(0, prompt_logprobs=SCORES, finish=END))
     assert (first.index, len(first.prompt_scores)) == (0, 3)
@@ -143,7 +144,7 @@ def test_no_sequence_begins_before_the_prompt_s_scores() -> None:
 
 
 def test_an_error_does_not_wait_for_the_prompt_s_scores() -> None:
-    pending = Pending(a_request(num_sequences=2, output=SCORED), "")
+    pending = RequestStream(a_request(num_sequences=2, output=SCORED), "")
     pending.push([a_token(0, index=1)])
     pending.fail(StagesLost("gone"))
     reading = pending.pop_deltas()

@@ -20,6 +20,7 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.process.keeper import MAX_DEATHS
+from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID, expected_answer
@@ -217,7 +218,7 @@ class History:
         if not self.control.is_up:
             again()
             return
-        accepted = self.engine.submit(OpenRequest(request, caller, None, (EOS_ID,)))
+        accepted = self.engine.submit(OpenRequest(request, caller, no_tokenizer(), (EOS_ID,)))
 
         def answered(_future: object) -> None:
             problem = accepted.exception()

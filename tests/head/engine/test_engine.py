@@ -25,6 +25,7 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, StepObserver
 from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
+from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
 from tests.hellos import hello as hello_of
@@ -104,7 +105,7 @@ class Rig:
     def submit(self, request: Request) -> Reader:
         """Raises the error of a request that is refused."""
         reader = Reader()
-        queued = self.engine.submit(OpenRequest(request, reader))
+        queued = self.engine.submit(OpenRequest(request, reader, no_tokenizer()))
         self.engine.turn()
         queued.result(0)
         return reader
@@ -167,7 +168,7 @@ def test_a_cancelled_request_ends_now_although_its_step_is_under_way() -> None:
 
 def test_a_caller_that_leaves_before_it_is_queued_harms_nobody() -> None:
     rig = formed()
-    leaving = rig.engine.submit(OpenRequest(a_request("a"), Reader()))
+    leaving = rig.engine.submit(OpenRequest(a_request("a"), Reader(), no_tokenizer()))
     leaving.cancel()
     rig.engine.cancel("a", FinishReason.CANCELLED)
     rig.compute(rig.submit(a_request("b")))
@@ -201,7 +202,7 @@ def test_a_pipeline_that_cannot_form_again_ends_every_stream_with_a_status() -> 
     rig.engine.run()
     assert rig.control.sent[-1] == (0, wire.Shutdown(EXIT_FAILED))
     with pytest.raises(Draining):
-        rig.engine.submit(OpenRequest(a_request("late"), Reader())).result(0)
+        rig.engine.submit(OpenRequest(a_request("late"), Reader(), no_tokenizer())).result(0)
     with pytest.raises(Draining):
         rig.engine.snapshot()
 
@@ -213,7 +214,7 @@ def test_stopping_shuts_every_stage_down_and_refuses_what_comes_later() -> None:
     rig.engine.run()
     assert rig.control.sent[-2:] == [(0, wire.Shutdown()), (1, wire.Shutdown())]
     with pytest.raises(Draining):
-        rig.engine.submit(OpenRequest(a_request("late"), Reader())).result(0)
+        rig.engine.submit(OpenRequest(a_request("late"), Reader(), no_tokenizer())).result(0)
 
 
 # ---- replicas -----------------------------------------------------------------------------------------

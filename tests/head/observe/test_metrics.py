@@ -15,6 +15,7 @@ from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
+from ppserve.tokenizer import no_tokenizer
 from tests.core.artificial import account_of, plan
 
 CONTRACT = {
@@ -102,7 +103,7 @@ def topology() -> Topology:
 
 def opened(num_sequences: int = 1) -> OpenRequest:
     request = Request("r1", (1, 2, 3), StopConditions(8), num_sequences=num_sequences)
-    opened = OpenRequest(request, None)
+    opened = OpenRequest(request, None, no_tokenizer())
     opened.begin(10.0, tuple)
     return opened
 

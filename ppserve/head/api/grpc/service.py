@@ -22,13 +22,13 @@ class GenerationService:
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         given, prompt = request_fields(message)
         async with self._handler.generate(given, prompt, call) as stream:
-            messages = GenerateMessages(stream.request, call.request_id, self._handler.token_bytes)
+            messages = GenerateMessages(stream.request, call.request_id, self._handler.tokenizer.token_bytes)
             async for delta in stream.deltas():
                 yield messages.message(delta)
 
     async def Tokenize(self, message: pb.TokenizeRequest, _call: Call) -> pb.TokenizeResponse:
         ids = await self._handler.tokenize("text", message.text)
-        token_bytes = self._handler.token_bytes
+        token_bytes = self._handler.tokenizer.token_bytes
 
         def answer() -> pb.TokenizeResponse:
             return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=token_bytes(i)) for i in ids])

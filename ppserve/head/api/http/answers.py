@@ -19,6 +19,7 @@ from ppserve.head.api.http.bodies import GenerationBody, StreamOptions
 from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
+from ppserve.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's value.
 _MIN_LOGPROB = -9999.0
@@ -26,7 +27,6 @@ _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 Json = dict[str, Any]
 ScoredToken = tuple[int, Score]
-BytesOf = Callable[[int], bytes]
 
 
 class Answers:
@@ -48,7 +48,7 @@ class Answers:
         }
 
         def new_writer() -> LogprobWriter:
-            return LogprobWriter(handler.token_bytes, handler.text_bytes, bool(body.return_tokens_as_token_ids))
+            return LogprobWriter(handler.tokenizer, bool(body.return_tokens_as_token_ids))
 
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
@@ -137,9 +137,8 @@ class LogprobWriter:
     as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
     """
 
-    def __init__(self, token_bytes: BytesOf, text_bytes: BytesOf, as_ids: bool) -> None:
-        self._token_bytes = token_bytes
-        self._text_bytes = text_bytes
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
         self._as_ids = as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -161,7 +160,7 @@ class LogprobWriter:
             top = None if score is None else self._top(name, score)
             for list_name, value in zip(_LISTS, (name, logprob, top, self._offset), strict=True):
                 lists[list_name].append(value)
-            self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
+            self._offset += len(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
 
     def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
         """The likeliest come first: where two tokens have one name, the first of them keeps it."""
@@ -181,11 +180,11 @@ class LogprobWriter:
         return {"content": entries}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        content = list(self._token_bytes(token_id))
+        content = list(self._tokenizer.token_bytes(token_id))
         return {"token": self._name(token_id), "logprob": _finite(logprob), "bytes": content}
 
     def _name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else token_name(self._token_bytes(token_id))
+        return f"token_id:{token_id}" if self._as_ids else token_name(self._tokenizer.token_bytes(token_id))
 
 
 def token_name(content: bytes) -> str:

@@ -145,7 +145,7 @@ async def chat_completions(request: Request, handler: RequestHandler) -> Respons
         refuse(body.violations())
         messages = [message.for_template() for message in body.messages]
         variables, continues = body.template_variables(), bool(body.continue_final_message)
-        chat = messages, variables, handler.special_ids, continues
+        chat = messages, variables, handler.tokenizer.special_ids, continues
         rendering = template.render_in_turn(request.state.call.caller, chat)
         prompt = await handler.tokenize("messages", *await asyncio.shield(rendering))
     return await unless_hung_up(request, generate(request, handler, body, [prompt], ChatAnswers))

@@ -52,15 +52,15 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. Other than in a prompt, the text of the end-of-text token is that token: this is how
-    evaluation harnesses ask for its number."""
+    """POST /tokenize. Other than in a prompt, the text of a special token is that token: this is how evaluation
+    harnesses ask for the number of the end-of-text token."""
     body = await read_body(request, TokenizeBody, handler)
-    special = re.escape(handler.end_of_text) or "(?!)"
+    special = "|".join(map(re.escape, handler.tokenizer.special_ids)) or "(?!)"
     ids = await handler.tokenize("prompt", *re.split(f"({special})", body.prompt))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await run_in_thread_if_long(
-            len(ids), lambda: [token_name(handler.token_bytes(i)) for i in ids]
+            len(ids), lambda: [token_name(handler.tokenizer.token_bytes(i)) for i in ids]
         )
     return JsonResponse(answer)
 

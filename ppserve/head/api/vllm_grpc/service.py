@@ -64,6 +64,7 @@ class VllmService:
 
     async def GetModelInfo(self, _message: pb.GetModelInfoRequest, _call: Call) -> pb.GetModelInfoResponse:
         description, (kind, architecture) = self._handler.description, model_kind(self._handler)
+        first = self._handler.named_tokens.get("bos_token", "")
         return pb.GetModelInfoResponse(
             model_path=description.name,
             is_generation=True,
@@ -74,7 +75,7 @@ class VllmService:
             model_type=kind,
             architectures=[architecture],
             eos_token_ids=description.architecture.eos_ids,
-            bos_token_id=self._handler.special_ids.get(self._handler.named_tokens.get("bos_token", ""), 0),
+            bos_token_id=self._handler.tokenizer.special_ids.get(first, 0),
             max_req_input_len=description.max_context,
         )
 
@@ -111,7 +112,7 @@ def model_kind(handler: RequestHandler) -> tuple[str, str]:
 def tokenizer_archive(handler: RequestHandler) -> bytes:
     """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
     InvalidRequest without a tokenizer."""
-    if handler.tokenizer is None:
+    if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
     description = handler.description
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": description.max_context}

@@ -6,6 +6,7 @@ import asyncio
 import math
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,13 +152,14 @@ def test_a_prompt_that_ends_inside_a_character_is_a_text_of_its_own() -> None:
 
 def test_top_logprobs_hold_the_drawn_token_besides() -> None:
     words = {1: b"the", 2: b"\xe2\x80", 3: b"\xe2\x81", 4: "ä".encode()}
-    writer = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=False)
+    codec = SimpleNamespace(token_bytes=words.__getitem__, text_bytes=words.__getitem__)
+    writer = LogprobWriter(codec, as_ids=False)
     score = TokenLogprobs(-math.inf, ((2, -0.5), (3, -0.75)))
     lists = writer.completion((), [(1, score), (4, TokenLogprobs(-1.1)), (2, TokenLogprobs(-1.0))])
     assert lists["top_logprobs"][0] == {"bytes:\\xe2\\x80": -0.5, "bytes:\\xe2\\x81": -0.75, "the": -9999.0}
     assert lists["token_logprobs"][1] == lists["top_logprobs"][1]["ä"] == pytest.approx(-1.1)
     assert lists["text_offset"] == [0, 3, 4]
-    named = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=True).completion((), [(1, score)])
+    named = LogprobWriter(codec, as_ids=True).completion((), [(1, score)])
     assert named["tokens"] == ["token_id:1"]
     assert list(named["top_logprobs"][0]) == ["token_id:2", "token_id:3", "token_id:1"]
 

@@ -74,13 +74,16 @@ class Coefficients:
 
 
 class StageCost:
-    """One stage's coefficients, fitted online. Predicts zero until the first observation."""
+    """One stage's coefficients, fitted online. Zero until the first observation."""
 
     def __init__(self) -> None:
         self.num_observed = 0
         self._groups: dict[int, Equations] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
+
+    def seconds(self, size: StepSize) -> float:
+        return self.coefficients.seconds(size)
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """A step of this size took that long. Times of zero or less are ignored."""
@@ -106,24 +109,6 @@ class StageCost:
         equations = [[sum(group[i][j] for group in groups) for j in range(_TERMS + 1)] for i in range(_TERMS)]
         solution = _solve_non_negative(equations)
         return Coefficients(*(value / typical for value, typical in zip(solution, _TYPICAL, strict=True)))
-
-
-class PipelineCosts:
-    """The costs of all stages. The scheduler fills steps by their predicted time."""
-
-    def __init__(self, num_stages: int) -> None:
-        self.stages = tuple(StageCost() for _ in range(num_stages))
-
-    def observe(self, stage: int, plan: StepPlan, seconds: float) -> None:
-        self.stages[stage].observe(StepSize.from_plan(plan), seconds)
-
-    def fixed_s(self, stage: int) -> float:
-        """Seconds of a step on a stage that do not depend on its size."""
-        return self.stages[stage].coefficients.step
-
-    def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        """Seconds on every stage; zero before the first observation."""
-        return tuple(stage.coefficients.seconds(size) for stage in self.stages)
 
 
 def _solve_non_negative(equations: Equations) -> list[float]:

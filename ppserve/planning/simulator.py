@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.core.architecture import MAX_LAYERS, Architecture, Split, StageLayout, stage_layouts, sublayer_params
-from ppserve.core.cost_model import Coefficients, PipelineCosts, StepSize
+from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.causes import CAUSES
@@ -142,10 +142,10 @@ class Simulator:
         self, stages: Sequence[Coefficients], overheads: OverheadTimes, config: SchedulerConfig, num_blocks: int
     ) -> None:
         self._stages, self._overheads = stages, overheads
-        self._steps, self._costs = Steps(len(stages)), PipelineCosts(len(stages))
+        self._steps, self._costs = Steps(len(stages)), [StageCost() for _ in stages]
         blocks = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(replace(config, speculate=0), blocks, self._costs)
-        self._slots = None if config.microbatches else SlotCount(len(stages), self._costs.fixed_s)
+        self._slots = None if config.microbatches else SlotCount(self._costs)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(stages)
         """When each stage is done with all steps that were sent."""
@@ -212,7 +212,8 @@ class Simulator:
         step = self._steps.reported(result, round(now_s * _NS))
         assert step is not None
         self._account.reported(step, result.stage)
-        self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / _NS)
+        seconds = (result.stamps.ended - result.stamps.begun) / _NS
+        self._costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
         if self._slots is not None:
             self._scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         if result.stage == len(self._stages) - 1:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, StepSize
+from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 
@@ -97,11 +97,3 @@ def test_times_of_zero_or_less_are_ignored():
     cost.observe(DECODE[0], 0.0)
     cost.observe(DECODE[0], -1.0)
     assert cost.num_observed == cost.coefficients.seconds(DECODE[0]) == 0
-
-
-def test_the_pipeline_is_as_slow_as_its_slowest_stage():
-    costs = PipelineCosts(2)
-    plan = StepPlan(1, 1, 0, (Slice(0, 9, (1,), (0,), Draw(SamplingParams())),))
-    costs.observe(0, plan, 0.001)
-    costs.observe(1, plan, 0.003)
-    assert max(costs.predict_each(StepSize(1, 10, 1))) == pytest.approx(0.003, rel=1e-3)

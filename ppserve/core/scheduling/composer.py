@@ -47,27 +47,27 @@ class Pick(NamedTuple):
 
 
 class CostModel(Protocol):
-    """Predicts what a step costs, in seconds. Zero before anything was observed."""
+    """Predicts what a step costs on one stage."""
 
-    def predict_each(self, size: StepSize) -> Seq[float]:
-        """On every stage."""
+    def seconds(self, size: StepSize) -> float:
+        """Zero before anything was observed."""
         ...
 
 
-def slowest_s(costs: CostModel, size: StepSize) -> float:
-    """What a step costs on the slowest stage."""
-    return max(costs.predict_each(size))
+def slowest_s(costs: Seq[CostModel], size: StepSize) -> float:
+    """What a step costs on the slowest stage; zero where no stage's costs are known."""
+    return max((cost.seconds(size) for cost in costs), default=0.0)
 
 
 class Composer:
     """Chooses the sequences of a step. Changes nothing; the scheduler makes the slices."""
 
-    def __init__(self, prefill_chunk: int | None, max_auto_chunk: int, costs: CostModel | None = None) -> None:
+    def __init__(self, prefill_chunk: int | None, max_auto_chunk: int, costs: Seq[CostModel] = ()) -> None:
         """prefill_chunk: prompt tokens per step; None = automatic, up to `max_auto_chunk`."""
         self._prefill_chunk = prefill_chunk
         self._max_auto_chunk = max_auto_chunk
         # A configured chunk is exact, whatever it costs.
-        self._costs = costs if prefill_chunk is None else None
+        self._costs = costs if prefill_chunk is None else ()
 
     def compose(self, ready: Iterable[Sequence], num_running: int, num_slots: int) -> list[Pick]:
         """The sequences of the next step; empty when there is nothing to do.
@@ -112,7 +112,7 @@ class Composer:
         return min(most, max(least, -(-pending // (SPREAD_ROUNDS * num_slots))))
 
     def _time_limit_s(self, decodes: StepSize, beside_decodes: bool) -> float:
-        if self._costs is None:
+        if not self._costs:
             return math.inf
         if not beside_decodes:
             return MAX_SECONDS_ALONE
@@ -123,7 +123,7 @@ class Composer:
         """How many tokens of a sequence, up to `most`, a step can take that is predicted to end in time."""
 
         def seconds(num_tokens: int) -> float:
-            return 0.0 if self._costs is None else slowest_s(self._costs, _joined(size, sequence, num_tokens))
+            return slowest_s(self._costs, _joined(size, sequence, num_tokens))
 
         return most if seconds(most) <= limit_s else bisect_right(range(1, most), limit_s, key=seconds)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Sequence as Seq
 
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
@@ -45,7 +46,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        costs: CostModel | None = None,
+        costs: Seq[CostModel] = (),
         request_queue: RequestQueue | None = None,
         new_drafter: Callable[[Sequence], Drafter] = PromptLookup,
     ) -> None:

@@ -20,11 +20,13 @@ token, its slice is computed but not used. If all end, or a request is admitted,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.sequence import Sequence
 
 OwnedSlices = tuple[tuple[Sequence, Slice], ...]
@@ -152,10 +154,10 @@ class _MeasuredSteps:
 class SlotCount:
     """The number of slots of one replica: as many as its stages, or one more."""
 
-    def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
-        """fixed_s: the seconds of a step on a stage that its size does not change, as estimated now."""
-        self.num_slots = self._num_stages = num_stages
-        self._fixed_s = fixed_s
+    def __init__(self, costs: Seq[CostModel]) -> None:
+        """costs: of each stage, as estimated now."""
+        self.num_slots = self._num_stages = num_stages = len(costs)
+        self._costs = costs
         self._had_one_more = False  # before the present measurement
         self._steps_left = 0  # on the last stage, until steps are measured
         self._times = [_MeasuredSteps() for _ in range(num_stages)]
@@ -186,7 +188,7 @@ class SlotCount:
     def _one_more_pays(self) -> bool:
         busiest = max(range(self._num_stages), key=lambda stage: self._times[stage].computed_s)
         times = self._times[busiest]
-        fixed_s = min(self._fixed_s(busiest) * times.num_steps, times.computed_s)
+        fixed_s = min(self._costs[busiest].seconds(StepSize()) * times.num_steps, times.computed_s)
         cost_s = (fixed_s + times.other_s) / self._num_stages
         return times.waited_s > cost_s * (1.0 if self._had_one_more else HYSTERESIS)
 

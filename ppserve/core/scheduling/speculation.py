@@ -51,7 +51,7 @@ class Speculation:
     """Adds draft tokens to the sequences of a step."""
 
     def __init__(
-        self, config: SchedulerConfig, costs: CostModel | None, new_drafter: Callable[[Sequence], Drafter]
+        self, config: SchedulerConfig, costs: Seq[CostModel], new_drafter: Callable[[Sequence], Drafter]
     ) -> None:
         self._forced = config.speculate
         self._max_rows = config.max_step_tokens
@@ -102,12 +102,10 @@ class Speculation:
 
     def _seconds(self, num_tokens: int) -> tuple[float, float]:
         """What a step with the last of so many tokens takes on its way through all stages, and what a row adds."""
-        if self._costs is None:
-            return 0.0, 0.0
         one = StepSize().with_slice(num_tokens - 1, 1, 1)
         two = StepSize().with_slice(num_tokens - 1, 2, 2)
-        step_s = sum(self._costs.predict_each(one))
-        return step_s, sum(self._costs.predict_each(two)) - step_s
+        step_s, longer_s = (sum(cost.seconds(size) for cost in self._costs) for size in (one, two))
+        return step_s, longer_s - step_s
 
 
 # Longer matches are hardly better: the latest place where three tokens match is mostly the right one.

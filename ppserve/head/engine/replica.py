@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ppserve import wire
-from ppserve.core.cost_model import Coefficients, PipelineCosts
+from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
@@ -124,8 +124,8 @@ class Replica:
         self._ranks = TensorRanks(num_stages, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), self._note_settled)
         self._overheads = Overheads(self.steps)
-        self._costs = PipelineCosts(num_stages)
-        self._slot_count = SlotCount(num_stages, self._costs.fixed_s)
+        self._costs = [StageCost() for _ in range(num_stages)]
+        self._slot_count = SlotCount(self._costs)
         # Requests that were in flight at a loss for which no rank is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
@@ -264,7 +264,8 @@ class Replica:
         (result, step), self._unaccounted = self._unaccounted, None
         self._account.reported(step, result.stage)
         self._overheads.reported(step, result.stage)
-        self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
+        seconds = (result.stamps.ended - result.stamps.begun) / 1e9
+        self._costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
         for observer in self._observers:
             observer.on_step_reported(self.number, step, result.stage)
 
@@ -343,7 +344,7 @@ class Replica:
         each = self.members.grid.tensor
         ranks = (self.members.all[place : place + each] for place in range(0, len(self.members.all), each))
         gathered = map(tuple, self._ranks.gathered_ns)
-        every = zip(self._account.snapshot(now_ns), self._costs.stages, ranks, gathered, strict=True)
+        every = zip(self._account.snapshot(now_ns), self._costs, ranks, gathered, strict=True)
         return ReplicaReading(
             replica=self.number,
             serves=self.serves,

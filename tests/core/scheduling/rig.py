@@ -32,7 +32,7 @@ class SchedulerRig:
 
     config: SchedulerConfig
     num_blocks: int = 48
-    costs: CostModel | None = None
+    costs: Seq[CostModel] = ()
     new_drafter: Callable[[Sequence], Drafter] = PromptLookup
     skips: Callable[[], bool] = lambda: True  # whether the pipeline hears in time of a cancelled step
     request_queue: RequestQueue | None = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
     MAX_CHUNK_BESIDE_DECODES,
@@ -19,18 +17,6 @@ from ppserve.core.scheduling.composer import (
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
-
-
-@dataclass
-class LinearCosts:
-    """Seconds per row, per key read and per sampled row."""
-
-    row: float = 0.001
-    key: float = 0.0
-    sample: float = 0.0
-
-    def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        return (self.row * size.rows + self.key * size.context + self.sample * size.sampled,) * 4
 
 
 def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False, caller: str = "") -> Sequence:
@@ -58,8 +44,8 @@ class Composing(Composer):
         return self.compose([*ready, *filling], num_decoding + len(filling), num_slots)
 
 
-def composer(costs: LinearCosts | None = None, prefill_chunk: int | None = None) -> Composing:
-    return Composing(prefill_chunk, MAX_PROMPT_TOKENS_PER_STEP, costs)
+def composer(cost: Coefficients | None = None, prefill_chunk: int | None = None) -> Composing:
+    return Composing(prefill_chunk, MAX_PROMPT_TOKENS_PER_STEP, [cost] * 4 if cost else ())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +58,7 @@ def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, num_sl
 
 
 def test_a_configured_chunk_is_exact() -> None:
-    exact = composer(LinearCosts(row=99.0), prefill_chunk=7)
+    exact = composer(Coefficients(row=99.0), prefill_chunk=7)
     assert sizes(exact.fill([], 0, [sequence_of(20)], 4)) == [7]
     assert sizes(exact.fill([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
     assert sizes(exact.fill(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
@@ -107,35 +93,35 @@ def test_no_step_is_larger_than_announced(num_decodes: int) -> None:
 
 
 def test_time_bounds_a_prompt() -> None:
-    costs = LinearCosts(row=0.001)
-    picks = composer(costs).fill(decodes(10), 20, [sequence_of(900)], 2)
+    cost = Coefficients(row=0.001)
+    picks = composer(cost).fill(decodes(10), 20, [sequence_of(900)], 2)
     assert sum(sizes(picks)) == 80
-    assert sizes(composer(costs).fill([], 0, [sequence_of(900)], 1)) == [160]
-    picks = composer(costs).fill([], 0, [sequence_of(50) for _ in range(9)], 1)
+    assert sizes(composer(cost).fill([], 0, [sequence_of(900)], 1)) == [160]
+    picks = composer(cost).fill([], 0, [sequence_of(50) for _ in range(9)], 1)
     assert sizes(picks) == [50, 50, 50, 10]
 
 
 def test_longer_contexts_mean_shorter_chunks() -> None:
-    costs = LinearCosts(row=0.001, key=1e-6)
-    early = sizes(composer(costs).fill([], 0, [sequence_of(900)], 1))[0]
-    late = sizes(composer(costs).fill([], 0, [sequence_of(900, scheduled=500)], 1))[0]
+    cost = Coefficients(row=0.001, key=1e-6)
+    early = sizes(composer(cost).fill([], 0, [sequence_of(900)], 1))[0]
+    late = sizes(composer(cost).fill([], 0, [sequence_of(900, scheduled=500)], 1))[0]
     assert late < early < 160
 
 
 def test_a_scored_prompt_pays_the_head_for_every_row() -> None:
-    costs = LinearCosts(row=0.001, sample=0.001)
-    assert sizes(composer(costs).fill([], 0, [sequence_of(900)], 1)) == [160]
-    assert sizes(composer(costs).fill([], 0, [sequence_of(900, scored=True)], 1)) == [80]
+    cost = Coefficients(row=0.001, sample=0.001)
+    assert sizes(composer(cost).fill([], 0, [sequence_of(900)], 1)) == [160]
+    assert sizes(composer(cost).fill([], 0, [sequence_of(900, scored=True)], 1)) == [80]
 
 
 def test_slow_decodes_stretch_the_limit_instead_of_crowding_prompts_out() -> None:
-    picks = composer(LinearCosts(row=0.01)).fill(decodes(32), 64, [sequence_of(900)], 2)
+    picks = composer(Coefficients(row=0.01)).fill(decodes(32), 64, [sequence_of(900)], 2)
     assert sizes(picks)[32:] == [32]
 
 
 def test_however_slow_a_stage_prompts_make_progress() -> None:
     prompts = [sequence_of(900), sequence_of(900)]
-    assert sizes(composer(LinearCosts(row=100.0)).fill([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
+    assert sizes(composer(Coefficients(row=100.0)).fill([], 3, prompts, 2)) == [MIN_CHUNK_BESIDE_DECODES]
 
 
 @pytest.mark.parametrize("greedy", [["g"] * 20, [f"g{number}" for number in range(20)]])

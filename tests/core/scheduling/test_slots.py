@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ppserve.core.cost_model import Coefficients
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.slots import HELD_STEPS, MEASURED_STEPS, SlotCount
 from tests.core.scheduling.invariants import check_scheduler
@@ -104,7 +105,7 @@ class Machine:
 
     def __init__(self, num_stages: int, waiting: int, fixed: int) -> None:
         self.num_stages, self.waiting = num_stages, waiting
-        self.count = SlotCount(num_stages, lambda _stage: fixed / 1e9)
+        self.count = SlotCount([Coefficients(step=fixed / 1e9)] * num_stages)
         self._now = 0
 
     def run(self, num_steps: int, was_full: bool = True) -> list[int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.speculation import (
@@ -25,24 +24,14 @@ from tests.core.toy_pipeline import EOS_ID, expected_answer
 SURE = 0.9
 
 
-@dataclass
-class Costs:
-    """A step takes 10 ms on every stage, and each further row a share of that."""
-
-    row: float
-    num_stages: int
-
-    def predict_each(self, size: StepSize) -> Seq[float]:
-        return [0.01 * (1 + self.row * (size.rows - 1))] * self.num_stages
-
-
 WRONG = partial(Oracle, rate=0.0, probability=SURE)
 
 
 def a_rig(speculate: int | None, row: float | None = None, num_stages: int = 1, **config: int) -> SchedulerRig:
-    """row: of the costs; None = no costs are known."""
+    """A step takes 10 ms on every stage, and each further row this share of that; None: no costs are known."""
     settings = SchedulerConfig(num_stages, block_size=4, eos_ids=(EOS_ID,), speculate=speculate, **config)
-    return SchedulerRig(settings, 400, None if row is None else Costs(row, num_stages), WRONG)
+    costs = [] if row is None else [Coefficients(step=0.01 * (1 - row), row=0.01 * row)] * num_stages
+    return SchedulerRig(settings, 400, costs, WRONG)
 
 
 def num_drafted(rig: SchedulerRig) -> int:

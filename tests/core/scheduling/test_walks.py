@@ -59,8 +59,8 @@ class RandomCosts:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        return (self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled),) * 4
+    def seconds(self, size: StepSize) -> float:
+        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled)
 
 
 def walk(
@@ -87,7 +87,7 @@ def walk(
         speculate=speculate,
         runs_ahead=num_stages == 1,
     )
-    costs = RandomCosts(seed) if seed % 2 else None
+    costs = [RandomCosts(seed)] if seed % 2 else []
 
     def new_drafter(sequence: Sequence) -> Drafter:
         return PromptLookup() if rate is None else Oracle(sequence, rate)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any, TypedDict, get_type_hints
+
+import msgspec
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+Texts = str | Sequence[str]
+"""One string or several."""
 
 
 class Options(TypedDict, total=False):
@@ -28,7 +31,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     max_tokens: int
     min_tokens: int
-    stop: str | Sequence[str]  # one string or several
+    stop: Texts
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
@@ -142,7 +145,8 @@ _KINDS = get_type_hints(Options)
 
 def read_prompt(given: Any) -> Prompt:
     """A text or token ids, also of a program's arrays. Raises TypeError for anything else."""
-    return given if isinstance(given, str) else _read("prompt", given, _ids, "a text or a list of token ids")
+    prompt: Prompt = _read("prompt", given, Prompt)
+    return prompt
 
 
 def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> dict[str, Any]:
@@ -150,63 +154,25 @@ def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) ->
     naming an option that does not exist or has another type."""
     if unknown := sorted(given.keys() - kinds.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}")
-    told = {name: value for name, value in given.items() if value is not None}
-    return {name: _read(name, value, *_READERS[kinds[name]]) for name, value in told.items()}
+    return {name: _read(name, value, kinds[name]) for name, value in given.items() if value is not None}
 
 
-def _read(name: str, value: Any, reader: Callable[[Any], Any], what: str) -> Any:
+def _read(name: str, value: Any, kind: Any) -> Any:
+    if kind == Texts and isinstance(value, str):
+        return (value,)
     try:
-        return reader(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name}: {reprlib.repr(value)} is not {what}") from None
+        # Bytes are left alone, and refused: they would be read as token ids below 256.
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_as_builtin)
+        read = msgspec.convert(plain, kind)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: {reprlib.repr(value)}: {error}") from None
+    if read != read:
+        raise TypeError(f"{name}: nan is not a number")
+    return tuple(read) if isinstance(read, list) else read
 
 
-def _whole(value: Any) -> int:
-    return int(index(value))  # True is one of Python's whole numbers, and would stay what it is
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes) or value != value:
-        raise TypeError
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if value not in (False, True):
-        raise TypeError
-    return bool(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    """One string is not a list of its characters."""
-    return (value,) if isinstance(value, str) else tuple(map(_text, value))
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """Bytes are refused: they would be read as token ids below 256."""
-    if isinstance(value, bytes | bytearray | Mapping):
-        raise TypeError
-    return tuple(map(_whole, value))
-
-
-def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return {_whole(token_id): _number(bias) for token_id, bias in value.items()}
-
-
-_READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    int: (_whole, "a whole number"),
-    float: (_number, "a number"),
-    bool: (_flag, "true or false"),
-    str: (_text, "a text"),
-    str | Sequence[str]: (_texts, "a text or a list of texts"),
-    Sequence[int]: (_ids, "a list of token ids"),
-    Mapping[int, float]: (_biases, "numbers by token id"),
-}
+def _as_builtin(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch; other collections."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else list(value)

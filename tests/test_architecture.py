@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve": {"ppserve.answers", "ppserve.client", "ppserve.errors", "ppserve.library"},
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
-    "ppserve.answers": set(),
+    "ppserve.answers": {"msgspec"},
     "ppserve.config": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
@@ -97,7 +97,7 @@ NEVER_LOADS = {
     "ppserve.head.app": {"torch", "numba"},
     "ppserve.cli.check": {"torch", "grpc"},
     "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken", "tokenizers"},
-    "ppserve.client": {"torch", "msgspec", "prometheus_client"},
+    "ppserve.client": {"torch", "prometheus_client"},
 }
 
 

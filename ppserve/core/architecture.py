@@ -263,17 +263,22 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
     return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
+def matrices(arch: Architecture, layout: StageLayout) -> list[tuple[int, int]]:
+    """Outputs and inputs of the four matrices of a layer, as a rank holds them: of queries, keys and values; the
+    attention's last; the MLP's first; its last."""
+    width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
+    qkv = (layout.heads(arch).width + 2 * layout.kv_heads(arch).width) * arch.head_size
+    attention = [(qkv, arch.width), (width, arch.num_heads * arch.head_size)]
+    return [*attention, ((1 + arch.is_gated) * inner, arch.width), (width, arch.inner_width)]
+
+
 def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms."""
-    width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
-    queries, keys = (heads.width * arch.head_size for heads in (layout.heads(arch), layout.kv_heads(arch)))
-    # The inputs of an output's weights, and its bias.
-    into, into_qkv = arch.width + arch.biases, arch.width + (arch.biases or arch.qkv_biases)
-    into_proj, into_contract = arch.num_heads * arch.head_size + arch.biases, arch.inner_width + arch.biases
-    attention = (queries + 2 * keys) * into_qkv + width * into_proj + arch.norm_params
-    attention += 2 * arch.head_size * arch.qk_norms
-    mlp = (1 + arch.is_gated) * inner * into + width * into_contract + arch.norm_params
-    return len(layout.attentions) * attention + len(layout.mlps) * mlp
+    has_bias = (arch.biases or arch.qkv_biases, arch.biases, arch.biases, arch.biases)
+    pairs = zip(matrices(arch, layout), has_bias, strict=True)
+    qkv, proj, expand, contract = (outputs * (inputs + bias) for (outputs, inputs), bias in pairs)
+    attention = qkv + proj + arch.norm_params + 2 * arch.head_size * arch.qk_norms
+    return len(layout.attentions) * attention + len(layout.mlps) * (expand + contract + arch.norm_params)
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:

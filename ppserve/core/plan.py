@@ -14,8 +14,6 @@ from ppserve.core.request import SamplingParams
 
 DRAWN = -1
 """In place of each token of a plan that is sent ahead: the one that the step before draws for the sequence."""
-EVERYWHERE = 1 << 31
-"""Beyond any position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,8 @@ class Draw:
     num_logprobs: int | None = None
     """None = none, 0 = of the drawn token, k = also of the k most likely."""
     banned: tuple[int, ...] = ()
-    """Ids that must not be drawn at positions before the next."""
-    banned_before: int = EVERYWHERE
+    """Ids that must not be drawn at positions before the next, which is beyond all if unset."""
+    banned_before: int = 1 << 31
     prompt_ids: tuple[int, ...] = ()
     """With the next, the sequence up to that row; only if `params.needs_history`."""
     output_ids: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any, Self, TypedDict, Unpack, cast, get_type_hints
 import torch
 
 from ppserve import config as cfg
-from ppserve.answers import Completion, Options, Prompt, read_options, read_prompt
+from ppserve.answers import Completion, Options, Prompt, Texts, read_options, read_prompt
 from ppserve.core.architecture import Split
 from ppserve.core.figures import table
 from ppserve.core.ledger.causes import CAUSES
@@ -62,7 +62,7 @@ class Settings(TypedDict, total=False):
     replicas: int
     batch_invariant: bool
     cuda_graphs: bool
-    devices: str | Sequence[str]
+    devices: Texts
 
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
-from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, Split, StageLayout, matrices, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
 from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_split, decode_parts, split_by_cost
 
@@ -119,17 +120,14 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
         return stage_params(arch, layout) * element
-    attentions, mlps, heads = len(layout.attentions), len(layout.mlps), int(layout.is_last)
-    d, f, v = (layout.cut(size).width for size in (arch.width, arch.inner_width, arch.vocab_size))
-    qkv = (layout.heads(arch).width + 2 * layout.kv_heads(arch).width) * arch.head_size
-    expanded = (1 + arch.is_gated) * f
-    outputs = attentions * (qkv + d) + mlps * (expanded + d) + heads * v
-    matrices = attentions * (qkv * arch.width + d * arch.num_heads * arch.head_size)
-    matrices += mlps * (expanded * arch.width + d * arch.inner_width)
-    head = heads * v * arch.width
-    others = stage_params(arch, layout) - matrices - head
-    per_weight = ELEMENT_BYTES["int8"] if intent.quantization == "int8" else _INT4_BYTES
-    return int(others * element + matrices * per_weight + head * ELEMENT_BYTES["int8"] + outputs * _SCALE_BYTES)
+    of_layer = matrices(arch, layout)
+    packed = len(layout.attentions) * of_layer[:2] + len(layout.mlps) * of_layer[2:]
+    head = (layout.is_last * layout.cut(arch.vocab_size).width, arch.width)
+    num_packed, num_head = sum(map(math.prod, packed)), math.prod(head)
+    num_others = stage_params(arch, layout) - num_packed - num_head
+    num_outputs = sum(outputs for outputs, _ in (*packed, head))
+    per_weight = 1 if intent.quantization == "int8" else _INT4_BYTES
+    return int(num_others * element + num_packed * per_weight + num_head + num_outputs * _SCALE_BYTES)
 
 
 def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:

@@ -125,10 +125,10 @@ def test_options_that_do_not_exist_or_fit() -> None:
         with pytest.raises(ValueError, match=r"^prompt: "):
             client.generate([-1])
         wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
-            ("a", {"temperature": "warm"}, "^temperature: 'warm' is not a number$"),
-            ("a", {"logit_bias": [1]}, r"^logit_bias: \[1\] is not numbers by token id$"),
-            ("a", {"timeout_s": "5"}, "^timeout_s: '5' is not a number$"),
-            (b"a", {}, "^prompt: b'a' is not a text or a list of token ids$"),
+            ("a", {"temperature": "warm"}, "^temperature: 'warm': Expected `float`, got `str`$"),
+            ("a", {"logit_bias": [1]}, r"^logit_bias: \[1\]: Expected `object`, got `array`$"),
+            ("a", {"timeout_s": "5"}, "^timeout_s: '5': Expected `float`, got `str`$"),
+            (b"a", {}, "^prompt: b'a': Expected `str . array`, got `bytes`$"),
         )
         for prompt, options, problem in wrong:
             with pytest.raises(TypeError, match=problem):

@@ -20,6 +20,7 @@ token, its slice is computed but not used. If all end, or a request is admitted,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 

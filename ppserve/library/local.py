@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 from ppserve import wire
@@ -25,14 +25,9 @@ class LocalLink(Link):
     """A rank's end of the control plane. Messages are handed over as they are: all of them are frozen."""
 
     def __init__(self, rank: int, head: queue.SimpleQueue[Received | Disconnected | None]) -> None:
-        super().__init__(lambda _epoch: None)
+        super().__init__()
         self._rank = rank
         self._head = head
-
-    def opened(self, on_abandon: Callable[[int], None]) -> LocalLink:
-        """The link, for the stage that will be told of abandoned epochs in this way."""
-        self._on_abandon = on_abandon
-        return self
 
     def send(self, message: wire.FromStage) -> None:
         self._head.put(Received(self._rank, time.monotonic_ns(), message))
@@ -40,7 +35,7 @@ class LocalLink(Link):
     def hang_up(self, cause: str) -> None:
         """The rank is gone: as when a connection ends. The pipeline keeps this link, which must not keep the stage
         with its weights, keys and values."""
-        self._on_abandon = lambda _epoch: None
+        self.start(lambda _epoch: None)
         self._head.put(Disconnected(self._rank, cause))
 
     def deliver(self, message: wire.FromHead) -> None:
@@ -101,7 +96,7 @@ def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: T
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()
-        stage = StageLoop(start, found, link.opened, wiring)
+        stage = StageLoop(start, found, link, wiring)
         try:
             stage.run()
         finally:

@@ -8,9 +8,10 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, Unpack, cast, get_type_hints
+from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_type_hints
 
 import torch
+from msgspec import Meta
 
 from ppserve import config as cfg
 from ppserve.answers import Completion, Options, Prompt, Texts, read_options, read_prompt
@@ -35,6 +36,7 @@ from ppserve.tokenizer import Tokenizer
 
 _END_WITHIN_S = 10.0
 
+Count = Annotated[int, Meta(ge=1)]
 
 class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name. None: unset.
@@ -48,23 +50,24 @@ class Settings(TypedDict, total=False):
     quantization: str
     kv_dtype: str
     force_cpu: bool
-    max_model_len: int
+    max_model_len: Count
     layers: str
-    microbatches: int
-    threads: int
-    tensor_parallel: int
-    block_size: int
-    kv_cache_memory: int
-    max_num_seqs: int
-    max_queue: int
-    prefill_chunk: int
-    speculate: int
-    replicas: int
+    microbatches: Count
+    threads: Count
+    tensor_parallel: Count
+    block_size: Count
+    kv_cache_memory: Count
+    max_num_seqs: Count
+    max_queue: Count
+    prefill_chunk: Count
+    speculate: Annotated[int, Meta(ge=0)]
+    replicas: Count
     batch_invariant: bool
     cuda_graphs: bool
     devices: Texts
 
 
+_TOTALS = ("busy_s", "idle_s", "steps")
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 
@@ -102,17 +105,12 @@ def _spent_s(stage: StageDescription) -> list[float]:
 
 
 def _since(now: StageDescription, before: StageDescription) -> StageDescription:
-    busy_s, steps = now.busy_s - before.busy_s, now.steps - before.steps
+    added: dict[str, Any] = {name: getattr(now, name) - getattr(before, name) for name in _TOTALS}
+    bubble_s = {cause: seconds - before.bubble_s[cause] for cause, seconds in now.bubble_s.items()}
     pairs = zip(now.ranks, before.ranks, strict=True)
-    return replace(
-        now,
-        busy_s=busy_s,
-        bubble_s={cause: seconds - before.bubble_s[cause] for cause, seconds in now.bubble_s.items()},
-        idle_s=now.idle_s - before.idle_s,
-        steps=steps,
-        measured_step_s=busy_s / steps if steps else None,
-        ranks=tuple(replace(rank, gather_s=rank.gather_s - then.gather_s) for rank, then in pairs),
-    )
+    ranks = tuple(replace(rank, gather_s=rank.gather_s - then.gather_s) for rank, then in pairs)
+    step_s = added["busy_s"] / added["steps"] if added["steps"] else None
+    return replace(now, **added, bubble_s=bubble_s, measured_step_s=step_s, ranks=ranks)
 
 
 class Pipeline:
@@ -170,8 +168,7 @@ class Pipeline:
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """`generate`, read to its end."""
-        with self._submit([read_prompt(prompt)], options) as stream:
-            return stream.completions()[0]
+        return self.complete_all([prompt], **options)[0]
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
         """All of these together, in their order."""
@@ -252,7 +249,7 @@ def _as_prompts(given: Any) -> list[Prompt]:
         return [read_prompt(prompt) for prompt in given]
 
 
-_KINDS = {"stages": int, **get_type_hints(Settings)}
+_KINDS = {"stages": Count, **get_type_hints(Settings, include_extras=True)}
 _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": cfg.KV_DTYPES}
 
 
@@ -264,15 +261,11 @@ def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) 
         given = read_options(settings, _KINDS)
         if "layers" in given:
             given["layers"] = Split.parse(given["layers"])
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
-    except ValueError as error:
-        raise ConfigError("layers", str(error)) from None
-    for name, value in given.items():
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ConfigError(name, f"{value!r} is none of {', '.join(_CHOICES[name])}")
-        if _KINDS[name] is int and value < (least := 0 if name == "speculate" else 1):
-            raise ConfigError(name, f"{value} is less than {least}")
+    for name, choices in _CHOICES.items():
+        if given.get(name, choices[0]) not in choices:
+            raise ConfigError(name, f"{given[name]!r} is none of {', '.join(choices)}")
     stages = given.pop("stages", None)
     config = cfg.ServeConfig.from_flags({"path": os.fspath(model), **given})
     ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas

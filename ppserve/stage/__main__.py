@@ -6,7 +6,6 @@ What belongs to the process and not to the stage is here: imports, signals, exit
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -130,11 +129,8 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
     # Without a head nothing is left to do.
-    open_link = functools.partial(
-        HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE), on_overdue=os._exit
-    )
-    ports = start.config.network.stage_ports
-    stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
+    link = HeadLink(connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE), on_overdue=os._exit)
+    stage = StageLoop(start, found, link, ProcessGroupWiring(start.config.network.stage_ports), route)
     return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))
 
 

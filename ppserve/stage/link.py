@@ -35,13 +35,17 @@ class Link(ABC):
     Abandon sets `abandoned`, then calls `on_abandon`, and only then enters the inbox.
     """
 
-    def __init__(self, on_abandon: OnAbandon) -> None:
+    def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
         """All other messages, in order."""
         self.abandoned = 0
         """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
         """The latest steps sent ahead that need not be computed."""
+        self._on_abandon: OnAbandon = lambda _epoch: None
+
+    def start(self, on_abandon: OnAbandon) -> None:
+        """By the stage that reads the inbox."""
         self._on_abandon = on_abandon
 
     @abstractmethod
@@ -62,7 +66,7 @@ class Link(ABC):
 
 
 class HeadLink(Link):
-    """A socket to the head, read by a thread that stamps each message as it arrives.
+    """A socket to the head, read from its start on by a thread that stamps each message as it arrives.
 
     on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s` (it pings
     twice a second), or sends what is not in the schema.
@@ -72,19 +76,21 @@ class HeadLink(Link):
     def __init__(
         self,
         connection: socket.socket,
-        on_abandon: OnAbandon,
         on_lost: Callable[[], object],
         on_overdue: Callable[[int], object] = lambda _code: None,
         silence_s: float = _SILENCE_S,
         end_within_s: float = _END_WITHIN_S,
     ) -> None:
-        super().__init__(on_abandon)
+        super().__init__()
         connection.settimeout(silence_s)
         self._connection = connection
         self._on_lost = on_lost
         self._on_overdue = on_overdue
         self._end_within_s = end_within_s
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
+
+    def start(self, on_abandon: OnAbandon) -> None:
+        super().start(on_abandon)
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
 
     def send(self, message: wire.FromStage) -> None:

@@ -30,7 +30,7 @@ from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.stage.device import available_cores, in_words, is_lost, lacks_memory
-from ppserve.stage.link import Link, OnAbandon, Stamped
+from ppserve.stage.link import Link, Stamped
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -60,7 +60,7 @@ class StageLoop:
         self,
         start: wire.Start,
         found: ProbeResult,
-        open_link: Callable[[OnAbandon], Link],
+        link: Link,
         wiring: Wiring,
         route: Route = ONE_HOST,
     ) -> None:
@@ -72,7 +72,8 @@ class StageLoop:
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
         self._arrived: deque[Stamped] = deque()
-        self._link = open_link(self._end_waits)
+        self._link = link
+        link.start(self._end_waits)
 
     @torch.inference_mode()
     def run(self, report: Callable[[str], object] = lambda _: None) -> int:

@@ -75,13 +75,9 @@ class ProcessGroupWiring:
         _name_interface(form.address)
         if form.transport == "nccl":
             _keep_watchdog_from_ending_us()
-        dist.init_process_group(
-            "nccl" if form.transport == "nccl" else "gloo",
-            store=store,
-            rank=layout.place,
-            world_size=layout.num_places,
-            timeout=_FORM_TIMEOUT,
-        )
+        backend = "nccl" if form.transport == "nccl" else "gloo"
+        rank, size = layout.place, layout.num_places
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FORM_TIMEOUT)
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
@@ -158,9 +154,8 @@ def _keep_watchdog_from_ending_us() -> None:
     """torch's thread beside NCCL ends the whole process when an exchange fails or is late, as after a neighbour's
     death, and survivors would lose their weights. Here the head notices losses, and the stage aborts its groups.
     What the operator says wins."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+    for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
+        os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
 class ThreadWiring:

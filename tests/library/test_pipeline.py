@@ -199,7 +199,7 @@ def test_a_text_is_one_stop_string_and_none_says_nothing(two_stages: Pipeline) -
         (2, {"speculate": "auto"}, "speculate: 'auto': Expected `int`"),
         (1, {"devices": 5}, "devices: 5: Expected `str . array`"),
         (1, {"force_cpu": "no"}, "force_cpu: 'no': Expected `bool`"),
-        (2, {"speculate": -1}, "speculate: -1 is less than 0"),
+        (2, {"speculate": -1}, "speculate: -1: Expected `int` >= 0"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),
         (2, {"kv_cache_memory": 1}, "kv-cache-memory"),

@@ -127,7 +127,7 @@ def start(
     said: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()
     link = LocalLink(stage, said)
     order = wire.Start(CONFIG, stage, num_stages)
-    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link.opened, wiring)
+    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link, wiring)
     told: list[str] = []
     return OneStage(link, said, threads.submit(loop.run, told.append), told)
 

@@ -46,12 +46,8 @@ def ends() -> Iterator[Ends]:
     head.settimeout(WITHIN_S)
     lost, abandoned = threading.Event(), queue.SimpleQueue[tuple[int, int, bool]]()
     with head, stage:
-        link = HeadLink(
-            stage,
-            lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())),
-            lost.set,
-            end_within_s=0.1,
-        )
+        link = HeadLink(stage, lost.set, end_within_s=0.1)
+        link.start(lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())))
         yield Ends(link, head, lost, abandoned)
 
 
@@ -123,7 +119,7 @@ def test_a_stage_that_does_not_end_after_a_shutdown_is_ended_with_its_code() -> 
     head, stage = socket.socketpair()
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with head, stage:
-        HeadLink(stage, lambda epoch: None, lambda: None, ended.put, end_within_s=0.1)
+        HeadLink(stage, lambda: None, ended.put, end_within_s=0.1).start(lambda epoch: None)
         head.sendall(wire.encode(wire.Shutdown(76)))
         assert ended.get(timeout=WITHIN_S) == 76
 
@@ -150,7 +146,8 @@ def test_a_head_that_falls_silent_is_lost_and_one_that_speaks_is_not() -> None:
     head, stage = socket.socketpair()
     lost = threading.Event()
     with head, stage:
-        link = HeadLink(stage, lambda epoch: None, lost.set, silence_s=0.3)
+        link = HeadLink(stage, lost.set, silence_s=0.3)
+        link.start(lambda epoch: None)
         head.sendall(wire.encode(wire.Abandon(1)))
         assert link.inbox.get(timeout=WITHIN_S)[1] == wire.Abandon(1)
         assert lost.wait(WITHIN_S)

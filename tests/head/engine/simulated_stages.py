@@ -87,7 +87,7 @@ class SimulatedLink(Link):
     """A stage's end of a simulated connection."""
 
     def __init__(self, control: SimulatedControl, rank: int, read: Callable[[Any], None]) -> None:
-        super().__init__(lambda _epoch: None)
+        super().__init__()
         self.connection: Connection = control.connect(rank, read)
 
     def send(self, message: wire.FromStage) -> None:

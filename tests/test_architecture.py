@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core", "ppserve.model", "ppserve.bench"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
-        *("ppserve.tokenizer", "torch"),
+        *("ppserve.tokenizer", "msgspec", "torch"),
     },
     "ppserve.client": {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),

@@ -14,6 +14,7 @@ fitted again, because negative coefficients extrapolate badly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from ppserve.core.plan import StepPlan
 
@@ -71,6 +72,14 @@ class Coefficients:
 
     def seconds(self, size: StepSize) -> float:
         return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
+
+
+class CostModel(Protocol):
+    """Predicts what a step costs on one stage."""
+
+    def seconds(self, size: StepSize) -> float:
+        """Zero before anything was observed."""
+        ...
 
 
 class StageCost:

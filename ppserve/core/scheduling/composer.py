@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import CostModel, StepSize
 from ppserve.core.scheduling.sequence import Sequence
 
 # Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
@@ -44,14 +44,6 @@ class Pick(NamedTuple):
     num_tokens: int
     """Of its known ones."""
     draft_ids: tuple[int, ...] = ()
-
-
-class CostModel(Protocol):
-    """Predicts what a step costs on one stage."""
-
-    def seconds(self, size: StepSize) -> float:
-        """Zero before anything was observed."""
-        ...
 
 
 def slowest_s(costs: Seq[CostModel], size: StepSize) -> float:

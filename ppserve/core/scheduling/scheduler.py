@@ -25,10 +25,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as Seq
 
+from ppserve.core.cost_model import CostModel
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
-from ppserve.core.scheduling.composer import Composer, CostModel, Pick
+from ppserve.core.scheduling.composer import Composer, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus

@@ -24,10 +24,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import CostModel, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
-from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.sequence import Sequence
 
 OwnedSlices = tuple[tuple[Sequence, Slice], ...]

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from ppserve.core.cost_model import StepSize
-from ppserve.core.scheduling.composer import CostModel, Pick
+from ppserve.core.cost_model import CostModel, StepSize
+from ppserve.core.scheduling.composer import Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 

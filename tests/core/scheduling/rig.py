@@ -8,12 +8,12 @@ from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from ppserve.core.cost_model import CostModel
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler

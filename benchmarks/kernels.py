@@ -16,10 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from zlib import crc32
 
 import click
 import numpy as np
@@ -30,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of th
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
@@ -42,36 +40,12 @@ from ppserve.model.families import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import connect_ranks
 from tests.model.cpu.products import multiply_rows, pack_rows
+from tests.model.random_checkpoint import RandomCheckpoint
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
 BLOCK_SIZE, MOST_ROWS = 16, 64
 GREEDY = SamplingParams(temperature=0)
-
-
-@dataclass
-class RandomWeights:
-    """GPT-2's initialisation: normal, 0.02. The same in every process."""
-
-    architecture: Architecture
-    path: Path = Path("random")
-    stored_dtype: str = "float32"
-
-    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        return part.select(self._whole(name))
-
-    def _whole(self, name: str) -> torch.Tensor:
-        arch = self.architecture
-        width, inner = arch.width, arch.inner_width
-        part, kind = name.split(".")[-2:]
-        outputs = {"wte": arch.vocab_size, "wpe": arch.max_positions, "lm_head": arch.vocab_size}
-        outputs |= {"c_attn": 3 * width, "c_fc": inner, "c_proj": width}
-        if part.startswith("ln_"):
-            return torch.ones(width) if kind == "weight" else torch.zeros(width)
-        if kind == "bias":
-            return torch.zeros(outputs[part])
-        shape = outputs[part], inner if name.endswith("mlp.c_proj.weight") else width
-        return torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.02
 
 
 def decode_plan(num_rows: int, context: int, sampling: SamplingParams = GREEDY) -> StepPlan:
@@ -99,7 +73,7 @@ class Contender:
                 CpuBackend(dtype, threads, quantization),
             )
             cache = backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE)
-            self._ranks.append((load_stage(RandomWeights(GPT2), layout, backend), cache, link))
+            self._ranks.append((load_stage(RandomCheckpoint(GPT2), layout, backend), cache, link))
         self._pool = ThreadPoolExecutor(ranks)
 
     def __call__(self, plan: StepPlan) -> None:

@@ -1,32 +1,29 @@
 """Every shape of a world of ranks (tensor ranks x stages x replicas): are answers equal, is the best one chosen?
 
     python benchmarks/shapes.py speed [--model DIR] [--world 2] [--callers 1,16] [--rounds 5]
-    python benchmarks/shapes.py equal [--precision int8] [--requests 16] [--minutes 20]
+    python benchmarks/shapes.py equal [--model smollm2] [--precision int4+kv8] [--requests 16] [--minutes 30]
 
 `speed` serves all shapes at the same time and loads them by turns, in short rounds, so that other programs disturb
-all of them alike; medians count. Beside them stands what `--parallel auto` predicts, measured anew in each round,
-and how the chosen shape compares with the fastest one. The load generator runs on the same cores; the load of the
-machine is printed.
+all of them alike; medians count. The shape that `--parallel auto` takes is compared with the fastest one. The load
+generator runs on the same cores; the load of the machine is printed.
 
-`equal` serves all 13 shapes of up to four ranks, over shm and gloo, in float32, bfloat16 and int8: 66 servers of
-the built-in model, some 5 minutes on two idle cores. Each gets all requests at once, with every parameter that
-changes what is drawn or told. Tokens, text, log-probabilities and ends are compared with those of one rank that
-had one request at a time. It ends with an error where anything differs, or did not begin within `--minutes`.
+`equal` serves all shapes of up to four ranks, over shm and gloo, and two stages with other settings and kernels:
+some 30 servers for each precision. Each gets all requests at once, with every parameter that changes what is drawn
+or told, and again when it knows their prefixes. Tokens, text, log-probabilities and ends are compared with those
+of one rank that had one request at a time. It ends with an error where anything differs, or did not begin within
+`--minutes`.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import click
@@ -37,20 +34,30 @@ from ppserve.core.figures import table
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import ExpectedWorkload
 from ppserve.model.checkpoint.opening import read_architecture
+from ppserve.model.cpu.kernels.variants import VARIABLE, available, features, in_use
 from ppserve.planning.shapes import shape_name, shapes
 from tests.e2e.asking import Answer, ask_all, requests_with_everything
-from tests.e2e.serving import Forked, serving
+from tests.e2e.serving import Forked, serving, torchrun
 
 PRECISIONS = {
     "float32": (),
     "bfloat16": ("--dtype", "bfloat16"),
-    "int8": ("--quantization", "int8", "--kv-dtype", "int8"),
+    "int8": ("--quantization", "int8"),
+    "int4": ("--quantization", "int4"),
+    "kv8": ("--kv-dtype", "int8"),
 }
-PREDICTED = re.compile(r"^(\d+x\d+x\d+) .* ([\d.e+]+) +[\d.e-]+$", re.MULTILINE)
-"""Of the table that `--parallel auto` prints: a shape, its tokens per second, and the seconds between tokens."""
+"""May be joined: int8+kv8."""
+SETTINGS = {
+    "chunks": ("--prefill-chunk", "5"),
+    "no prefix cache": ("--prefix-cache", "off"),
+    "small blocks": ("--block-size", "3", "--max-num-seqs", "7"),
+    "no draft tokens": ("--speculate", "off"),
+    "draft tokens": ("--speculate", "5"),
+}
 AT_ONCE = 16
 NEAR = 0.8
 """A shape with at least this share of the fastest one's tokens per second is as good a choice."""
+Rates = dict[str, list[float]]
 
 
 @click.group(help=__doc__)
@@ -65,37 +72,15 @@ def flags_of(grid: RankGrid) -> list[str]:
 # ---- speed -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Rates:
-    """Tokens per second of a shape in each round."""
-
-    predicted: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
-
-
-def predict(world: int, flags: list[str], load: ExpectedWorkload, rates: dict[str, Rates]) -> None:
-    """Adds what a server with `--parallel auto` prints before it serves. Its ranks measure anew."""
-    command = [sys.executable, "-m", "ppserve", "serve", *local_server.FREE_PORTS, f"--stages={world}", *flags]
-    expected = [f"--expect={load.prompt},{load.new},{load.callers}", "--parallel=auto"]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "XDG_CACHE_HOME": cache}
-        process = subprocess.Popen(
-            local_server.dying_with_us([*command, *expected]),
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        assert process.stderr is not None
-        said = ""
-        for line in process.stderr:
-            said += line
-            if line.startswith("(tensor ranks x"):
-                break
-        process.terminate()
-        process.communicate(timeout=local_server.END_WITHIN_S)
-    found = PREDICTED.findall(said)
-    if not found:
-        raise click.ClickException(f"no table in what the server said:\n{said}")
-    for name, rate in found:
-        rates[name].predicted.append(float(rate))
+def choose(world: int, flags: list[str], load: ExpectedWorkload) -> str:
+    """The shape that a server takes with `--parallel auto`."""
+    expected = f"--expect={load.prompt},{load.new},{load.callers}"
+    with local_server.running([f"--stages={world}", "--parallel=auto", expected, *flags]) as server:
+        with Client(server.grpc) as client:
+            topology = client.topology()
+    replicas = len(topology.replicas)
+    stages = len(topology.stages) // replicas
+    return shape_name(RankGrid(world // (replicas * stages), replicas, stages))
 
 
 def measure(client: Client, load: ExpectedWorkload, first: int, num_requests: int) -> float:
@@ -112,14 +97,10 @@ def measure(client: Client, load: ExpectedWorkload, first: int, num_requests: in
     return num_tokens / (time.monotonic() - begun_s)
 
 
-def by_turns(model: str, world: int, loads: list[ExpectedWorkload], rounds: int) -> list[dict[str, Rates]]:
-    """For each load the rates of all shapes."""
+def by_turns(model: str, world: int, flags: list[str], loads: list[ExpectedWorkload], rounds: int) -> list[Rates]:
+    """For each load the tokens per second of all shapes, one a round."""
     grids = {shape_name(grid): grid for grid in shapes(world, read_architecture(model))}
-    every = [{name: Rates() for name in grids} for _ in loads]
-    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", "--kv-cache-memory=256M"]
-    for _ in range(rounds):
-        for load, rates in zip(loads, every, strict=True):
-            predict(world, flags, load, rates)
+    every: list[Rates] = [{name: [] for name in grids} for _ in loads]
     with ExitStack() as held:
         clients = {}
         for name, grid in grids.items():
@@ -130,24 +111,9 @@ def by_turns(model: str, world: int, loads: list[ExpectedWorkload], rounds: int)
         for _ in range(rounds):
             for load, rates in zip(loads, every, strict=True):
                 for name, client in clients.items():
-                    rates[name].measured.append(measure(client, load, number, 2 * load.callers))
+                    rates[name].append(measure(client, load, number, 2 * load.callers))
                     number += 2 * load.callers
     return every
-
-
-def report(load: ExpectedWorkload, rates: dict[str, Rates]) -> None:
-    predicted = {name: median(each.predicted) for name, each in rates.items() if each.predicted}
-    measured = {name: median(each.measured) for name, each in rates.items()}
-    chosen, fastest = (max(of, key=of.__getitem__) for of in (predicted, measured))
-    rows = [("shape", "predicted/s", "measured/s", "rounds")]
-    for name, each in rates.items():
-        rounds = " ".join(f"{rate:.4g}" for rate in each.measured)
-        rows.append((name, f"{predicted.get(name, 0.0):.4g}", f"{measured[name]:.4g}", rounds))
-    share = measured[chosen] / measured[fastest]
-    print(f"\n{load.callers} callers, prompts of {load.prompt} and answers of {load.new} tokens")
-    print("\n".join(table(*rows, left=1)))
-    verdict = "as good" if share >= NEAR else "WORSE"
-    print(f"chosen: {chosen}, {share:.0%} of the fastest, {fastest}: {verdict}", flush=True)
 
 
 @main.command()
@@ -159,9 +125,18 @@ def report(load: ExpectedWorkload, rates: dict[str, Rates]) -> None:
 @click.option("--rounds", default=5)
 def speed(model: str, world: int, callers: str, prompt: int, new: int, rounds: int) -> None:
     loads = [ExpectedWorkload(prompt, new, int(count)) for count in callers.split(",")]
+    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", "--kv-cache-memory=256M"]
     print(f"{model}, {world} ranks of one thread; load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for load, rates in zip(loads, by_turns(model, world, loads, rounds), strict=True):
-        report(load, rates)
+    choices = [choose(world, flags, load) for load in loads]
+    for load, chosen, rates in zip(loads, choices, by_turns(model, world, flags, loads, rounds), strict=True):
+        medians = {name: median(each) for name, each in rates.items()}
+        fastest = max(medians, key=medians.__getitem__)
+        share = medians[chosen] / medians[fastest]
+        print(f"\n{load.callers} callers, prompts of {load.prompt} and answers of {load.new} tokens")
+        rows = ((name, f"{medians[name]:.4g}", " ".join(f"{r:.4g}" for r in each)) for name, each in rates.items())
+        print("\n".join(table(("shape", "tokens/s", "rounds"), *rows, left=1)))
+        verdict = "as good" if share >= NEAR else "WORSE"
+        print(f"chosen: {chosen}, {share:.0%} of the fastest, {fastest}: {verdict}", flush=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
 
 
@@ -172,48 +147,61 @@ def speed(model: str, world: int, callers: str, prompt: int, new: int, rounds: i
 class Run:
     """A server whose answers are compared."""
 
+    model: str
     precision: str
     grid: RankGrid
-    transport: str | None
-    """None where ranks exchange nothing."""
+    setting: str
+    """What differs from the defaults: a transport, one of SETTINGS, or kernels."""
+    flags: tuple[str, ...] = ()
+    kernels: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{shape_name(self.grid)} {self.transport or 'alone'} {self.precision}"
+        return f"{self.precision} {shape_name(self.grid)} {self.setting}"
 
-    def answers(self, num_requests: int, at_once: int) -> list[tuple[Answer, ...]]:
-        over = ("--transport", self.transport) if self.transport else ()
+    def answers(self, num_requests: int, at_once: int, times: int = 1) -> list[list[tuple[Answer, ...]]]:
         grid = ("--tensor-parallel", str(self.grid.tensor), "--replicas", str(self.grid.data), "--threads", "1")
-        with serving(self.grid.size, *grid, *PRECISIONS[self.precision], *over, by=Forked) as server:
-            return ask_all(server.grpc, requests_with_everything(num_requests, seed=3), at_once)
+        numbers = (flag for part in self.precision.split("+") for flag in PRECISIONS[part])
+        flags = ("--model", self.model, *grid, *numbers, *self.flags)
+        # Kernels are chosen when they are imported, so by a fresh interpreter.
+        env, by = ({VARIABLE: self.kernels}, torchrun) if self.kernels else (None, Forked)
+        with serving(self.grid.size, *flags, env=env, by=by) as server:
+            requests = requests_with_everything(num_requests, seed=3)
+            return [ask_all(server.grpc, requests, at_once) for _ in range(times)]
 
 
-def all_runs(precisions: tuple[str, ...]) -> Iterator[Run]:
-    arch = read_architecture("tiny")
-    for precision in precisions:
-        for grid in (grid for world in range(1, 5) for grid in shapes(world, arch)):
-            for transport in ("shm", "gloo") if grid.tensor * grid.pipeline > 1 else (None,):
-                yield Run(precision, grid, transport)
+def all_runs(model: str, precision: str) -> Iterator[Run]:
+    arch = read_architecture(model)
+    for grid in (grid for world in range(1, 5) for grid in shapes(world, arch)):
+        for transport in ("shm", "gloo") if grid.tensor * grid.pipeline > 1 else ("auto",):
+            yield Run(model, precision, grid, transport, ("--transport", transport))
+    two_stages = RankGrid(1, 1, 2)
+    for setting, flags in SETTINGS.items():
+        yield Run(model, precision, two_stages, setting, flags)
+    for kernels in set(available(features())) - {in_use()}:
+        yield Run(model, precision, two_stages, kernels, kernels=kernels)
 
 
 @main.command()
+@click.option("--model", default="tiny")
 @click.option("--requests", "num_requests", default=16)
-@click.option("--minutes", default=20.0)
-@click.option("--precision", "precisions", multiple=True, default=list(PRECISIONS))
-def equal(num_requests: int, minutes: float, precisions: tuple[str, ...]) -> None:
+@click.option("--minutes", default=30.0)
+@click.option("--precision", "precisions", multiple=True, default=["float32", "bfloat16", "int8+kv8", "int4"])
+def equal(model: str, num_requests: int, minutes: float, precisions: tuple[str, ...]) -> None:
     began_s = time.monotonic()
-    alone = {name: Run(name, RankGrid(1, 1, 1), None).answers(num_requests, at_once=1) for name in precisions}
     differ, left = [], 0
-    for run in all_runs(precisions):
-        if time.monotonic() - began_s > 60 * minutes:
-            left += 1
-            continue
-        found = run.answers(num_requests, AT_ONCE)
-        num_equal = sum(own == other for own, other in zip(found, alone[run.precision], strict=True))
-        if num_equal < len(found):
-            differ.append(run.name)
-        took_s = time.monotonic() - began_s
-        print(f"{run.name}: {num_equal} of {len(found)} equal; {took_s:.0f} s", flush=True)
+    for precision in precisions:
+        (alone,) = Run(model, precision, RankGrid(1, 1, 1), "one at a time").answers(num_requests, at_once=1)
+        for run in all_runs(model, precision):
+            if time.monotonic() - began_s > 60 * minutes:
+                left += 1
+                continue
+            first, again = run.answers(num_requests, AT_ONCE, times=2)
+            num_equal = sum(own == other for own, other in zip(first + again, alone + alone, strict=True))
+            if num_equal < len(first + again):
+                differ.append(run.name)
+            took_s = time.monotonic() - began_s
+            print(f"{run.name}: {num_equal} of {len(first + again)} equal; {took_s:.0f} s", flush=True)
     print(f"other answers than alone: {', '.join(differ) or 'none'}; not begun: {left}")
     sys.exit(1 if differ or left else 0)
 

@@ -65,9 +65,11 @@ def kill(pids: list[int], signum: int = signal.SIGKILL) -> None:
             os.kill(pid, signum)
 
 
-def run_under_streams(server: Server, record: Record, hurt: Callable[[Crowd], None], callers: int = 16) -> Verdict:
+def run_under_streams(
+    server: Server, record: Record, hurt: Callable[[Crowd], None], callers: int = 16, chats_with: str = ""
+) -> Verdict:
     """Streams; what `hurt` does to the server meanwhile; their ends, judged."""
-    crowd = Crowd(server.grpc, record, callers)
+    crowd = Crowd(server.http if chats_with else server.grpc, record, callers, chats_with=chats_with)
     crowd.ask_undisturbed()
     with crowd.asking():
         wait_for_tokens(crowd)
@@ -91,23 +93,24 @@ def lose(server: Server, record: Record, crowd: Crowd, kill_some: Callable[[], N
     wait_for_tokens(crowd)
 
 
-def kill_stages(record: Record, short: bool) -> dict[str, Any]:
-    """1: kill -9 of any stage in mid-stream."""
-    number, chance = 6 if short else 200, random.Random(0)
+def kill_stages(record: Record, short: bool, kills: int = 200, model: str = "tiny") -> dict[str, Any]:
+    """1: kill -9 of any stage in mid-stream. 14: of one that reads the weights of SmolLM2, under chats."""
+    number, chance, is_tiny = 6 if short else kills, random.Random(0), model == "tiny"
 
     def hurt(crowd: Crowd) -> None:
         for done in range(number):
             time.sleep(chance.uniform(0.0, 1.0))
             lose(server, record, crowd, lambda: kill([server.stage_pid(chance.randrange(2))]))
             if (done + 1) % 10 == 0:
-                print(f"1: {done + 1} kills of {number}", flush=True)
+                print(f"{model}: {done + 1} kills of {number}", flush=True)
 
-    with serving(2) as server:
-        verdict = run_under_streams(server, record, hurt)
+    with serving(2, "--model", model) as server:
+        verdict = run_under_streams(server, record, hurt, *(() if is_tiny else (8, model)))
         deaths, loads = server.log.count(" died ("), server.log.count(" INFO process ")
     # Every stage that began, but for the first of each rank, began for a death of its own rank.
     told = {"deaths": deaths, "others_reloaded": loads - deaths - 2, **verdict.figures()}
-    return {**told, "met": verdict.is_clean and verdict.pause(95) <= 1.5 and not told["others_reloaded"]}
+    is_soon = verdict.pause(95) <= (1.5 if is_tiny else 4.0)
+    return {**told, "met": verdict.is_clean and is_soon and not told["others_reloaded"]}
 
 
 def kill_several(record: Record, short: bool) -> dict[str, Any]:
@@ -241,4 +244,5 @@ def isolate_poison(record: Record, short: bool) -> dict[str, Any]:
 
 ROWS = {
     1: kill_stages, 2: kill_several, 3: freeze_and_slow, 4: lose_hosts, 5: kill_heads, 7: isolate_poison,
+    14: partial(kill_stages, kills=60, model="smollm2"),
 }  # fmt: skip

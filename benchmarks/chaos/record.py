@@ -15,12 +15,18 @@ from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
 from ppserve.answers import Options
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.core.figures import percentile
 
 PROMPT = "Once upon a time, {} small boats"
+QUESTIONS = ("Tell me a story of {} small boats.", "What was the weather, and why?")
 ONE_CONNECTION = RetryPolicy(max_attempts=1, resume=False)
+Message = tuple[list[tuple[int | str, float | None]], str]
+"""Tokens with log-probabilities, and text."""
 
 
 class Record:
@@ -51,6 +57,8 @@ class Crowd:
     max_tokens: int = 300
     policy: RetryPolicy = field(default_factory=lambda: ONE_CONNECTION)
     """Whether a broken stream is resumed."""
+    chats_with: str = ""
+    """A model, asked two questions over HTTP; the target is HTTP's."""
     latest_s: dict[int, float] = field(default_factory=dict)
     """When each had its latest token."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -80,19 +88,42 @@ class Crowd:
                 time.sleep(0.05)
 
     def _ask(self, caller: int, kind: str) -> bool:
-        asked: Options = {"max_tokens": self.max_tokens, "ignore_eos": True, "logprobs": 1, "seed": caller}
         self.record.note("begin", caller=caller, kind=kind)
         try:
-            with Client(self.target, retry=self.policy) as client:
-                for chunk in client.stream(PROMPT.format(caller), **asked):
-                    tokens = [[token.id, token.logprob] for token in chunk.tokens]
-                    seen = {"caller": caller, "tokens": tokens, "text": chunk.text}
-                    self.latest_s[caller] = self.record.note("tokens", **seen)
+            for tokens, text in (self._chat if self.chats_with else self._stream)(caller):
+                self.latest_s[caller] = self.record.note("tokens", caller=caller, tokens=tokens, text=text)
         except CallFailed as failure:
             self.record.note("failed", caller=caller, code=failure.code, reason=failure.reason)
             return False
+        except openai.OpenAIError as failure:
+            self.record.note("failed", caller=caller, code=type(failure).__name__, reason=str(failure))
+            return False
         self.record.note("end", caller=caller, kind=kind)
         return True
+
+    def _stream(self, caller: int) -> Iterator[Message]:
+        asked: Options = {"max_tokens": self.max_tokens, "ignore_eos": True, "logprobs": 1, "seed": caller}
+        with Client(self.target, retry=self.policy) as client:
+            for chunk in client.stream(PROMPT.format(caller), **asked):
+                yield [(token.id, token.logprob) for token in chunk.tokens], chunk.text
+
+    def _chat(self, caller: int) -> Iterator[Message]:
+        client = openai.OpenAI(base_url=f"http://{self.target}/v1", api_key="none", max_retries=0, timeout=300)
+        messages: list[ChatCompletionMessageParam] = []
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question.format(caller)})
+            answer = ""
+            for chunk in client.chat.completions.create(
+                model=self.chats_with, messages=messages, max_tokens=self.max_tokens, logprobs=True, seed=caller,
+                stream=True,
+            ):  # fmt: skip
+                for choice in chunk.choices:
+                    told = (choice.logprobs and choice.logprobs.content) or ()
+                    text = choice.delta.content or ""
+                    answer += text
+                    if told or text:
+                        yield [(token.token, token.logprob) for token in told], text
+            messages.append({"role": "assistant", "content": answer})
 
 
 @dataclass

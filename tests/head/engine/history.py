@@ -36,6 +36,7 @@ _SERVED_WITHIN_S = 150.0
 # And where they never are, the server ends within this time: ten epochs, each of up to 60 s.
 _ENDS_WITHIN_S = 600.0
 _EPOCHS_PER_LOSS = 3
+_CONVICTED_AFTER_LOSSES = 4
 _MAX_QUEUE = 8
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
@@ -203,7 +204,7 @@ class History:
             self.world.after(1.0, lambda: self.ask_on(number + 1))
 
     def _submit(self, request: Request) -> None:
-        caller = Caller(request, self, may_be_lost=self.never_heals)
+        caller = Caller(request, self, may_be_lost=self.never_heals, losses_before=self.num_losses)
         self.callers.append(caller)
         self._ask(caller, request)
 
@@ -239,6 +240,11 @@ class History:
     def process(self, rank: int) -> StageProcess:
         """The process that lives now of a rank."""
         return self.hosts[self.grid.place(rank).replica].processes[rank]
+
+    @property
+    def num_losses(self) -> int:
+        """Of epochs, since this head began; one that forms counts too."""
+        return sum(members.epoch - members.formed for members in self.members)
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")
@@ -306,6 +312,8 @@ class Caller:
     is_refused: bool = False
     waits_for_server: bool = False
     may_be_lost: bool = False
+    losses_before: int = 0
+    """Those before its latest token."""
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
@@ -321,11 +329,14 @@ class Caller:
         if output.token_id is not None:
             assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
             self.tokens[index].append(output.token_id)
+            self.losses_before = self.history.num_losses
         if output.error is not None:
             self.ends[index] = type(output.error).__name__
             assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
             kills = self.request.sampling.seed == POISON_SEED or self.history.all_may_be_convicted
-            assert kills, f"{name}: convicted, and innocent"
+            # Four faults one after the other, without a token between them, look like the request's own.
+            lost = self.history.num_losses - self.losses_before
+            assert kills or lost >= _CONVICTED_AFTER_LOSSES, f"{name}: convicted, and innocent"
         elif output.finish is not None:
             self._check_end(name, index, output.finish)
         self.history.world.note(f"{name} {output.token_id} {self.ends.get(index, '')}")

@@ -180,15 +180,18 @@ class FakeEngine:
         self.cancelled.setdefault(request_id, reason)
         self._news.set()
 
-    def restart(self, replica: int, pauses: bool) -> Future[Future[None]]:
-        def begin() -> Future[None]:
+    def restart(self, replica: int, pauses: bool) -> Future[int]:
+        def begin() -> int:
             if replica:
                 raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])
             if not pauses:
                 raise InvalidRequest([Violation("pauses", "no other replica serves")])
-            return answered(lambda: None)
+            return 1
 
         return answered(begin)
+
+    def serves_after(self, replica: int, epoch: int) -> Future[bool]:
+        return answered(lambda: True)
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         return (READING,)

@@ -17,14 +17,13 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ppserve.config import ServeConfig
-from ppserve.errors import ConfigError, UsageError
+from ppserve.errors import ConfigError, StagesLost, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
-from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
@@ -74,9 +73,9 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
 
     try:
         code = asyncio.run(run())
-    except UsageError as error:
+    except (UsageError, StagesLost) as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_USAGE
+        code = EXIT_USAGE if isinstance(error, UsageError) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -126,7 +125,7 @@ class HeadProcess:
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
-        self._keeper_failed: Future[FatalError] = Future()
+        self._keeper_failed: Future[StagesLost] = Future()
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[None] = loop.create_future()
         """Done at the first signal to end."""
@@ -134,7 +133,8 @@ class HeadProcess:
         """Done at the second one."""
 
     async def run(self) -> int:
-        """Until a signal, or until the pipeline will not form again. Returns the exit code."""
+        """Until a signal; returns the exit code. Raises UsageError, and StagesLost if the pipeline will not form
+        again."""
         try:
             self._listen_to_signals()
             warn_of_short_grace(self._config)
@@ -148,7 +148,9 @@ class HeadProcess:
                 await self._await_pipeline()
                 if self._formed.done() and not self._failed.done():
                     await self._serve()
-                return self._report(self._failed.result()) if self._failed.done() else 0
+                if self._failed.done():
+                    raise self._failed.result()
+                return 0
             finally:
                 self._engine.stop()
                 await self._end_stages()
@@ -156,14 +158,15 @@ class HeadProcess:
         finally:
             close_meeting(self._meeting)
 
-    async def _choose_shape(self) -> FatalError | None:
-        """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
+    async def _choose_shape(self) -> UsageError | StagesLost | None:
+        """`--parallel auto`: settles the configuration once every rank has measured. Returns why it could not."""
         asked = self._config, self._control, self._world_size
-        chosen = await asyncio.to_thread(
-            choose_shape, *asked, lambda: self._stop.done() or self._keeper_failed.done()
-        )
-        if isinstance(chosen, FatalError):
-            return chosen
+        try:
+            chosen = await asyncio.to_thread(
+                choose_shape, *asked, lambda: self._stop.done() or self._keeper_failed.done()
+            )
+        except (UsageError, StagesLost) as error:
+            return error
         self._config = replace(self._config, pipeline=chosen)
         return None
 
@@ -189,8 +192,8 @@ class HeadProcess:
             seen, missing = find_missing(self._members)
             if in_terminal:  # one line, which the next one replaces
                 print(f"\x1b[K{missing}", end="\r", file=sys.stderr, flush=True)
-            if fatal := limit.check(seen, missing, time.monotonic()):
-                self._engine.give_up(fatal)
+            if reason := limit.check(seen, missing, time.monotonic()):
+                self._engine.give_up(reason)
         if in_terminal:
             print("\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -260,7 +263,7 @@ class HeadProcess:
             self._keeper.run()
         except Exception as error:
             log.exception("the keeper of stage 0 failed")
-            self._keeper_failed.set_result(FatalError(f"stage 0 cannot be kept alive: {error}", usage=False))
+            self._keeper_failed.set_result(StagesLost(f"stage 0 cannot be kept alive: {error}"))
 
     async def _end_stages(self) -> None:
         """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
@@ -299,12 +302,6 @@ class HeadProcess:
                 self._control.show(stage_context(self._meeting.tls, serves=True))
             except ConfigError as error:
                 log.error("the control plane's certificate stays as it is: %s", error)
-
-    @staticmethod
-    def _report(fatal: FatalError) -> int:
-        """Prints why the server ends; returns its exit code."""
-        print(f"ppserve: error: {fatal.reason}", file=sys.stderr, flush=True)
-        return EXIT_USAGE if fatal.usage else 1
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:

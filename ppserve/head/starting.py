@@ -17,9 +17,9 @@ from ppserve import wire
 from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
 from ppserve.core.figures import size
 from ppserve.core.partition import PartCosts, mean
-from ppserve.errors import ConfigError, UsageError
+from ppserve.errors import ConfigError, StagesLost
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
-from ppserve.head.engine.member import FatalError, Member, StageState
+from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import Conditions, Prospect, compare, render_prospects, shape_name
@@ -36,7 +36,6 @@ _WHAT = {
     StageState.LOADING: "loads its weights",
     StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
 }
-_WHAT_UNMEASURED = f"{_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
 
 
 class WaitLimit:
@@ -48,14 +47,14 @@ class WaitLimit:
         self._seen: object = None
         self._since_s = self._told_s = now_s
 
-    def check(self, seen: object, missing: str, now_s: float) -> FatalError | None:
+    def check(self, seen: object, missing: str, now_s: float) -> StagesLost | None:
         """Why the server must end; None while it may wait. seen: changes when something happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
         if waited_s >= self._limit_s:
             reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing}"
-            return FatalError(reason, usage=False)
+            return StagesLost(reason)
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             log.warning("waiting for %s", missing)
@@ -80,19 +79,15 @@ def _amount(member: Member) -> str:
 
 def choose_shape(
     config: ServeConfig, control: SocketControlPlane, world_size: int, is_stopping: Callable[[], bool]
-) -> PipelineSettings | FatalError:
-    """The settings with the best shape, once every rank has measured; why the server must end where none can be
-    chosen. The settings are unchanged where the server is stopping."""
+) -> PipelineSettings:
+    """The settings with the best shape, once every rank has measured; unchanged where one cannot serve, or the
+    server stops. Raises UsageError, StagesLost."""
     limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
-    hellos = wait_for_hellos(control, world_size, limit, is_stopping)
-    if isinstance(hellos, FatalError):
-        return hellos
+    greetings = wait_for_greetings(control, world_size, limit, is_stopping)
+    hellos = [greeting for _, greeting in sorted(greetings.items()) if isinstance(greeting, wire.Hello)]
     if len(hellos) < world_size:
         return config.pipeline
-    try:
-        found = compare_shapes(config, hellos)
-    except UsageError as error:
-        return FatalError(str(error), usage=True)
+    found = compare_shapes(config, hellos)
     grid = found[0].grid
     callers = config.scheduling.expect.callers
     print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
@@ -100,34 +95,30 @@ def choose_shape(
     return replace(config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
 
 
-def wait_for_hellos(
+def wait_for_greetings(
     control: SocketControlPlane, world_size: int, limit: WaitLimit, is_stopping: Callable[[], bool]
-) -> tuple[wire.Hello, ...] | FatalError:
-    """The Hello of every rank, in the order of ranks; fewer where the server is stopping.
-
-    The engine receives them again, as if they arrived at the end of this wait: otherwise the wait would count as a
-    rank's silence.
-    """
-    hellos: dict[int, wire.Hello] = {}
-    fatal: FatalError | None = None
-    now_s = pinged_s = time.monotonic()
-    while len(hellos) < world_size and not is_stopping() and fatal is None:
-        if now_s - pinged_s > _PING_EVERY_S:
-            pinged_s = now_s
-            control.broadcast(hellos, wire.Ping(round(now_s * 1e9)))  # a stage that receives nothing ends itself
+) -> dict[int, wire.FromStage]:
+    """What each rank says first: that of every rank, unless one cannot serve or the server stops. The engine
+    receives it again. Raises StagesLost."""
+    greetings: dict[int, Received] = {}
+    pinged_s = time.monotonic()
+    while len(greetings) < world_size and not is_stopping():
+        if (now_s := time.monotonic()) - pinged_s > _PING_EVERY_S:
+            pinged_s = now_s  # a stage that receives nothing ends itself
+            control.broadcast(greetings, wire.Ping(round(now_s * 1e9)))
         for event in control.poll(_POLL_S):
-            match event:
-                case Disconnected(rank):
-                    hellos.pop(rank, None)
-                case Received(rank, _, wire.Hello() as hello):
-                    hellos[rank] = hello
-                case Received(_, _, wire.Failed(reason)):
-                    fatal = FatalError(reason, usage=True)
-        now_s = time.monotonic()
-        missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in hellos)
-        fatal = fatal or limit.check(set(hellos), f"{missing}, which {_WHAT_UNMEASURED}", now_s)
-    control.put_back([Received(rank, round(now_s * 1e9), hello) for rank, hello in hellos.items()])
-    return fatal or tuple(hello for _, hello in sorted(hellos.items()))
+            if isinstance(event, Disconnected):
+                greetings.pop(event.rank, None)
+            elif isinstance(event.message, wire.Hello | wire.Failed):
+                greetings[event.rank] = event
+        if any(isinstance(greeting.message, wire.Failed) for greeting in greetings.values()):
+            break
+        missing = ", ".join(f"rank {rank}" for rank in range(world_size) if rank not in greetings)
+        what = f"{missing}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
+        if error := limit.check(set(greetings), what, time.monotonic()):
+            raise error
+    control.put_back(list(greetings.values()))
+    return {rank: greeting.message for rank, greeting in greetings.items()}
 
 
 def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
@@ -144,12 +135,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         num_cores=_num_cores(config, hellos) if _on_cpus(hellos) else math.inf,
         **({} if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS),
     )
-    try:
-        return compare(hellos[0].model.architecture, _intent(config, hellos, means[1]), len(hellos), under)
-    except ConfigError as error:
-        if error.name != "--world":
-            raise
-        raise ConfigError("--parallel", f"auto: {str(error).removeprefix('--world: ')}") from None
+    return compare(hellos[0].model.architecture, _intent(config, hellos, means[1]), len(hellos), under)
 
 
 def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts) -> Intent:

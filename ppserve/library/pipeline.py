@@ -150,8 +150,7 @@ class Pipeline:
         engine = self._engine
         wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
         if engine.failed.done():
-            fatal = engine.failed.result()
-            raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
+            raise engine.failed.result()
         return describe_model(config, [replica.members for replica in engine.replicas])
 
     # ---- generating -----------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ class Pipeline:
         if not self._end.alive:
             raise Draining("this pipeline is closed")
         if self._engine.failed.done():
-            raise StagesLost(self._engine.failed.result().reason)
+            raise StagesLost(str(self._engine.failed.result()))
         return self._engine
 
     # ---- its end --------------------------------------------------------------------------------------

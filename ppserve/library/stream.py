@@ -109,7 +109,7 @@ class Stream(Iterator[Chunk]):
     def _explained(self, error: RequestError) -> RequestError:
         """A server does not tell its callers why a stage was lost; a program may know."""
         if isinstance(error, StagesLost):
-            return StagesLost(self._engine.failed.result(_REASON_WITHIN_S).reason)
+            return StagesLost(str(self._engine.failed.result(_REASON_WITHIN_S)))
         return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
     def _chunk(self, name: str, pending: RequestStream, delta: Delta) -> Chunk:

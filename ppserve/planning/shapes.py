@@ -86,7 +86,7 @@ def compare(arch: Architecture, intent: Intent, world_size: int, under: Conditio
     """
     found = [_prospect(arch, intent, grid, under) for grid in shapes(world_size, arch)]
     if not any(each.fits for each in found):
-        raise ConfigError("--world", f"no shape of {world_size} ranks holds this model")
+        raise ConfigError("--model", f"no shape of {world_size} ranks holds it")
     return sorted(found, key=lambda each: (not each.fits, -(each.tokens_per_s or 0.0)))
 
 

@@ -74,7 +74,7 @@ def test_all_shapes_of_a_world(costs):
         (["--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
         (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
         (["--world", "4", "--layers", "auto"], "--layers: --world compares all shapes"),
-        (["--world", "4", "--stage-memory", "1M"], "--world: no shape of 4 ranks holds this model"),
+        (["--world", "4", "--stage-memory", "1M"], "--model: no shape of 4 ranks holds it"),
         (["--costs", __file__], "test_plan.py is no cost sheet"),
         (["--tensor-parallel", "64"], "--tensor-parallel: 64 is more than the model's"),
         (["--costs", "{costs}", "--kv-cache-memory", "1K"], "--kv-cache-memory: not one sequence of 1024 tokens"),

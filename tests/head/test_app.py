@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppserve.config import ServeConfig, ServerSettings
+from ppserve.errors import StagesLost
 from ppserve.head.app import HeadProcess
 from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
@@ -49,7 +50,7 @@ def test_nothing_stays_on_disk_when_the_engine_cannot_be_made(monkeypatch: pytes
 
 
 def test_a_keeper_that_fails_ends_the_server_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the head would go on without stage 0: it ends with the thread that started it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test only")
@@ -63,8 +64,8 @@ def test_a_keeper_that_fails_ends_the_server_with_the_reason(
     def fail() -> int:
         raise OSError(24, "Too many open files")
 
-    assert asyncio.run(run()) == 1
-    assert "error: stage 0 cannot be kept alive: [Errno 24] Too many open files" in capfd.readouterr().err
+    with pytest.raises(StagesLost, match=r"stage 0 cannot be kept alive: \[Errno 24\] Too many open files"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("has_stream", [False, True])

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 # Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
 
+# How often it is asked whether a restarted replica serves.
+_RESTART_CHECK_S = 0.1
+
 # A token of a resumed answer takes as long as so many characters.
 _HELD_COSTS = 16
 
@@ -115,8 +118,9 @@ class RequestHandler:
 
         pauses: also if no other replica could serve its streams, which then wait.
         """
-        begun = await asyncio.wrap_future(self._engine.restart(replica, pauses))
-        await asyncio.wrap_future(begun)
+        epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
+        while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
+            await asyncio.sleep(_RESTART_CHECK_S)
 
     async def topology(self) -> Topology:
         """What runs where, and where its time went."""

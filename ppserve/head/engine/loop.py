@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from ppserve import wire
@@ -23,12 +24,11 @@ from ppserve.config import ServeConfig
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed, StagesLost, Violation
+from ppserve.errors import Draining, InvalidRequest, RequestError, StagesLost, UsageError, Violation
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.placement import Placement, difference
-from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading, StepObserver
+from ppserve.head.engine.placement import decide, difference
+from ppserve.head.engine.replica import Replica, ReplicaReading, StepObserver
 from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams, RequestObserver
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, this_machine
 
@@ -55,7 +55,7 @@ def build_engine(
     in_process: stages are threads of this process.
     """
     grid = config.pipeline.grid(world_size)
-    machine, rules, request_queue = this_machine(), Placement(config, in_process), RequestQueue()
+    machine, rules, request_queue = this_machine(), partial(decide, config, in_process=in_process), RequestQueue()
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
     return Engine(replicas, control, request_observer or RequestObserver(), hand_over)
@@ -76,8 +76,8 @@ class Engine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()
         """Done when every replica has formed for the first time."""
-        self.failed: Future[FatalError] = Future()
-        """Done when no replica will form again."""
+        self.failed: Future[UsageError | StagesLost] = Future()
+        """Done, with the reason, when no replica will form again."""
         self.replicas = tuple(replicas)
         self.request_queue = replicas[0].request_queue
         self._living = list(replicas)
@@ -88,8 +88,6 @@ class Engine(threading.Thread):
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
         self._streams = OpenStreams(self.request_queue, observer, hand_over)
-        self._restarting: tuple[Replica, int, Future[None]] | None = None
-        """A replica, its epoch when its processes were ended, and a future that is done when it serves again."""
         self._stopping = self._ended = False
 
     # ---- for other threads ----------------------------------------------------------------------------
@@ -110,21 +108,24 @@ class Engine(threading.Thread):
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
-    def restart(self, replica: int, pauses: bool) -> Future[Future[None]]:
+    def restart(self, replica: int, pauses: bool) -> Future[int]:
         """Restart the stage processes of a replica. pauses: also if its streams would have to wait.
 
-        The future is done when that has begun; its result is done when the replica serves again. Each may have a
-        RequestError.
+        The future has the epoch that this ends, or a RequestError.
         """
-        return self._call(lambda: self._begin_restart(replica, pauses))
+        return self._call(lambda: self._restart_replica(replica, pauses))
+
+    def serves_after(self, replica: int, epoch: int) -> Future[bool]:
+        """Whether the replica serves again, in a later epoch than this. The future may have a RequestError."""
+        return self._call(lambda: (found := self._find_replica(replica)).serves and found.members.epoch > epoch)
 
     def drain(self) -> None:
         """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
         self._call(self._start_draining)
 
-    def give_up(self, fatal: FatalError) -> None:
+    def give_up(self, reason: UsageError | StagesLost) -> None:
         """End with this reason."""
-        self._call(lambda: self._fail(fatal))
+        self._call(lambda: self._fail(reason))
 
     def stop(self) -> None:
         """Shut the stages down, in order, and end the thread."""
@@ -153,7 +154,7 @@ class Engine(threading.Thread):
                 self.turn()
         except Exception as error:
             log.exception("the engine failed")
-            self._fail(FatalError(f"internal error: {type(error).__name__}", usage=False))
+            self._fail(StagesLost(f"internal error: {type(error).__name__}"))
         self._streams.fail_all(_shutting_down(), self._now_s())
         self._shut_down_ranks()
         self._ended = True
@@ -181,7 +182,7 @@ class Engine(threading.Thread):
     def _handle_rank(self, event: Received | Disconnected) -> None:
         replica = self._replica_of[event.rank]
         if replica in self._living:
-            self._handle_events(replica, replica.handle_rank(event))
+            self._drive(replica, lambda: replica.handle_rank(event))
         elif isinstance(event, Received) and isinstance(event.message, wire.Hello):
             # It was away when the others of its replica were told to exit.
             self._control.send(event.rank, wire.Shutdown())
@@ -204,26 +205,19 @@ class Engine(threading.Thread):
                     log.exception("a call of the engine failed")
                 future.set_exception(error)
 
-    def _handle_events(self, replica: Replica, events: Iterable[ReplicaEvent]) -> None:
-        for event in events:
-            match event:
-                case SequenceEvent():
-                    self._streams.add_events([event], self._now_s())
-                case Formed():
-                    self._note_formed()
-                case FatalError():
-                    self._end_replica(replica, event)
+    def _drive(self, replica: Replica, handle: Callable[[], list[SequenceEvent]]) -> None:
+        """handle: what the replica has to do. If it will not form again, it ends."""
+        try:
+            self._streams.add_events(handle(), self._now_s())
+        except (UsageError, StagesLost) as error:
+            self._end_replica(replica, error)
 
     def _tick(self) -> None:
         """Checks what no message reports: silent ranks, overdue steps, passed deadlines of requests."""
         for replica in tuple(self._living):
-            self._handle_events(replica, replica.tick())
-        if self._restarting is not None:
-            replica, epoch, done = self._restarting
-            if replica.serves and replica.members.epoch > epoch:
-                log.info("replica %d was restarted", replica.number)
-                done.set_result(None)
-                self._restarting = None
+            self._drive(replica, replica.tick)
+        if not self.formed.done() and all(replica.scheduler is not None for replica in self.replicas):
+            self._begin_serving()
         self._streams.add_events(self.request_queue.expire(self._now_s()), self._now_s())
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -254,74 +248,61 @@ class Engine(threading.Thread):
 
     # ---- replicas -------------------------------------------------------------------------------------
 
-    def _note_formed(self) -> None:
-        """Serves once every replica has formed, if all of them compute the same."""
-        if any(replica.scheduler is None for replica in self.replicas):
-            return
+    def _begin_serving(self) -> None:
+        """Every replica has formed: serves if all of them compute the same."""
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if found := difference(hellos[0], hello):
-                mistake = f"replica {number} on {hello.host.name} has {found[1]}, unlike replica 0"
-                self._fail(FatalError(mistake, usage=True))
+                self._fail(UsageError(f"replica {number} on {hello.host.name} has {found[1]}, unlike replica 0"))
                 return
         self.formed.set_result(None)
 
-    def _end_replica(self, replica: Replica, fatal: FatalError) -> None:
+    def _end_replica(self, replica: Replica, reason: UsageError | StagesLost) -> None:
         """Its requests are computed by others; without another, the engine ends."""
         if not self.formed.done() or self._living == [replica]:
-            self._fail(fatal)
+            self._fail(reason)
             return
-        if replica not in self._living:
-            return
-        log.error("replica %d has ended: %s", replica.number, fatal.reason)
-        if self._restarting is not None and self._restarting[0] is replica:
-            self._fail_restart(RequestFailed(fatal.reason))
-        replica.give_back()
+        log.error("replica %d has ended: %s", replica.number, reason)
+        replica.lose_epoch()
         if replica.scheduler is not None:
             self.request_queue.remove_scheduler(replica.scheduler)
         self._living.remove(replica)
         self._control.broadcast(replica.members.ranks, wire.Shutdown())
 
-    def _begin_restart(self, number: int, pauses: bool) -> Future[None]:
-        """Other replicas compute the requests of this one, and then its stage processes are restarted. Raises
-        InvalidRequest."""
-        if self._restarting is not None:
-            raise _refused("replica", f"replica {self._restarting[0].number} is being restarted")
-        replica = next((replica for replica in self._living if replica.number == number), None)
-        if replica is None:
-            raise _refused("replica", f"there is no replica {number}")
+    def _find_replica(self, number: int) -> Replica:
+        """Raises InvalidRequest."""
+        for replica in self._living:
+            if replica.number == number:
+                return replica
+        raise _refused("replica", f"there is no replica {number}")
+
+    def _restart_replica(self, number: int, pauses: bool) -> int:
+        """Other replicas compute the requests of this one, and then its stage processes are restarted. Returns the
+        epoch that this ends. Raises InvalidRequest."""
+        replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:
             raise _refused("pauses", "no other replica serves: streams would have to wait for this one")
         log.info("replica %d is restarted", number)
         if others:
             replica.give_back()
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # it cannot be cancelled
-        self._restarting = replica, replica.members.epoch, done
         replica.members.restart()
-        return done
-
-    def _fail_restart(self, error: RequestError) -> None:
-        if self._restarting is not None:
-            self._restarting[2].set_exception(error)
-            self._restarting = None
+        return replica.members.epoch
 
     def _start_draining(self) -> None:
         for replica in self.replicas:
             replica.members.start_draining()
 
-    def _fail(self, fatal: FatalError) -> None:
+    def _fail(self, reason: UsageError | StagesLost) -> None:
         """Ends every open stream with a status. `failed` has the reason."""
         self._stopping = True
         self._streams.fail_all(StagesLost("a pipeline stage was lost and does not come back"), self._now_s())
         if not self.failed.done():
-            self.failed.set_result(fatal)
+            self.failed.set_result(reason)
 
     def _shut_down_ranks(self) -> None:
-        self._fail_restart(_shutting_down())
-        fatal = self.failed.result() if self.failed.done() else None
-        code = 0 if fatal is None else EXIT_USAGE if fatal.usage else EXIT_FAILED
+        reason = self.failed.result() if self.failed.done() else None
+        code = 0 if reason is None else EXIT_USAGE if isinstance(reason, UsageError) else EXIT_FAILED
         for rank in self._replica_of:
             self._control.send(rank, wire.Shutdown(code))
 

@@ -68,40 +68,18 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class StageDied:
-    """A rank's stage process died. Its keeper starts another."""
-
-    rank: int
-    stage: int
-    cause: str  # one word
-
-
-@dataclass(frozen=True, slots=True)
 class EpochLost:
     """The epoch is lost: results of steps in flight will not arrive."""
 
-    epoch: int
-    cause: str
     rank: int | None = None  # which reported an error; None if one died or was silent
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """All stages are ready in this epoch."""
-
-    epoch: int
-    num_blocks: int  # of KV, on every stage
+    """All stages are ready in a new epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class FatalError:
-    """The pipeline will not form (again)."""
-
-    reason: str
-    usage: bool  # because of the operator's configuration, not a failure
-
-
-MemberEvent = StepResult | StageDied | EpochLost | Formed | FatalError
+MemberEvent = StepResult | EpochLost | Formed
 """The stamps of a result are on the head's clock."""
 
 

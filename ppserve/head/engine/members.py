@@ -5,32 +5,32 @@ transport, also while it is forming. The surviving ranks are told to leave it. A
 weights and is LOADED again, and the next epoch forms when every rank is LOADED. So an epoch never forms with a
 rank that is dead, or with one that still waits for another stage in the epoch before.
 
-The connection of a rank whose message asks for a change of state that `member` does not have is ended.
+The connection of a rank whose message asks for a change of state that `member` does not have is ended. A pipeline
+that will not form again raises UsageError where the operator's configuration is at fault, else StagesLost.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.errors import UsageError
+from ppserve.errors import StagesLost, UsageError
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import (
     RESTART,
     Decision,
     EpochLost,
-    FatalError,
     Formed,
     InvalidMove,
     Member,
     MemberEvent,
-    StageDied,
     StageState,
 )
-from ppserve.head.engine.placement import Placement, stage_addresses, what_changed
+from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
 
@@ -76,7 +76,12 @@ class Members:
     """
 
     def __init__(
-        self, grid: RankGrid, machine: str, rules: Placement, control: ControlPlane, replica: int = 0
+        self,
+        grid: RankGrid,
+        machine: str,
+        decide: Callable[[tuple[wire.Hello, ...]], Decision],
+        control: ControlPlane,
+        replica: int = 0,
     ) -> None:
         """grid: of the whole world; the members are the ranks of `replica` in it. machine: the head's; ranks on
         the same machine have the same clock."""
@@ -97,9 +102,8 @@ class Members:
         self._draining = False
         self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
-        self._addresses: tuple[str, ...] = ()
         self._machine = machine
-        self._rules = rules
+        self._decide = decide
         self._control = control
 
     def __getitem__(self, rank: int) -> Member:
@@ -123,7 +127,7 @@ class Members:
 
     # ---- events ---------------------------------------------------------------------------------------
 
-    def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+    def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
         """A message from a rank arrived. If it asks for an invalid change of state, its connection is ended."""
         self._heard_ns[rank] = now_ns
         try:
@@ -131,26 +135,26 @@ class Members:
         except InvalidMove as error:
             log.warning("%s: its connection is ended", error)
             self._control.drop(rank, "protocol")
-            return []
+            return None
 
-    def _handle(self, member: Member, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+    def _handle(self, member: Member, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
         match message:
             case wire.Result(result):
                 if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
-                    return []
+                    return None
                 self._worked |= member.stage == self.num_stages - 1
-                return [member.on_head_clock(result)]
+                return member.on_head_clock(result)
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
             case wire.Hello():
-                return self._handle_hello(member, message, now_ns)
+                self._handle_hello(member, message, now_ns)
             case wire.Loading():
                 self._update(member.rank, progress=(message.done_bytes, message.total_bytes))
             case wire.Loaded():
                 if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
                     raise InvalidMove(member.rank, member.state, StageState.LOADED)
                 self._move(member.rank, StageState.LOADED, now_ns, loaded=message)
-                return self._form_if_complete(now_ns)
+                self._form_if_complete(now_ns)
             case wire.StoreOpened():
                 if message.epoch == self.epoch and self.first.state is StageState.FORMING:
                     for other in self.all[1:]:
@@ -160,21 +164,20 @@ class Members:
             case wire.Broken():
                 return self._handle_broken(member, message, now_ns)
             case wire.Failed():
-                return [FatalError(message.reason, usage=self.epoch == 0)]
-        return []
+                raise (StagesLost if self.epoch else UsageError)(message.reason)
+        return None
 
-    def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
+    def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> EpochLost | None:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
         member = self[rank]
         self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
-            return []
+            return None
         self._update(rank, restarts=member.restarts + 1)
         # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
-        lost = self._lose_epoch(f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == "stuck")
-        return [*lost, StageDied(rank, member.stage, cause)]
+        return self._lose_epoch(f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == "stuck")
 
-    def tick(self, now_ns: int) -> list[MemberEvent]:
+    def tick(self, now_ns: int) -> EpochLost | None:
         """Pings all ranks every 0.5 s, and cuts off those that have not answered for too long."""
         if self.head_paused(now_ns):
             self._heard_ns = dict.fromkeys(self.ranks, now_ns)
@@ -182,18 +185,19 @@ class Members:
         if now_ns - self._pinged_ns >= _PING_EVERY_NS:
             self._pinged_ns = now_ns
             self._control.broadcast(self.ranks, wire.Ping(now_ns))
-        events: list[MemberEvent] = []
+        lost = None
         # Before the first epoch a rank may take any time to download; its keeper says if it dies.
         patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
         for member in self.all:
             if member.state is StageState.ABSENT:
                 if self.epoch and now_ns - member.since_ns > patience_ns:
-                    return [FatalError(f"{self.grid.name(member.rank)} did not come back in time", usage=False)]
+                    raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
             elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > _SILENT_NS:
-                events += self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns)
-        return [*events, *self._form_if_complete(now_ns)]
+                lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns) or lost
+        self._form_if_complete(now_ns)
+        return lost
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; None if it need not be."""
@@ -223,107 +227,97 @@ class Members:
         due_ns = now_ns + within_ns if within_ns else 0
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
 
-    def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
+    def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> None:
         name = self.grid.name(member.rank)
         if hello.world_size != self.grid.size:
-            return [FatalError(f"{name} belongs to {hello.world_size} ranks", usage=True)]
+            raise UsageError(f"{name} belongs to {hello.world_size} ranks")
         self._move(member.rank, StageState.LOADING, now_ns, hello=hello, round_trips=())
         if self.decision is not None:
             if member.hello is not None and (change := what_changed(member.hello, hello)):
-                return [FatalError(f"{name} came back with {change}", usage=True)]
+                raise UsageError(f"{name} came back with {change}")
             self._assign(member, self.decision)
-            return []
-        hellos = [other.hello for other in self.all if other.hello is not None]
-        if len(hellos) < len(self.all):
-            return []
-        try:
-            self.decision = self._rules.decide(tuple(hellos))
-        except UsageError as error:
-            return [FatalError(str(error), usage=True)]
-        for other in self.all:
-            self._assign(other, self.decision)
-        return []
+        elif len(hellos := self._hellos()) == len(self.all):
+            self.decision = self._decide(hellos)
+            for other in self.all:
+                self._assign(other, self.decision)
+
+    def _hellos(self) -> tuple[wire.Hello, ...]:
+        return tuple(member.hello for member in self.all if member.hello is not None)
 
     def _assign(self, member: Member, decision: Decision) -> None:
         layout = replace(decision.layouts[member.stage], tensor=member.tensor, num_tensor=self.grid.tensor)
         self._control.send(member.rank, wire.Assign(layout, decision.dtype))
 
-    def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
+    def _form_if_complete(self, now_ns: int) -> None:
         """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the
         others, because it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:
-            return []
-        try:
-            # Anew for each epoch: a stage that was replaced may have another address.
-            hellos = [member.hello for member in self.all if member.hello is not None]
-            self._addresses = stage_addresses(hellos, self.grid)
-            if not self.num_blocks:
-                # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
-                loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
-                self.num_blocks = self._rules.num_blocks(decision, loaded)
-        except UsageError as error:
-            return [FatalError(str(error), usage=True)]
+            return
+        if not self.num_blocks:
+            # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
+            loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
+            self.num_blocks = count_blocks(decision, loaded)
         self.epoch += 1
         self._forming, self._worked = True, False
         self._send_form(self.first, 0, now_ns)
-        return []
 
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
         decision = self.decision
         assert decision is not None
+        # Anew for each epoch: a stage that was replaced may have another address.
+        addresses = stage_addresses(self._hellos(), self.grid)
         self._move(member.rank, StageState.FORMING, now_ns, _FORM_WITHIN_NS)
         form = wire.Form(
             epoch=self.epoch,
             transport=decision.transport,
             num_blocks=self.num_blocks,
             max_rows=decision.scheduling.max_step_tokens,
-            store_host=self._addresses[0],
+            store_host=addresses[0],
             store_port=store_port,
-            address=self._addresses[self._place[member.rank]],
+            address=addresses[self._place[member.rank]],
         )
         self._control.send(member.rank, form)
 
-    def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:
+    def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> Formed | None:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
-            return []
+            return None
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
-            return []
+            return None
         self.formed, self._forming = True, False
-        return [Formed(self.epoch, self.num_blocks)]
+        return Formed()
 
-    def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
+    def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> EpochLost | None:
         """A rank has left the epoch. If it was not told to, the epoch is lost."""
         is_in_epoch = member.state in (StageState.FORMING, *_QUICK)
         if broken.epoch != self.epoch or not is_in_epoch:
-            return []
+            return None
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
             return self._lose_epoch(broken.reason, member.rank, now_ns, is_error=True)
-        return self._form_if_complete(now_ns)
+        self._form_if_complete(now_ns)
+        return None
 
-    def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> list[MemberEvent]:
+    def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
         """rank: as in `EpochLost`. is_error: not a process's death, which its keeper counts."""
         was_formed, was_forming = self.formed, self._forming
         if not (was_formed or was_forming):
-            return []
+            return None
         self.formed = self._forming = False
         self._abandon_epoch(_LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS, now_ns)
         is_fruitless = was_formed and is_error and not self._worked
         self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
         self._attempts = self._attempts + 1 if was_forming else self._fruitless
         self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
-        if was_forming:
-            log.warning("epoch %d did not form: %s", self.epoch, cause)
-        lost: list[MemberEvent] = [EpochLost(self.epoch, cause, rank)] if was_formed else []
+        log.warning("epoch %d %s: %s", self.epoch, "was lost" if was_formed else "did not form", cause)
         if self._attempts == _MAX_ATTEMPTS:
-            reason = f"the pipeline did not compute a step in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
-            return [*lost, FatalError(reason, usage=False)]
+            problem = f"the pipeline did not compute a step in {_MAX_ATTEMPTS} attempts"
+            raise StagesLost(f"{problem}; the last one: {cause}")
         if (was_forming or is_fruitless) and self._attempts % _RESTART_EVERY == 0:
             self.restart()
-        return lost
+        return EpochLost(rank) if was_formed else None
 
     def _abandon_epoch(self, within_ns: int, now_ns: int) -> None:
         """Tells the surviving ranks to leave the epoch, and cuts off those that have not left it in time."""

@@ -31,59 +31,51 @@ log = logging.getLogger("ppserve.head")
 CPU_CHUNK = 128
 
 
-class Placement:
-    """The decisions that the operator's configuration leaves open, made by what the ranks found."""
+def decide(config: ServeConfig, hellos: Sequence[wire.Hello], in_process: bool = False) -> Decision:
+    """Layouts, dtype and transport for these ranks. in_process: they are threads of this process. Raises
+    ConfigError."""
+    first, grid = hellos[0], config.pipeline.grid(hellos[0].world_size)
+    for hello in hellos[1:]:
+        if found := difference(first, hello):
+            theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, first))
+            flag, what = found
+            raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
+    arch = first.model.architecture
+    check_tensor_ranks(arch, grid.tensor)
+    measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
+    parts = mean(measured) if len(measured) == len(hellos) else None
+    split = config.pipeline.layers or choose_split(arch, parts, grid.pipeline)
+    check_split(split, arch, grid.pipeline)
+    stage_addresses(hellos, grid)
+    return Decision(
+        architecture=arch,
+        layouts=stage_layouts(split),
+        dtype=first.model.dtype,
+        transport="local" if in_process else _transport(config.pipeline.transport, hellos),
+        scheduling=scheduler_config(config, arch, hellos, grid),
+        parts=parts,
+    )
 
-    def __init__(self, config: ServeConfig, in_process: bool = False) -> None:
-        """in_process: stages are threads of this process."""
-        self._config = config
-        self._in_process = in_process
 
-    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        """Layouts, dtype and transport for these ranks. Raises ConfigError."""
-        config, first = self._config, hellos[0]
-        grid = config.pipeline.grid(first.world_size)
-        for hello in hellos[1:]:
-            if found := difference(first, hello):
-                theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, first))
-                flag, what = found
-                raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
-        arch = first.model.architecture
-        check_tensor_ranks(arch, grid.tensor)
-        measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
-        parts = mean(measured) if len(measured) == len(hellos) else None
-        split = config.pipeline.layers or choose_split(arch, parts, grid.pipeline)
-        check_split(split, arch, grid.pipeline)
-        stage_addresses(hellos, grid)
-        one_host = len({hello.host.machine for hello in hellos}) == 1
-        return Decision(
-            architecture=arch,
-            layouts=stage_layouts(split),
-            dtype=first.model.dtype,
-            transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
-            scheduling=scheduler_config(config, arch, hellos, grid),
-            parts=parts,
+def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
+    """KV blocks on every stage: as many as fit the stage with least room, but no more than could ever be used.
+
+    Raises ConfigError if one sequence of full length does not fit.
+    """
+    scheduling = decision.scheduling
+    block_size, context = scheduling.block_size, scheduling.max_model_len
+    needed = -(-context // block_size)
+    can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
+    num_blocks = min(can_hold)
+    if num_blocks < needed:
+        tightest = can_hold.index(num_blocks)
+        stage = tightest * len(decision.layouts) // len(loaded)
+        raise ConfigError(
+            "--kv-cache-memory",
+            f"stage {stage} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
+            f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
         )
-
-    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        """KV blocks on every stage: as many as fit the stage with least room, but no more than could ever be used.
-
-        Raises ConfigError if one sequence of full length does not fit.
-        """
-        scheduling = decision.scheduling
-        block_size, context = scheduling.block_size, scheduling.max_model_len
-        needed = -(-context // block_size)
-        can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
-        num_blocks = min(can_hold)
-        if num_blocks < needed:
-            tightest = can_hold.index(num_blocks)
-            stage = tightest * len(decision.layouts) // len(loaded)
-            raise ConfigError(
-                "--kv-cache-memory",
-                f"stage {stage} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
-                f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
-            )
-        return min(num_blocks, needed * scheduling.max_num_seqs)
+    return min(num_blocks, needed * scheduling.max_num_seqs)
 
 
 def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
@@ -115,7 +107,7 @@ def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -
 
 
 def scheduler_config(
-    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid
+    config: ServeConfig, arch: Architecture, hellos: Sequence[wire.Hello], grid: RankGrid
 ) -> SchedulerConfig:
     """The scheduler's configuration for this model. Raises ConfigError."""
     check_microbatches(config, grid.pipeline)
@@ -144,9 +136,10 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
         raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
 
 
-def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:
+def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
     if len(hellos) == 1:
         return "local"
+    one_host = len({hello.host.machine for hello in hellos}) == 1
     own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
         # shm needs Linux's memfd. It is much faster than sockets and notices a dead neighbour as fast.

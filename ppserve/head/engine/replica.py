@@ -22,18 +22,9 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
-from ppserve.errors import Draining
+from ppserve.errors import Draining, StagesLost
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import (
-    RESTART,
-    Decision,
-    EpochLost,
-    FatalError,
-    Formed,
-    Member,
-    MemberEvent,
-    StageDied,
-)
+from ppserve.head.engine.member import RESTART, Decision, EpochLost, Formed, Member, MemberEvent
 from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
@@ -41,9 +32,6 @@ log = logging.getLogger("ppserve.engine")
 # A loss is fruitless if no request got a token since the one before. A request that kills its stage causes at most
 # four (`PoisonIsolation`), so only a stage that dies of every request causes so many in a row.
 _MAX_FRUITLESS_LOSSES = 64
-
-ReplicaEvent = SequenceEvent | Formed | FatalError
-
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
@@ -164,18 +152,18 @@ class Replica:
 
     # ---- events ---------------------------------------------------------------------------------------
 
-    def handle_rank(self, event: Received | Disconnected) -> list[ReplicaEvent]:
-        """A rank sent a message, or its connection ended."""
+    def handle_rank(self, event: Received | Disconnected) -> list[SequenceEvent]:
+        """A rank sent a message, or its connection ended. Raises what `Members` does."""
         if isinstance(event, Disconnected):
-            return self._handle_events(self.members.handle_disconnect(event.rank, event.cause, self._clock()))
-        return self._handle_events(self.members.handle_message(event.rank, event.arrived_ns, event.message))
+            return self._handle_death(event)
+        return self._handle_event(self.members.handle_message(event.rank, event.arrived_ns, event.message))
 
-    def tick(self) -> list[ReplicaEvent]:
+    def tick(self) -> list[SequenceEvent]:
         """Checks what no message reports: silent ranks, overdue steps."""
         now_ns = self._clock()
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
-        events = self._handle_events(self.members.tick(now_ns))
+        events = self._handle_event(self.members.tick(now_ns))
         if (stuck := self.steps.stuck(now_ns)) is not None:
             step_id, stage = stuck
             for tensor in self._ranks.owing(step_id, stage):
@@ -219,27 +207,26 @@ class Replica:
             observer.on_drafted(self.number, scheduler.num_draft_tokens)
             observer.on_load(self.number, scheduler.num_running, waiting, in_flight, scheduler.kv_usage)
 
-    def _handle_events(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
-        events: list[ReplicaEvent] = []
-        for event in member_events:
-            match event:
-                case StepResult():
-                    events += self._handle_result(event)
-                case Formed():
-                    events += self._handle_formed(event)
-                case EpochLost():
-                    self._handle_epoch_lost(event)
-                    if event.rank is not None:
-                        events += self._blame_requests(event.rank, "error")
-                case StageDied():
-                    log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
-                    for observer in self._observers:
-                        observer.on_stage_died(self.number, event.stage, event.cause)
-                    if event.cause != RESTART:
-                        events += self._blame_requests(event.rank, event.cause)
-                case FatalError():
-                    events.append(event)
-        return events
+    def _handle_event(self, event: MemberEvent | None) -> list[SequenceEvent]:
+        match event:
+            case StepResult():
+                return self._handle_result(event)
+            case Formed():
+                self._handle_formed()
+            case EpochLost(rank):
+                self.lose_epoch()
+                return [] if rank is None else self._blame_requests(rank, "error")
+        return []
+
+    def _handle_death(self, of: Disconnected) -> list[SequenceEvent]:
+        """A rank's stage process died. Its keeper starts another."""
+        self._handle_event(self.members.handle_disconnect(of.rank, of.cause, self._clock()))
+        if not self.members.epoch:
+            return []
+        log.warning("%s died (%s)", self.members.grid.name(of.rank), of.cause)
+        for observer in self._observers:
+            observer.on_stage_died(self.number, self.members[of.rank].stage, of.cause)
+        return [] if of.cause == RESTART else self._blame_requests(of.rank, of.cause)
 
     def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
         result = self._ranks.add_result(of_rank)
@@ -273,18 +260,16 @@ class Replica:
         for observer in self._observers:
             observer.on_span_settled(self.number, settled)
 
-    def _handle_formed(self, formed: Formed) -> list[ReplicaEvent]:
-        log.info("%sepoch %d formed", self._prefix, formed.epoch)
+    def _handle_formed(self) -> None:
+        epoch = self.members.epoch
+        log.info("%sepoch %d formed", self._prefix, epoch)
         self._account.formed(self._clock())
         self._in_flight = frozenset()
-        if self.scheduler is None:
-            self.scheduler = self._new_scheduler(formed)
-            return [formed]
         self._sampling = SamplingEncoder()
-        self.scheduler.open(formed.epoch)
-        return []
+        self.scheduler = self.scheduler or self._new_scheduler()
+        self.scheduler.open(epoch)
 
-    def _new_scheduler(self, formed: Formed) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         decision = self.members.decision
         assert decision is not None
         config = replace(decision.scheduling, replica=self.number)
@@ -294,15 +279,12 @@ class Replica:
             # Without batch-invariance a draft token beside a row could change its bits, and so its token.
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
-        blocks = BlockManager(formed.num_blocks, config.block_size)
-        scheduler = Scheduler(config, blocks, self._costs, self.request_queue)
-        scheduler.open(formed.epoch)
-        return scheduler
+        blocks = BlockManager(self.members.num_blocks, config.block_size)
+        return Scheduler(config, blocks, self._costs, self.request_queue)
 
-    def _handle_epoch_lost(self, lost: EpochLost) -> None:
+    def lose_epoch(self) -> None:
         """Steps in flight will not return. Another replica computes the requests, or this one when the next epoch
         has formed."""
-        log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
@@ -310,23 +292,22 @@ class Replica:
         self._account.stage_lost(self._clock())
         self._in_flight = self.give_back()
 
-    def _blame_requests(self, rank: int, failure: str) -> list[ReplicaEvent]:
+    def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
         """Names the requests that were in flight as soon as a failed rank is known. Another replica may compute
         them by now, and one that kills stages must not end that replica too. failure: in one word.
 
-        A stage that dies of every request, but not of a probe, is not replaced without end.
+        Raises StagesLost: a stage that dies of every request, but not of a probe, is not replaced without end.
         """
         if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
         self._fruitless_losses += 1
         if self._fruitless_losses == _MAX_FRUITLESS_LOSSES:
-            name = self.members.grid.name(rank)
-            reason = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
-            return [FatalError(f"{reason}; the last one: {name}: {failure}", usage=False)]
+            problem = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
+            raise StagesLost(f"{problem}; the last one: {self.members.grid.name(rank)}: {failure}")
         # The same for ranks of several replicas that compute the same part of the model.
         place = self.members.grid.place(rank)
-        return [*self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})]
+        return self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})
 
     # ---- state ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tests.core.scheduling.invariants import check_one_of_several, check_request
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID, expected_answer
 from tests.head.engine.history_faults import Faults
-from tests.head.engine.scripted import SECOND, ToyRules
+from tests.head.engine.scripted import SECOND, decision
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
 from tests.head.engine.simulated_world import Network, SimulatedControl, World
 
@@ -83,8 +83,8 @@ class History:
         self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
-        rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
-        self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
+        decided, numbers = decision(self.num_stages, **self._settings), range(self.num_replicas)
+        self.members = [members(self.grid, "here", lambda _: decided, self.control, number) for number in numbers]
         self.request_queue = RequestQueue()
         self.request_queue.poison_isolation = poison_isolation()
         self.replicas = [
@@ -122,7 +122,7 @@ class History:
         until_s = self.world.now_ns / SECOND + _ENDS_WITHIN_S
         while not self._has_failed:
             self._step(until_s)
-        reason = self.engine.failed.result().reason
+        reason = str(self.engine.failed.result())
         in_a_row = "in 10 attempts", f"died {MAX_DEATHS} times in a row", "between 64 losses in a row"
         assert any(words in reason for words in in_a_row), reason
         left = [caller.request.id for caller in self.callers if not caller.is_over and not caller.waits_for_server]
@@ -265,7 +265,7 @@ class History:
 
     def _check(self) -> None:
         """After every turn."""
-        assert not self._has_failed, f"the server ends: {self.engine.failed.result().reason}"
+        assert not self._has_failed, f"the server ends: {self.engine.failed.result()}"
         num_new = sum(group.admitted_s is None for group in self.request_queue.groups.values())
         assert num_new <= _MAX_QUEUE
         for replica in self.replicas:

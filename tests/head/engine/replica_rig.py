@@ -15,11 +15,10 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.head.engine.member import Formed
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.replica import Replica, ReplicaEvent, StepObserver
+from ppserve.head.engine.replica import Replica, StepObserver
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
+from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, decision
 from tests.hellos import hello
 
 MS = 1_000_000
@@ -50,11 +49,12 @@ class Rig:
         self.ranks = self.grid.ranks_of(1)
         self.control = ScriptedControl()
         self.notes = Notes()
-        members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
+        decided = decision(num_stages, **config)
+        members = Members(self.grid, "here", lambda hellos: decided, self.control, replica=1)
         self.request_queue = RequestQueue()
         self.replica = Replica(members, self.control, [self.notes], lambda: self.now_ns, self.request_queue)
 
-    def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
+    def say(self, rank: int, message: wire.FromStage) -> list[SequenceEvent]:
         return self.replica.handle_rank(Received(rank, self.now_ns, message))
 
     def greet(self, rank: int, why_not: str = "") -> None:
@@ -62,14 +62,14 @@ class Rig:
         self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here")))
         self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
 
-    def join(self) -> list[ReplicaEvent]:
+    def join(self) -> list[SequenceEvent]:
         """All ranks join the epoch that the first was invited to."""
         self.draws = SamplingDecoder()
         epoch = self.replica.members.epoch
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
 
-    def form(self, why_not: str = "") -> list[ReplicaEvent]:
+    def form(self, why_not: str = "") -> list[SequenceEvent]:
         """The first epoch."""
         for rank in self.ranks:
             self.greet(rank, why_not)
@@ -103,17 +103,17 @@ class Rig:
         drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
         return wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
 
-    def compute(self, plan: StepPlan) -> list[ReplicaEvent]:
+    def compute(self, plan: StepPlan) -> list[SequenceEvent]:
         """Every stage takes a millisecond for the step."""
-        events: list[ReplicaEvent] = []
+        events: list[SequenceEvent] = []
         for stage, rank in enumerate(self.ranks):
             self.now_ns += MS
             events += self.say(rank, self.result(plan, stage))
         return events
 
-    def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[ReplicaEvent]:
+    def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[SequenceEvent]:
         """Ticks every half second. All ranks but the silent ones answer pings meanwhile."""
-        events: list[ReplicaEvent] = []
+        events: list[SequenceEvent] = []
         for _ in range(round(2 * seconds)):
             self.now_ns += SECOND // 2
             for rank in self.ranks:
@@ -122,7 +122,7 @@ class Rig:
             events += self.replica.tick()
         return events
 
-    def lose(self, rank: int, cause: str = "exit") -> list[ReplicaEvent]:
+    def lose(self, rank: int, cause: str = "exit") -> list[SequenceEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
         events = self.replica.handle_rank(Disconnected(rank, cause))
@@ -142,7 +142,7 @@ class Rig:
         self.greet(rank)
         self.wait(1)
         self.join()
-        return any(isinstance(event, SequenceEvent) and event.error is not None for event in events)
+        return any(event.error is not None for event in events)
 
     def times(self) -> tuple[StageTimes, ...]:
         return tuple(stage.times for stage in self.replica.read(self.now_ns).stages)
@@ -150,10 +150,11 @@ class Rig:
 
 def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:
     rig = Rig(num_stages, num_tensor, **config)
-    assert rig.form() == [Formed(1, NUM_BLOCKS)]
+    rig.form()
+    assert rig.replica.serves
     return rig
 
 
-def finished(events: list[ReplicaEvent]) -> list[str]:
+def finished(events: list[SequenceEvent]) -> list[str]:
     """Requests that ended by themselves."""
-    return [event.request_id for event in events if isinstance(event, SequenceEvent) and event.finish is not None]
+    return [event.request_id for event in events if event.finish is not None]

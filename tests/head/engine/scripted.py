@@ -13,7 +13,7 @@ from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.head.engine.member import Decision, Formed, MemberEvent
+from ppserve.head.engine.member import Decision, EpochLost, Formed, MemberEvent
 from ppserve.head.engine.members import Members
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
@@ -24,22 +24,11 @@ NUM_BLOCKS = 64
 SECOND = 1_000_000_000
 
 
-class ToyRules:
-    """Layers divided evenly, and the configuration of the test. mistake: the operator's."""
-
-    def __init__(self, num_stages: int, config: dict[str, Any], mistake: ConfigError | None = None) -> None:
-        self._num_stages, self._mistake = num_stages, mistake
-        settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_ids": (EOS_ID,), **config}
-        self._config = SchedulerConfig(num_stages, **settings)
-
-    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        if self._mistake is not None:
-            raise self._mistake
-        layouts = stage_layouts(Split((8 // self._num_stages,) * self._num_stages))
-        return Decision(ARCH, layouts, "float32", "shm", self._config)
-
-    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        return min(stage.kv_bytes // stage.block_bytes for stage in loaded)
+def decision(num_stages: int, **config: Any) -> Decision:
+    """Layers divided evenly, and the configuration of the test."""
+    settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_ids": (EOS_ID,), **config}
+    layouts = stage_layouts(Split((8 // num_stages,) * num_stages))
+    return Decision(ARCH, layouts, "float32", "shm", SchedulerConfig(num_stages, **settings))
 
 
 @dataclass
@@ -77,28 +66,33 @@ class MembersRig:
     def __init__(
         self, num_stages: int, mistake: ConfigError | None = None, grid: RankGrid | None = None, replica: int = 0
     ) -> None:
+        def decide(hellos: object) -> Decision:
+            if mistake is not None:
+                raise mistake
+            return decision(num_stages, max_model_len=10 * BLOCK_SIZE)
+
         self.num_stages, self.now_ns = num_stages, SECOND
-        control, rules = ScriptedControl(), ToyRules(num_stages, {}, mistake)
+        control = ScriptedControl()
         self.sent, self.dropped = control.sent, control.dropped
-        self.members = Members(grid or RankGrid(1, 1, num_stages), "here", rules, control, replica)
+        self.members = Members(grid or RankGrid(1, 1, num_stages), "here", decide, control, replica)
         self.members.tick(self.now_ns)
         self.sent.clear()  # pings
 
-    def say(self, stage: int, message: object) -> list[MemberEvent]:
+    def say(self, stage: int, message: object) -> MemberEvent | None:
         return self.members.handle_message(stage, self.now_ns, message)
 
-    def lose(self, stage: int, cause: str) -> list[MemberEvent]:
+    def lose(self, stage: int, cause: str) -> EpochLost | None:
         """Its connection ends."""
         return self.members.handle_disconnect(stage, cause, self.now_ns)
 
-    def hello(self, rank: int, machine: str = "here") -> list[MemberEvent]:
+    def hello(self, rank: int, machine: str = "here") -> MemberEvent | None:
         host = wire.StageHost("same name", machine, "10.0.0.1", "10.0.0.1")
         return self.say(rank, hello(rank, self.members.grid.size, ARCH, host))
 
-    def loaded(self, stage: int) -> list[MemberEvent]:
+    def loaded(self, stage: int) -> MemberEvent | None:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))
 
-    def tick(self, seconds: float) -> list[MemberEvent]:
+    def tick(self, seconds: float) -> EpochLost | None:
         self.now_ns += int(seconds * SECOND)
         return self.members.tick(self.now_ns)
 
@@ -108,21 +102,19 @@ class MembersRig:
         self.sent.clear()
         return found
 
-    def join(self) -> list[MemberEvent]:
-        """From the Form of stage 0 to the Ready of all stages."""
+    def join(self) -> int:
+        """From the Form of stage 0 to the Ready of all stages. Returns the epoch that has formed."""
         epoch = self.members.epoch
         assert set(self.forms()) == {0}
         self.say(0, wire.StoreOpened(epoch, 4000 + epoch))
         others = self.forms()
         assert set(others) == set(range(1, self.num_stages))
         assert all(form.store_port == 4000 + epoch for form in others.values())
-        events: list[MemberEvent] = []
-        for stage in range(self.num_stages):
-            assert not events, "formed before everybody was ready"
-            events = self.say(stage, wire.Ready(epoch))
-        return events
+        events = [self.say(stage, wire.Ready(epoch)) for stage in range(self.num_stages)]
+        assert events == [None] * (self.num_stages - 1) + [Formed()], "when all are ready, and not before"
+        return epoch
 
-    def leave(self, *stages: int) -> list[MemberEvent]:
+    def leave(self, *stages: int) -> None:
         """Checks that these stages, and no others, were told to abandon the epoch; they answer that they left
         it."""
         epoch = self.members.epoch
@@ -130,7 +122,7 @@ class MembersRig:
         assert told == set(stages)
         assert all(m == wire.Abandon(epoch) for _, m in self.sent if isinstance(m, wire.Abandon))
         self.sent.clear()
-        return [event for stage in stages for event in self.say(stage, wire.Broken(epoch, "told"))]
+        assert [self.say(stage, wire.Broken(epoch, "told")) for stage in stages] == [None] * len(stages)
 
     def load(self, *stages: int) -> None:
         """Their processes greet and load their weights; the last one of all begins an epoch."""
@@ -157,5 +149,5 @@ def loaded_pipeline(num_stages: int = 2) -> MembersRig:
 
 def started_pipeline(num_stages: int = 2) -> MembersRig:
     pipeline = loaded_pipeline(num_stages)
-    assert pipeline.join() == [Formed(1, 10)]
+    assert pipeline.join() == 1
     return pipeline

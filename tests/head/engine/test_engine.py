@@ -20,14 +20,13 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, StepObserver
 from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
 from ppserve.process.environment import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, ToyRules
+from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, decision
 from tests.hellos import hello as hello_of
 
 LOADED = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
@@ -82,8 +81,9 @@ class Rig:
     def __init__(self, num_replicas: int = 1, **config: object) -> None:
         self.control, self.notes, queue = ScriptedControl(), Notes(), RequestQueue()
         self._grid, self._draws, self._num_computed = RankGrid(1, num_replicas, 1), SamplingDecoder(), 0
-        rules = ToyRules(1, config)
-        members = [Members(self._grid, "here", rules, self.control, number) for number in range(num_replicas)]
+        decided = decision(1, **config)
+        about = self._grid, "here", lambda hellos: decided, self.control
+        members = [Members(*about, number) for number in range(num_replicas)]
         replicas = [Replica(each, self.control, [self.notes], lambda: SECOND, queue) for each in members]
         self.engine = Engine(replicas, self.control, self.notes, lambda call: call(), lambda: SECOND)
 
@@ -197,7 +197,7 @@ def test_a_pipeline_that_cannot_form_again_ends_every_stream_with_a_status() -> 
     rig = formed()
     readers = [rig.submit(a_request(name)) for name in "ab"]
     rig.say(0, wire.Failed("out of memory"))
-    assert rig.engine.failed.result(0).reason == "out of memory"
+    assert str(rig.engine.failed.result(0)) == "out of memory"
     assert all(isinstance(reader.outputs[-1].error, StagesLost) for reader in readers)
     rig.engine.run()
     assert rig.control.sent[-1] == (0, wire.Shutdown(EXIT_FAILED))
@@ -246,4 +246,4 @@ def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> Non
     rig = Rig(2)
     rig.form("as published", "trained on")
     reason = "replica 1 on host has other weights in /m, unlike replica 0"
-    assert rig.engine.failed.result(0) == FatalError(reason, usage=True)
+    assert str(rig.engine.failed.result(0)) == reason

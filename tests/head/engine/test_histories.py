@@ -16,7 +16,7 @@ from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import MicrobatchSlots
-from ppserve.head.engine.member import EpochLost, Formed, MemberEvent
+from ppserve.head.engine.member import EpochLost
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
@@ -59,7 +59,7 @@ def test_a_seed_replays_its_history_exactly() -> None:
 class TriesForEver(Members):
     """Counts no attempts."""
 
-    def _lose_epoch(self, *lost: Any, is_error: bool = False) -> list[MemberEvent]:
+    def _lose_epoch(self, *lost: Any, is_error: bool = False) -> EpochLost | None:
         self._attempts = 0
         return super()._lose_epoch(*lost, is_error=is_error)
 
@@ -67,7 +67,7 @@ class TriesForEver(Members):
 class RemembersLostSteps(Replica):
     """Waits for the results of an epoch that is lost."""
 
-    def _handle_epoch_lost(self, lost: EpochLost) -> None:
+    def lose_epoch(self) -> None:
         self._account.stage_lost(self._clock())
 
 
@@ -92,8 +92,8 @@ class SaysNothingOfProbes(MicrobatchSlots):
 
 
 class HasNoProbes(Replica):
-    def _new_scheduler(self, formed: Formed) -> Scheduler:
-        scheduler = super()._new_scheduler(formed)
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = super()._new_scheduler()
         scheduler.slots.__class__ = SaysNothingOfProbes
         return scheduler
 
@@ -101,7 +101,7 @@ class HasNoProbes(Replica):
 class BlamesNobody(Replica):
     """A request that kills its stage is handed from replica to replica."""
 
-    def _blame_requests(self) -> list[SequenceEvent]:
+    def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
         return []
 
 

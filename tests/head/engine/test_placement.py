@@ -13,7 +13,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import PartCosts
 from ppserve.errors import ConfigError
-from ppserve.head.engine.placement import Placement, stage_addresses
+from ppserve.head.engine.placement import decide, stage_addresses
 from tests.hellos import changed
 from tests.hellos import hello as hello_of
 
@@ -39,7 +39,7 @@ def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool 
     ],
 )
 def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], chosen: str) -> None:
-    assert Placement(ServeConfig()).decide(hellos).transport == chosen
+    assert decide(ServeConfig(), hellos).transport == chosen
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], c
 )
 def test_what_cannot_connect_them_is_refused(asked: str, second: wire.Hello, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Placement(ServeConfig(pipeline=PipelineSettings(transport=asked))).decide((hello(0), second))
+        decide(ServeConfig(pipeline=PipelineSettings(transport=asked)), (hello(0), second))
 
 
 def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
     costs = [{1: PartCosts(seconds, 0.0, 0.0, 0.0)} for seconds in (1.0, 3.0)]
     measured = [hello_of(rank, 2, ARCH, costs=each) for rank, each in enumerate(costs)]
-    assert Placement(ServeConfig()).decide(tuple(measured)).parts == PartCosts(2.0, 0.0, 0.0, 0.0)
-    assert Placement(ServeConfig()).decide((measured[0], hello(1, host="here"))).parts is None
+    assert decide(ServeConfig(), tuple(measured)).parts == PartCosts(2.0, 0.0, 0.0, 0.0)
+    assert decide(ServeConfig(), (measured[0], hello(1, host="here"))).parts is None
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------
@@ -117,4 +117,4 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
 )
 def test_stages_that_differ_are_refused(second: wire.Hello, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Placement(ServeConfig()).decide((hello(0), second))
+        decide(ServeConfig(), (hello(0), second))

@@ -10,9 +10,8 @@ from ppserve import wire
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
-from ppserve.head.engine.member import FatalError
+from ppserve.errors import StagesLost
 from tests.head.engine.replica_rig import MS, Rig, finished, formed
 from tests.head.engine.scripted import SECOND
 
@@ -61,7 +60,6 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     assert rig.say(3, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
     assert rig.refill() == [], "the step is still in flight"
     (event,) = rig.say(3, rig.result(plan, 1))
-    assert isinstance(event, SequenceEvent)
     assert event.token_id == 3
     assert rig.say(3, rig.result(plan, 1)) == []
     assert [call for call in rig.notes.called if call[0] == "reported"] == [("reported", plan.step_id, 1)]
@@ -144,9 +142,8 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     assert rig.lose(3) == []
     assert rig.notes.called[-1] == ("died", 1, "exit")
     assert rig.wait(patience_s, silent=(3,)) == []
-    (event, *_) = rig.wait(1, silent=(3,))
-    assert isinstance(event, FatalError)
-    assert not event.usage
+    with pytest.raises(StagesLost, match="did not come back in time"):
+        rig.wait(1, silent=(3,))
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------
@@ -191,7 +188,9 @@ def losses_borne(num_losses: int, *, asks: bool = True, brings_token_at: int | N
                 (plan,) = rig.refill()[:1]
             if number == brings_token_at:
                 rig.compute(plan)
-        if any(isinstance(event, FatalError) for event in rig.lose(3)):
+        try:
+            rig.lose(3)
+        except StagesLost:
             return number + 1
         rig.greet(3)
         rig.wait(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -31,8 +32,14 @@ class Calm(History):
             self._step(60.0)
         return done.result()
 
-    def restart(self, replica: int, pauses: bool = False) -> Future[None]:
-        return self.wait_for(self.engine.restart(replica, pauses))
+    def restart(self, replica: int, pauses: bool = False) -> Callable[[], bool]:
+        """Returns what says whether the replica serves again."""
+        epoch = self.wait_for(self.engine.restart(replica, pauses))
+        return lambda: self.wait_for(self.engine.serves_after(replica, epoch))
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self._step(60.0)
 
     def ask(self, count: int) -> None:
         """Sends so many requests, and returns when they are computed."""
@@ -59,8 +66,8 @@ def test_streams_go_on_at_once_and_every_process_is_replaced_once() -> None:
     before = [member for members in history.members for member in members.all]
     done = history.restart(1)
     history.finish()
-    assert not done.done(), "streams did not wait for it"
-    history.wait_for(done)
+    assert not done(), "streams did not wait for it"
+    history.wait_until(done)
     after = [member for members in history.members for member in members.all]
     added = [now.restarts - then.restarts for now, then in zip(after, before, strict=True)]
     assert added == [0] * history.num_stages + [1] * history.num_stages
@@ -75,18 +82,18 @@ def test_the_only_replica_is_restarted_only_when_its_streams_may_wait() -> None:
     history.ask(3)
     with pytest.raises(InvalidRequest, match="no other replica serves"):
         history.restart(0)
-    history.wait_for(history.restart(0, pauses=True))
+    history.wait_until(history.restart(0, pauses=True))
     history.finish()
     history._check_the_end()
 
 
 def test_what_is_refused_and_that_a_replica_need_not_have_formed() -> None:
     history = Calm(2, formed=False)
-    history.wait_for(history.restart(1, pauses=True))
+    history.wait_until(history.restart(1, pauses=True))
     history.wait_for(history.engine.formed)
     with pytest.raises(InvalidRequest, match="there is no replica 2"):
         history.restart(2)
     done = history.restart(0)
-    with pytest.raises(InvalidRequest, match="replica 0 is being restarted"):
+    with pytest.raises(InvalidRequest, match="no other replica serves"):
         history.restart(1)
-    history.wait_for(done)
+    history.wait_until(done)

@@ -32,7 +32,7 @@ from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.member import Decision, Member, StageState
-from ppserve.head.engine.replica import ReplicaReading, StageReading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest, Sink, TimingsOutput, TokenOutput
 from ppserve.head.servers import grpc_server
 from ppserve.tokenizer import no_tokenizer
@@ -57,13 +57,6 @@ CARD = ModelDescription(
 )
 _HELLO = hello(0, 1, CARD.architecture)
 _LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
-_STAGE = StageReading(
-    StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),
-    steps=0,
-    cost=Coefficients(),
-    ranks=(Member(0, 0, 0, StageState.READY, _HELLO, _LOADED),),
-    gathered_ns=(0,),
-)
 READING = ReplicaReading(
     replica=0,
     serves=True,
@@ -79,7 +72,11 @@ READING = ReplicaReading(
         PartCosts(0.001, 0.001, 0.0, 0.0),
     ),
     overheads=OverheadTimes(),
-    stages=(_STAGE,),
+    times=(StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),),
+    steps=(0,),
+    costs=(Coefficients(),),
+    ranks=((Member(0, 0, 0, StageState.READY, _HELLO, _LOADED),),),
+    gathered_ns=((0,),),
     now_ns=0,
 )
 

@@ -218,9 +218,8 @@ class HeadProcess:
     async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
-            healthy = self._engine.is_healthy(time.monotonic_ns())
-            if healthy != request_handler.is_serving:
-                request_handler.set_serving(healthy)
+            if self._engine.is_healthy != request_handler.is_serving:
+                request_handler.set_serving(self._engine.is_healthy)
 
     def _begin_draining(self) -> float:
         """Returns the seconds that running streams have; none if the pipeline has failed."""
@@ -233,7 +232,7 @@ class HeadProcess:
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
         engine, metrics, spans = self._engine, self._metrics, self._spans
-        metrics.read_ledger(lambda: tuple(reading.stage_times for reading in engine.snapshot()))
+        metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
         live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
         costs = json_page(lambda: describe_costs(engine.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}

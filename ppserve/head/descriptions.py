@@ -15,7 +15,7 @@ from ppserve.core.figures import numbers
 from ppserve.core.ledger.advice import advise
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.replica import ReplicaReading, StageReading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 MAX_REQUEST_ID_BYTES = 128
@@ -228,7 +228,7 @@ def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
     """With advice, which may search for a better split: not for the engine's thread."""
     return Topology(
-        stages=tuple(_describe_stage(reading, stage) for reading in readings for stage in reading.stages),
+        stages=tuple(_describe_stage(each, stage) for each in readings for stage in range(len(each.ranks))),
         replicas=tuple(readings),
         transport=readings[0].decision.transport,
         epoch=1 + sum(reading.epoch - 1 for reading in readings),
@@ -239,23 +239,23 @@ def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
 
 def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
     """What would help a replica most; empty when nothing would."""
-    found = advise(reading.stage_times, reading.decision.layouts, reading.microbatches)
+    found = advise(reading.times, reading.decision.layouts, reading.microbatches)
     return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 
 
-def _describe_stage(reading: ReplicaReading, stage: StageReading) -> StageDescription:
-    first, times, num_ranks = stage.ranks[0], stage.times, len(stage.ranks)
-    loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
-    ranks = tuple(map(_describe_rank, stage.ranks, stage.gathered_ns))
-    assert len(loaded) == num_ranks
-    layout, parts = reading.decision.layouts[first.stage], reading.decision.parts
+def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
+    members, times, steps = reading.ranks[stage], reading.times[stage], reading.steps[stage]
+    loaded = [rank.loaded for rank in members if rank.loaded is not None]
+    ranks = tuple(map(_describe_rank, members, reading.gathered_ns[stage]))
+    assert len(loaded) == len(ranks)
+    layout, parts = reading.decision.layouts[stage], reading.decision.parts
     busy_s = times.computed_ns / 1e9
     return StageDescription(
         replica=reading.replica,
-        stage=first.stage,
-        rank=first.rank,
+        stage=stage,
+        rank=ranks[0].rank,
         host=ranks[0].host,
-        device=f"{num_ranks} x " * (num_ranks > 1) + loaded[0].device,
+        device=f"{len(ranks)} x " * (len(ranks) > 1) + loaded[0].device,
         first_layer=layout.layers.start,
         num_layers=len(layout.layers),
         layers=layout.span,
@@ -263,13 +263,13 @@ def _describe_stage(reading: ReplicaReading, stage: StageReading) -> StageDescri
         weight_bytes=sum(rank.weight_bytes for rank in loaded),
         kv_bytes=sum(reading.num_blocks * rank.block_bytes for rank in loaded),
         predicted_step_s=None if parts is None else parts.stage_cost(layout),
-        measured_step_s=busy_s / stage.steps if stage.steps else None,
+        measured_step_s=busy_s / steps if steps else None,
         busy_s=busy_s,
         bubble_s={cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
         idle_s=times.idle_ns / 1e9,
         live=all(rank.live for rank in ranks),
         restarts=sum(rank.restarts for rank in ranks),
-        steps=stage.steps,
+        steps=steps,
         ranks=ranks,
     )
 

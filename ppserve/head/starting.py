@@ -105,7 +105,7 @@ def wait_for_greetings(
     while len(greetings) < world_size and not is_stopping():
         if (now_s := time.monotonic()) - pinged_s > _PING_EVERY_S:
             pinged_s = now_s  # a stage that receives nothing ends itself
-            control.broadcast(greetings, wire.Ping(round(now_s * 1e9)))
+            control.send(greetings, wire.Ping(round(now_s * 1e9)))
         for event in control.poll(_POLL_S):
             if isinstance(event, Disconnected):
                 greetings.pop(event.rank, None)

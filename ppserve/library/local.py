@@ -61,12 +61,9 @@ class LocalControlPlane:
     def wake(self) -> None:
         self._arrived.put(None)
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        self.links[rank].deliver(message)
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+    def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         for rank in ranks:
-            self.send(rank, message)
+            self.links[rank].deliver(message)
 
     def drop(self, rank: int, cause: str) -> None:
         """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""

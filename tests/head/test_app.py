@@ -49,9 +49,7 @@ def test_nothing_stays_on_disk_when_the_engine_cannot_be_made(monkeypatch: pytes
     assert not place.exists()
 
 
-def test_a_keeper_that_fails_ends_the_server_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_that_fails_ends_the_server_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the head would go on without stage 0: it ends with the thread that started it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test only")
 

@@ -26,14 +26,14 @@ class Head:
     meeting: wire.Meeting
     control: SocketControlPlane
     _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    _due: queue.SimpleQueue[tuple[int, wire.FromHead]] = field(default_factory=queue.SimpleQueue)
+    _due: queue.SimpleQueue[tuple[tuple[int], wire.FromHead]] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def next_event(self) -> Any:
         return self._events.get(timeout=WITHIN_S)
 
     def send(self, rank: int, message: wire.FromHead) -> None:
-        self._due.put((rank, message))
+        self._due.put(((rank,), message))
         self.control.wake()
 
     def run(self) -> None:

@@ -62,11 +62,8 @@ class ControlPlane(Protocol):
     def wake(self) -> None:
         """Makes a `poll` in progress return. Safe in any thread."""
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        """Sends. If the rank does not read any more, the next `poll` returns `Disconnected`."""
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        """`send` to several ranks; the message is encoded once."""
+    def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        """Sends. If a rank does not read any more, the next `poll` returns `Disconnected`."""
 
     def drop(self, rank: int, cause: str) -> None:
         """Ends a rank's connection. Its stage process then exits, and its keeper starts another."""
@@ -155,10 +152,7 @@ class SocketControlPlane:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        self.broadcast((rank,), message)
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+    def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         frame = wire.encode(message)
         for rank in ranks:
             if (peer := self._peers.get(rank)) is not None:

@@ -98,7 +98,9 @@ class Engine(threading.Thread):
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
-        self._call(lambda: self._abort_request(request_id, reason))
+        self._call(
+            lambda: self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s()),
+        )
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended, or
@@ -121,7 +123,8 @@ class Engine(threading.Thread):
 
     def drain(self) -> None:
         """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
-        self._call(self._start_draining)
+        for replica in self.replicas:
+            self._call(replica.members.start_draining)
 
     def give_up(self, reason: UsageError | StagesLost) -> None:
         """End with this reason."""
@@ -132,9 +135,10 @@ class Engine(threading.Thread):
         self._stopping = True
         self._control.wake()
 
-    def is_healthy(self, now_ns: int) -> bool:
-        """Whether a replica serves."""
-        return any(replica.members.is_healthy(now_ns) for replica in tuple(self._living))
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a replica's stages are all there, and answer."""
+        return any(replica.members.formed for replica in tuple(self._living))
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function in the engine's thread, in its turn."""
@@ -152,14 +156,15 @@ class Engine(threading.Thread):
         try:
             while not self._stopping:
                 self.turn()
+            self._streams.fail_all(_shutting_down(), self._now_s())
         except Exception as error:
             log.exception("the engine failed")
             self._fail(StagesLost(f"internal error: {type(error).__name__}"))
-        self._streams.fail_all(_shutting_down(), self._now_s())
-        self._shut_down_ranks()
-        self._ended = True
-        self._answer_calls()
-        self._control.close(_GOODBYE_S)
+        finally:
+            self._shut_down_ranks()
+            self._ended = True
+            self._answer_calls()
+            self._control.close(_GOODBYE_S)
 
     def turn(self) -> None:
         """Handles all messages since the last turn, then fills the pipelines. Public for simulated worlds."""
@@ -169,7 +174,10 @@ class Engine(threading.Thread):
             self._handle_rank(event)
         self._answer_calls()
         self._tick()
-        self._note_demand()
+        # While a request is open, or a step of a request that has ended is in flight.
+        has_work = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
+        for replica in self.replicas:
+            replica.note_demand(has_work)
         # For all replicas first: one that is refilled early gets its share too.
         self.request_queue.admit(self._now_s())
         for replica in self._living:
@@ -185,7 +193,7 @@ class Engine(threading.Thread):
             self._drive(replica, lambda: replica.handle_rank(event))
         elif isinstance(event, Received) and isinstance(event.message, wire.Hello):
             # It was away when the others of its replica were told to exit.
-            self._control.send(event.rank, wire.Shutdown())
+            self._control.send((event.rank,), wire.Shutdown())
 
     def _answer_calls(self) -> None:
         """Makes the calls of other threads, or refuses them once it stops. Then it is safe in any thread."""
@@ -237,15 +245,6 @@ class Engine(threading.Thread):
             raise
         self._streams.open(opened)
 
-    def _abort_request(self, request_id: str, reason: FinishReason) -> None:
-        self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s())
-
-    def _note_demand(self) -> None:
-        """The server has work while a request is open, or a step of a request that has ended is in flight."""
-        has_work = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
-        for replica in self.replicas:
-            replica.note_demand(has_work)
-
     # ---- replicas -------------------------------------------------------------------------------------
 
     def _begin_serving(self) -> None:
@@ -267,7 +266,7 @@ class Engine(threading.Thread):
         if replica.scheduler is not None:
             self.request_queue.remove_scheduler(replica.scheduler)
         self._living.remove(replica)
-        self._control.broadcast(replica.members.ranks, wire.Shutdown())
+        self._control.send(replica.members.ranks, wire.Shutdown())
 
     def _find_replica(self, number: int) -> Replica:
         """Raises InvalidRequest."""
@@ -289,22 +288,17 @@ class Engine(threading.Thread):
         replica.members.restart()
         return replica.members.epoch
 
-    def _start_draining(self) -> None:
-        for replica in self.replicas:
-            replica.members.start_draining()
-
     def _fail(self, reason: UsageError | StagesLost) -> None:
         """Ends every open stream with a status. `failed` has the reason."""
         self._stopping = True
-        self._streams.fail_all(StagesLost("a pipeline stage was lost and does not come back"), self._now_s())
         if not self.failed.done():
             self.failed.set_result(reason)
+        self._streams.fail_all(StagesLost("a pipeline stage was lost and does not come back"), self._now_s())
 
     def _shut_down_ranks(self) -> None:
         reason = self.failed.result() if self.failed.done() else None
         code = 0 if reason is None else EXIT_USAGE if isinstance(reason, UsageError) else EXIT_FAILED
-        for rank in self._replica_of:
-            self._control.send(rank, wire.Shutdown(code))
+        self._control.send(self._replica_of, wire.Shutdown(code))
 
     # ---- state ----------------------------------------------------------------------------------------
 

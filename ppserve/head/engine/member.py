@@ -24,6 +24,7 @@ from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.errors import WireError
 
 RESTART = "restart"
 """Why a stage process ended that the head has ended, so that its keeper starts another."""
@@ -46,13 +47,6 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
     StageState.READY: frozenset({StageState.ABSENT, StageState.LEAVING, StageState.LOADED}),
     StageState.LEAVING: frozenset({StageState.ABSENT, StageState.LOADED}),
 }
-
-
-class InvalidMove(Exception):
-    """A message asks for a change of state that `_NEXT` does not have."""
-
-    def __init__(self, rank: int, state: StageState, wanted: StageState) -> None:
-        super().__init__(f"rank {rank} is {state.name} and cannot become {wanted.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +103,6 @@ class Member:
         return replace(result, stamps=in_head_clock(result.stamps, offset_ns)) if offset_ns else result
 
     def check_move(self, state: StageState) -> None:
-        """Raises InvalidMove where `_NEXT` has no such change."""
+        """Raises WireError where `_NEXT` has no such change."""
         if state not in _NEXT[self.state]:
-            raise InvalidMove(self.rank, self.state, state)
+            raise WireError(f"rank {self.rank} is {self.state.name} and cannot become {state.name}")

@@ -18,14 +18,13 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.errors import StagesLost, UsageError
+from ppserve.errors import StagesLost, UsageError, WireError
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import (
     RESTART,
     Decision,
     EpochLost,
     Formed,
-    InvalidMove,
     Member,
     MemberEvent,
     StageState,
@@ -60,7 +59,6 @@ _RESTART_EVERY = 3
 _MAX_ATTEMPTS = 10
 # A longer time between two ticks means that the head itself did not run.
 _PAUSE_NS = 1_000_000_000
-_HEALTHY_WITHIN_NS = 2_000_000_000
 # Pings whose round trips align a clock: those of 10 s, in which clocks drift apart by less than a millisecond.
 _NUM_ROUND_TRIPS = 20
 
@@ -71,8 +69,7 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole, and call
-    `is_healthy`.
+    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class Members:
         self._heard_ns[rank] = now_ns
         try:
             return self._handle(self[rank], now_ns, message)
-        except InvalidMove as error:
+        except WireError as error:
             log.warning("%s: its connection is ended", error)
             self._control.drop(rank, "protocol")
             return None
@@ -152,7 +149,7 @@ class Members:
                 self._update(member.rank, progress=(message.done_bytes, message.total_bytes))
             case wire.Loaded():
                 if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
-                    raise InvalidMove(member.rank, member.state, StageState.LOADED)
+                    raise WireError(f"rank {member.rank} is {member.state.name} and has loaded weights")
                 self._move(member.rank, StageState.LOADED, now_ns, loaded=message)
                 self._form_if_complete(now_ns)
             case wire.StoreOpened():
@@ -184,7 +181,7 @@ class Members:
         self._ticked_ns = now_ns
         if now_ns - self._pinged_ns >= _PING_EVERY_NS:
             self._pinged_ns = now_ns
-            self._control.broadcast(self.ranks, wire.Ping(now_ns))
+            self._control.send(self.ranks, wire.Ping(now_ns))
         lost = None
         # Before the first epoch a rank may take any time to download; its keeper says if it dies.
         patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
@@ -211,17 +208,13 @@ class Members:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
 
-    def is_healthy(self, now_ns: int) -> bool:
-        """Whether the pipeline is formed and every rank has sent a message in the last 2 s. Safe in any thread."""
-        return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
-
     # ---- changes of state -----------------------------------------------------------------------------
 
     def _update(self, rank: int, **changes: Any) -> None:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
-        """within_ns: it is cut off if it is still in this state then. Raises InvalidMove, and then changes
+        """within_ns: it is cut off if it is still in this state then. Raises WireError, and then changes
         nothing."""
         self[rank].check_move(state)
         due_ns = now_ns + within_ns if within_ns else 0
@@ -246,7 +239,7 @@ class Members:
 
     def _assign(self, member: Member, decision: Decision) -> None:
         layout = replace(decision.layouts[member.stage], tensor=member.tensor, num_tensor=self.grid.tensor)
-        self._control.send(member.rank, wire.Assign(layout, decision.dtype))
+        self._control.send((member.rank,), wire.Assign(layout, decision.dtype))
 
     def _form_if_complete(self, now_ns: int) -> None:
         """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the
@@ -278,7 +271,7 @@ class Members:
             store_port=store_port,
             address=addresses[self._place[member.rank]],
         )
-        self._control.send(member.rank, form)
+        self._control.send((member.rank,), form)
 
     def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> Formed | None:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
@@ -323,7 +316,7 @@ class Members:
         """Tells the surviving ranks to leave the epoch, and cuts off those that have not left it in time."""
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
-                self._control.send(member.rank, wire.Abandon(self.epoch))
+                self._control.send((member.rank,), wire.Abandon(self.epoch))
                 self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:

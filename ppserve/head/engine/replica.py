@@ -7,7 +7,7 @@ cost model and the scheduler. It does not know streams; the engine does. Everyth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ppserve import wire
@@ -33,20 +33,10 @@ log = logging.getLogger("ppserve.engine")
 # four (`PoisonIsolation`), so only a stage that dies of every request causes so many in a row.
 _MAX_FRUITLESS_LOSSES = 64
 
-@dataclass(frozen=True, slots=True)
-class StageReading:
-    """One stage at one moment."""
-
-    times: StageTimes
-    steps: int  # computed since the start
-    cost: Coefficients  # of a step, by its size
-    ranks: tuple[Member, ...]
-    gathered_ns: tuple[int, ...]  # what each rank has waited for the others
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """A replica at one moment."""
+    """A replica at one moment. What is of each stage, or of each stage's ranks, is in their order."""
 
     replica: int
     serves: bool  # all its stages are there
@@ -58,12 +48,12 @@ class ReplicaReading:
     num_blocks: int
     decision: Decision
     overheads: OverheadTimes
-    stages: tuple[StageReading, ...]
+    times: tuple[StageTimes, ...]
+    steps: tuple[int, ...]  # computed since the start
+    costs: tuple[Coefficients, ...]  # of a step, by its size
+    ranks: tuple[tuple[Member, ...], ...]
+    gathered_ns: tuple[tuple[int, ...], ...]  # what each rank has waited for the others
     now_ns: int  # on the engine's clock
-
-    @property
-    def stage_times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage.times for stage in self.stages)
 
 
 class StepObserver:
@@ -82,11 +72,8 @@ class StepObserver:
     def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
         """A stage process died. cause: one word."""
 
-    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        """A turn ended. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
-
-    def on_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
-        """A turn ended. outcomes: draft tokens so far, by what became of them."""
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
+        """A turn ended. in_flight: steps."""
 
 
 class Replica:
@@ -177,7 +164,7 @@ class Replica:
             return
         if cancelled := scheduler.slots.take_cancelled():
             # A stage that has not begun one of these steps skips it.
-            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled))
+            self._control.send(self.members.ranks, wire.Cancel(cancelled))
         while (plan := scheduler.schedule(self._now_s())) is not None:
             self._send(plan, scheduler)
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
@@ -194,18 +181,15 @@ class Replica:
         ranks = self.members.ranks
         if sampling is not NO_UPDATE:
             num_others = len(ranks) - self.members.grid.tensor
-            self._control.broadcast(ranks[num_others:], wire.Plan(bare, sampling))
+            self._control.send(ranks[num_others:], wire.Plan(bare, sampling))
             ranks = ranks[:num_others]
-        self._control.broadcast(ranks, wire.Plan(bare))
+        self._control.send(ranks, wire.Plan(bare))
 
     def report_load(self) -> None:
         """Tells the observers how full everything is, also while the pipeline is lost."""
-        if (scheduler := self.scheduler) is None:
-            return
-        waiting, in_flight = self.request_queue.num_waiting, self.steps.num_in_flight
-        for observer in self._observers:
-            observer.on_drafted(self.number, scheduler.num_draft_tokens)
-            observer.on_load(self.number, scheduler.num_running, waiting, in_flight, scheduler.kv_usage)
+        if self.scheduler is not None:
+            for observer in self._observers:
+                observer.on_load(self.number, self.scheduler, self.steps.num_in_flight)
 
     def _handle_event(self, event: MemberEvent | None) -> list[SequenceEvent]:
         match event:
@@ -322,10 +306,7 @@ class Replica:
         scheduler, decision = self.scheduler, self.members.decision
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
-        each = self.members.grid.tensor
-        ranks = (self.members.all[place : place + each] for place in range(0, len(self.members.all), each))
-        gathered = map(tuple, self._ranks.gathered_ns)
-        every = zip(self._account.snapshot(now_ns), self._costs, ranks, gathered, strict=True)
+        each, costs = self.members.grid.tensor, self._costs
         return ReplicaReading(
             replica=self.number,
             serves=self.serves,
@@ -337,10 +318,11 @@ class Replica:
             num_blocks=self.members.num_blocks,
             decision=decision,
             overheads=self._overheads.times,
-            stages=tuple(
-                StageReading(times, cost.num_observed, cost.coefficients, ranks, gathered_ns)
-                for times, cost, ranks, gathered_ns in every
-            ),
+            times=self._account.snapshot(now_ns),
+            steps=tuple(stage.num_observed for stage in costs),
+            costs=tuple(stage.coefficients for stage in costs),
+            ranks=tuple(self.members.all[stage * each : (stage + 1) * each] for stage in range(len(costs))),
+            gathered_ns=tuple(map(tuple, self._ranks.gathered_ns)),
             now_ns=now_ns,
         )
 

@@ -5,7 +5,6 @@ Every protocol under `head/api` makes its messages from `TokenOutput`s.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +15,6 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.tokenizer import Detokenizer, Tokenizer
-
-log = logging.getLogger("ppserve.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,18 +274,11 @@ class OpenStreams:
             self._hand_over(lambda: _push(outputs))
 
     def fail_all(self, error: RequestError, now_s: float) -> None:
-        """Ends every stream. Never raises: the stages must still be told to exit."""
-        try:
-            self.publish(now_s)
-        except Exception:
-            log.exception("the latest tokens could not be published")
-        try:
-            for opened in self._open.values():
-                self.add_output(opened, opened.fail(error), now_s)
-            self.deliver()
-        except Exception:
-            log.exception("the ends of streams could not be delivered")
-        self._open.clear()
+        """Ends every stream. Events that are not published yet are lost: whoever resumes computes them again."""
+        opened, self._open = self._open, {}
+        for each in opened.values():
+            self.add_output(each, each.fail(error), now_s)
+        self.deliver()
 
 
 def _push(outputs: dict[Sink, list[TokenOutput]]) -> None:

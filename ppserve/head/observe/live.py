@@ -65,8 +65,8 @@ def read_state(
 ) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. load: of the metrics."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
-    measured_stages = [stage for reading in readings for stage in reading.stages]
-    of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)
+    times = [of_stage for reading in readings for of_stage in reading.times]
+    of_stages = zip(topology.stages, times, describe_schedule(spans, now_ns), strict=True)
     return {
         "now_s": now_ns / 1e9,
         "model": {
@@ -81,8 +81,7 @@ def read_state(
         "replicas": [{"replica": reading.replica, "serves": reading.serves} for reading in readings],
         "kinds": KINDS,
         "stages": [
-            {**asdict(stage), "time_s": _seconds(measured.times), "spans": drawn}
-            for stage, measured, drawn in of_stages
+            {**asdict(stage), "time_s": _seconds(spent), "spans": drawn} for stage, spent, drawn in of_stages
         ],
     }
 
@@ -97,18 +96,18 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
     """The cost of steps on every stage of the replica that has computed most, as `ppserve plan --costs` reads it.
     Zeros before the first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
-    reading = max(readings, key=lambda each: sum(stage.steps for stage in each.stages))
+    reading = max(readings, key=lambda each: sum(each.steps))
     scheduling = reading.decision.scheduling
     stages = [
         {
             "layers": layout.num_sublayers / 2,
-            "steps": stage.steps,
-            **{f"{term}_s": seconds for term, seconds in asdict(stage.cost).items()},
+            "steps": steps,
+            **{f"{term}_s": seconds for term, seconds in asdict(cost).items()},
         }
-        for layout, stage in zip(reading.decision.layouts, reading.stages, strict=True)
+        for layout, steps, cost in zip(reading.decision.layouts, reading.steps, reading.costs, strict=True)
     ]
     max_chunk = scheduling.prefill_chunk or scheduling.max_auto_chunk
-    overheads, tensor = asdict(reading.overheads), len(reading.stages[0].ranks)
+    overheads, tensor = asdict(reading.overheads), len(reading.ranks[0])
     return {"stages": stages, "tensor": tensor, "max_chunk": max_chunk, "overheads": overheads}
 
 

@@ -29,7 +29,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason
-from ppserve.core.scheduling.scheduler import OUTCOMES
+from ppserve.core.scheduling.scheduler import OUTCOMES, Scheduler
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.replica import StepObserver
@@ -176,14 +176,15 @@ class StepMetrics(StepObserver):
             self._transfer[replica][transfer.sender].observe(transfer.waited_ns / 1e9)
             self._transfer_bytes[replica][transfer.sender].inc(transfer.num_bytes)
 
-    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
         label = str(replica)
-        self.running.labels(label).set(running)
-        self.waiting.set(waiting)
+        self.running.labels(label).set(scheduler.num_running)
+        self.waiting.set(scheduler.request_queue.num_waiting)
         self.in_flight.labels(label).set(in_flight)
-        self.kv_usage.labels(label).set(kv_usage)
+        self.kv_usage.labels(label).set(scheduler.kv_usage)
+        self._count_drafted(replica, scheduler.num_draft_tokens)
 
-    def on_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
+    def _count_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
         before = self._num_drafted[replica]
         if outcomes != before:
             for outcome, count in outcomes.items():

@@ -24,6 +24,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import BUSY, IDLE
 from ppserve.core.ledger.steps import Step
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import ConfigError
 from ppserve.head.engine.replica import StepObserver
 
@@ -124,15 +125,16 @@ class Trace(StepObserver):
         event: Event = {"ph": "X", "name": span.kind, "cat": "bubble", **row, **_at(span.start), **duration}
         self._write([event | waited_for])
 
-    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
         if self._file is None:
             return
         now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}
+        counted = {"running": scheduler.num_running, "waiting": scheduler.request_queue.num_waiting}
         which = f" of replica {replica}" * (self._num_replicas > 1)
         self._write(
             [
-                {"ph": "C", "name": f"sequences{which}", **now, "args": {"running": running, "waiting": waiting}},
-                {"ph": "C", "name": f"KV use{which}", **now, "args": {"ratio": round(kv_usage, 4)}},
+                {"ph": "C", "name": f"sequences{which}", **now, "args": counted},
+                {"ph": "C", "name": f"KV use{which}", **now, "args": {"ratio": round(scheduler.kv_usage, 4)}},
             ]
         )
 

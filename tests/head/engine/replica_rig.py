@@ -145,7 +145,7 @@ class Rig:
         return any(event.error is not None for event in events)
 
     def times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage.times for stage in self.replica.read(self.now_ns).stages)
+        return self.replica.read(self.now_ns).times
 
 
 def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:

@@ -46,12 +46,8 @@ class ScriptedControl:
     def wake(self) -> None:
         """The test makes the turns."""
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        self.sent.append((rank, message))
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        for rank in ranks:
-            self.send(rank, message)
+    def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        self.sent += [(rank, message) for rank in ranks]
 
     def drop(self, rank: int, cause: str) -> None:
         self.dropped.append((rank, cause))

@@ -129,13 +129,10 @@ class SimulatedControl:
     def wake(self) -> None:
         self.on_news()
 
-    def send(self, rank: int, message: wire.FromHead) -> None:
-        if rank in self._connections:
-            self._connections[rank].down.send(message)
-
-    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+    def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         for rank in ranks:
-            self.send(rank, message)
+            if rank in self._connections:
+                self._connections[rank].down.send(message)
 
     def drop(self, rank: int, cause: str) -> None:
         if rank in self._connections:

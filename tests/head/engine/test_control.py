@@ -281,7 +281,7 @@ def test_a_new_process_is_accepted_once_the_old_ones_end_was_read() -> None:
         old.say(last_words)
         old.connection.close()
         assert told(until(control, lambda events: len(events) == 2)) == [(0, last_words), (0, "exit")]
-        control.send(0, wire.Ping(1))
+        control.send((0,), wire.Ping(1))
         assert control.poll(0) == []
         new.prove(control, 0).say(hello(0))
         assert told(until(control, bool)) == [(0, hello(0))]
@@ -300,7 +300,7 @@ def test_of_several_processes_with_the_same_rank_the_first_to_greet_is_it() -> N
         assert cut_off(control, slow) == []
         late.say(late.proof(0))
         assert cut_off(control, late) == []
-        control.send(0, wire.Ping(7))
+        control.send((0,), wire.Ping(7))
         assert quick.hear() == [wire.Ping(7)]
 
 
@@ -346,8 +346,8 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
 
         def say() -> None:
             for _ in range(32):
-                control.send(0, LONG)
-            control.broadcast((0, 1), wire.Ping(4))
+                control.send((0,), LONG)
+            control.send((0, 1), wire.Ping(4))
 
         assert has_ended(in_thread(say))
         assert reader.hear() == [wire.Ping(4)]
@@ -362,7 +362,7 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
 def test_what_is_kept_for_a_rank_is_bounded() -> None:
     with listening() as control, greeted(control, 0):
         for _ in range(80):
-            control.send(0, LONG)
+            control.send((0,), LONG)
         assert told(control.poll(0)) == [(0, "timeout")]
 
 
@@ -386,7 +386,7 @@ def test_another_thread_ends_a_poll_that_would_last_and_any_number_of_wakes_befo
 def test_closing_waits_for_ranks_that_hang_up() -> None:
     control = Plane()
     with greeted(control, 0) as first, greeted(control, 1) as second:
-        control.broadcast((0, 1), wire.Shutdown(3))
+        control.send((0, 1), wire.Shutdown(3))
         closing_down = in_thread(lambda: control.close(AGES_S))
         for peer in (first, second):
             assert peer.hear() == [wire.Shutdown(3)]

@@ -17,6 +17,7 @@ from ppserve.core.plan import Drawn, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.sampling_state import SamplingDecoder
 from ppserve.core.scheduling.request_queue import RequestQueue
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
@@ -71,7 +72,7 @@ class Notes(RequestObserver, StepObserver):
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self.did.append("token")
 
-    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
         self.in_flight.append(in_flight)
 
 

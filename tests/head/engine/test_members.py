@@ -24,7 +24,7 @@ OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
     pipeline = started_pipeline(num_stages)
-    assert pipeline.members.is_healthy(pipeline.now_ns)
+    assert pipeline.members.formed
 
 
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
@@ -199,7 +199,7 @@ def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() 
     assert 2 * SECOND < lost_ns - began_ns <= 3 * SECOND
     assert 10 * SECOND < pipeline.now_ns - began_ns < 11 * SECOND
     assert [stage for stage, _ in pipeline.dropped] == [1]
-    assert not pipeline.members.is_healthy(pipeline.now_ns)
+    assert not pipeline.members.formed
 
 
 def fail_to_form(pipeline: MembersRig, by: int) -> None:

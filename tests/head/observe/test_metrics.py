@@ -1,5 +1,7 @@
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +12,7 @@ from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.scheduling.scheduler import OUTCOMES
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
@@ -161,12 +164,19 @@ def test_every_tensor_rank_of_every_replica_has_its_row():
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
 
 
+def loaded(running: int, kv_usage: float) -> Any:
+    """What of a scheduler is measured; three requests wait."""
+    queue = SimpleNamespace(num_waiting=3)
+    drafted = dict.fromkeys(OUTCOMES, 0)
+    return SimpleNamespace(num_running=running, kv_usage=kv_usage, request_queue=queue, num_draft_tokens=drafted)
+
+
 def test_each_replica_has_its_own_figures():
     metrics = Metrics(1, num_replicas=2)
     times = [account_of(1).snapshot(0)[0], replace(account_of(1).snapshot(0)[0], idle_ns=3_000_000_000)]
     metrics.read_ledger(lambda: ((times[0],), (times[1],)))
-    metrics.steps.on_load(0, running=4, waiting=3, in_flight=2, kv_usage=0.25)
-    metrics.steps.on_load(1, running=1, waiting=3, in_flight=1, kv_usage=0.75)
+    metrics.steps.on_load(0, loaded(running=4, kv_usage=0.25), 2)
+    metrics.steps.on_load(1, loaded(running=1, kv_usage=0.75), 1)
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=1), 11.0)
     seen = read(metrics)
     for replica, running, usage, idle_s, tokens in (("0", 4, 0.25, 0.0, 0), ("1", 1, 0.75, 3.0, 1)):
@@ -221,7 +231,7 @@ def test_a_step_in_either_order_of_reports(metrics):
         for result in order:
             assert steps.reported(result, 7_000_000) is step
             metrics.steps.on_step_reported(0, step, result.stage)
-    metrics.steps.on_load(0, running=4, waiting=3, in_flight=2, kv_usage=0.25)
+    metrics.steps.on_load(0, loaded(running=4, kv_usage=0.25), 2)
     seen = scrape(metrics)
     assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
     assert seen("ppserve_stage_step_seconds_sum", stage="0", phase="decode") == pytest.approx(0.006)

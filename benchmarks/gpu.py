@@ -37,7 +37,7 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.step import Stage

@@ -36,7 +36,7 @@ from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import features, in_use
 from ppserve.model.cpu.linear import PackedWeights
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import connect_ranks
 from tests.model.cpu.products import multiply_rows, pack_rows

@@ -51,6 +51,7 @@ class CheckpointError(UsageError):
     def __init__(self, path: object, problem: str, field: str | None = None) -> None:
         super().__init__(f"{path}: {field}: {problem}" if field else f"{path}: {problem}")
         self.path = str(path)
+        self.problem = problem
         self.field = field
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import layer_norm, linear, softmax
 
-from ppserve.model.checkpoint import Checkpoint, tensor_shapes
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.stock import ACTIVATIONS
 
 

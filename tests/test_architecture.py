@@ -253,7 +253,7 @@ BUDGET = {
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_970, 2_700),
     "ppserve/head/api/**/*.py": (2_915, 2_600),
     "ppserve/head/observe/*.py": (800, 800),
-    "ppserve/model/*.py": (1_570, 1_550),
+    "ppserve/model/*.py": (1_555, 1_550),
     "ppserve/model/compiled/*.py": (600, 600),
     "ppserve/model/cpu/**/*.py": (3_650, 3_640),
     "ppserve/model/cuda/*.py": (1_320, 1_300),

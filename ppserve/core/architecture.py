@@ -54,7 +54,7 @@ class Architecture:
     eos_ids: tuple[int, ...] = ()
     """Tokens that end a text; the first is *the* end of text."""
     family: str = "gpt2"
-    """Whose tensors and layers these are: a key of `model.families.FAMILIES`."""
+    """Whose tensors and layers these are: a key of `model.checkpoint.families.FAMILIES`."""
     kv_heads: int | None = None
     """Heads of keys and values, each read by as many heads of queries; None: as many as of queries."""
     head_width: int | None = None

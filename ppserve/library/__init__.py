@@ -17,8 +17,7 @@ from ppserve.library.pipeline import Ledger, Pipeline
 from ppserve.library.stream import Stream
 from ppserve.model.checkpoint import Checkpoint, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from ppserve.model.decoder import Decoder
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import Decoder, load_stage
 from ppserve.stage.device import Compute
 from ppserve.stage.step import Computed, Stage
 from ppserve.stage.transport import Frames, Transport, connect, create_transport

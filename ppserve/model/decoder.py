@@ -14,32 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
-from ppserve.model.backend import Reading, Sublayer
+from ppserve.core.architecture import StageLayout
+from ppserve.model.backend import Backend, Reading, Sublayer
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.inputs import StepInputs
-from ppserve.model.weights import WeightReader
+from ppserve.model.weights import Progress, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFamily:
+class ModelParts:
     """How the parts of a model read their weights."""
 
     embedding: Callable[[WeightReader], Callable[[StepInputs], torch.Tensor]]
     attention: Callable[[WeightReader, int], Sublayer]
     """Of a layer, by its number in the whole model; the next likewise."""
     mlp: Callable[[WeightReader, int], Sublayer]
-    has_rms_norms: bool
 
 
 class Block:
     """A layer, or the half of it that is on this stage."""
 
-    def __init__(self, read: WeightReader, family: ModelFamily, layer: int) -> None:
+    def __init__(self, read: WeightReader, parts: ModelParts, layer: int) -> None:
         layout = read.layout
-        self.attention = family.attention(read, layer) if layer in layout.attentions else None
-        self.mlp = family.mlp(read, layer) if layer in layout.mlps else None
+        self.attention = parts.attention(read, layer) if layer in layout.attentions else None
+        self.mlp = parts.mlp(read, layer) if layer in layout.mlps else None
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self.attention is not None:
@@ -53,8 +56,8 @@ class LMHead:
     """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
     never be drawn."""
 
-    def __init__(self, read: WeightReader, family: ModelFamily) -> None:
-        norm = read.norm("ln_f", is_rms=family.has_rms_norms)
+    def __init__(self, read: WeightReader) -> None:
+        norm = read.norm("ln_f")
         self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
         self.logits = read.backend.head(norm, self.linear)
 
@@ -62,12 +65,12 @@ class LMHead:
 class Decoder:
     """A `StageModel`: the layers of `layout`, the embeddings on the first stage, the head on the last."""
 
-    def __init__(self, read: WeightReader, family: ModelFamily) -> None:
+    def __init__(self, read: WeightReader, parts: ModelParts) -> None:
         self.arch, self.layout, self.backend = read.arch, read.layout, read.backend
         # The LM head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
-        self.head = LMHead(read, family) if self.layout.is_last else None
-        self._embed = family.embedding(read) if self.layout.is_first else None
-        self.blocks = [Block(read, family, layer) for layer in self.layout.layers]
+        self.head = LMHead(read) if self.layout.is_last else None
+        self._embed = parts.embedding(read) if self.layout.is_first else None
+        self.blocks = [Block(read, parts, layer) for layer in self.layout.layers]
         self.linears = read.linears
         """Those of the blocks, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
@@ -92,3 +95,12 @@ class Decoder:
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):
                 yield head.logits(hidden_TD.index_select(0, rows_R))
+
+
+def load_stage(
+    checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress = lambda done, total: None
+) -> Decoder:
+    """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
+    parts: ModelParts = import_module(FAMILIES[checkpoint.architecture.family].module).PARTS
+    with torch.inference_mode():
+        return Decoder(WeightReader(checkpoint, layout, backend, progress), parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
-from ppserve.model.decoder import ModelFamily
+from ppserve.model.decoder import ModelParts
 from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import WeightReader
 
@@ -49,4 +49,4 @@ def _mlp(read: WeightReader, layer: int) -> Sublayer:
     return read.backend.mlp(MLPWeights(norm, expand, arch.activation, contract, inner, columns))
 
 
-GPT2 = ModelFamily(Embedding, _attention, _mlp, has_rms_norms=False)
+PARTS = ModelParts(Embedding, _attention, _mlp)

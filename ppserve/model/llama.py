@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
-from ppserve.model.decoder import ModelFamily
+from ppserve.model.decoder import ModelParts
 from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import WeightReader
 
@@ -30,13 +30,11 @@ class TokenEmbedding:
 def _attention(read: WeightReader, layer: int) -> Sublayer:
     """A tensor rank has some of the heads of keys and values, with the heads of queries that read them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
-    norm = read.norm(f"h.{layer}.ln_1", is_rms=True)
+    norm = read.norm(f"h.{layer}.ln_1")
     heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
     columns = layout.cut(arch.width)
     qkv = read.linear((f"{name}.q", heads.own), (f"{name}.k", kv_heads.own), (f"{name}.v", kv_heads.own))
-    head_norms = None
-    if arch.qk_norms:
-        head_norms = read.norm(f"{name}.q_norm", is_rms=True), read.norm(f"{name}.k_norm", is_rms=True)
+    head_norms = (read.norm(f"{name}.q_norm"), read.norm(f"{name}.k_norm")) if arch.qk_norms else None
     proj = read.linear((f"{name}.o", columns.own))
     number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
     return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns, head_norms))
@@ -45,7 +43,7 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
 def _mlp(read: WeightReader, layer: int) -> Sublayer:
     """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of all three matrices."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
-    norm = read.norm(f"h.{layer}.ln_2", is_rms=True)
+    norm = read.norm(f"h.{layer}.ln_2")
     inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
     expand = read.linear((f"{name}.gate", inner.own), (f"{name}.up", inner.own))
     contract = read.linear((f"{name}.down", columns.own))
@@ -53,4 +51,4 @@ def _mlp(read: WeightReader, layer: int) -> Sublayer:
     return read.backend.mlp(weights)
 
 
-LLAMA = ModelFamily(TokenEmbedding, _attention, _mlp, has_rms_norms=True)
+PARTS = ModelParts(TokenEmbedding, _attention, _mlp)

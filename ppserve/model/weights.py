@@ -11,7 +11,8 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, Linear, NormWeights
-from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, StoresFourBits, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, StoresFourBits, TensorPart
+from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -75,6 +76,7 @@ class WeightReader:
         self.num_params = self.weight_bytes = 0
         self.linears: dict[str, Linear] = {}
         self._shapes = tensor_shapes(self.arch)
+        self._is_rms = FAMILIES[self.arch.family].has_rms_norms
         self._checkpoint = checkpoint
         self._progress = progress
         self._done_bytes = 0
@@ -85,10 +87,10 @@ class WeightReader:
         """These columns of an embedding."""
         return self._stored(name, TensorPart(columns=columns))
 
-    def norm(self, name: str, *, is_rms: bool = False) -> NormWeights:
+    def norm(self, name: str) -> NormWeights:
         weight_D = self._stored(f"{name}.weight")
         bias_D = self._stored(f"{name}.bias") if f"{name}.bias" in self._shapes else None
-        return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, is_rms)
+        return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, self._is_rms)
 
     def linear(self, *outputs: Outputs) -> Linear:
         """These outputs of one linear layer or several with the same inputs, one after the other."""

@@ -31,7 +31,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute, choose
 from ppserve.stage.step import Stage

@@ -13,7 +13,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
 from tests.model.stock import StockBackend
 

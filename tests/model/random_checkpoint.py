@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, Rotary
-from ppserve.model.checkpoint import WHOLE, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, TensorPart
+from ppserve.model.checkpoint.families import tensor_shapes
 
 
 def architecture(

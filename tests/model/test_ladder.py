@@ -10,8 +10,9 @@ import transformers
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
 from ppserve.model.backend import AttentionWeights, Backend, Sublayer
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.families import FAMILIES, load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.model.stock import ACTIVATIONS
 from tests.model.pipelines import BACKENDS, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama

@@ -11,10 +11,11 @@ from ppserve.core.architecture import Architecture, Split, StageLayout, stage_la
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, TensorPart
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.linear import READ_BYTES
-from ppserve.model.families import FAMILIES, load_stage
+from ppserve.model.decoder import load_stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers
 from tests.model.pipelines import Pipeline, prompt

@@ -19,9 +19,9 @@ from ppserve.model.backend import (
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.families import FAMILIES
 from ppserve.model.inputs import StepRows
 from ppserve.model.selftest import check_determinism
 from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt

@@ -23,8 +23,7 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.decoder import Decoder
-from ppserve.model.families import load_stage
+from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import ALONE, Gather, build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.selftest import check_determinism

@@ -1,12 +1,12 @@
 """Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
-A format is one file (`hf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s. A family of models is
-a table of canonical names (`tensor_shapes`) and one of config keys (`config_json`).
+A format is one file (`hf`, `gguf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s. A family of
+models is one file (`gpt2`, `llama`) with its tensors' names and its config's keys, listed in `families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -20,58 +20,8 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 
-def tensor_shapes(arch: Architecture) -> Shapes:
-    """Every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
-    width, vocabulary = arch.width, arch.padded_vocab_size
-    positions: Shapes = {"wpe.weight": (arch.max_positions, width)} if arch.rotary is None else {}
-    return {
-        "wte.weight": (vocabulary, width),
-        **positions,
-        **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layer_shapes(arch).items()},
-        **_with_biases({"ln_f": (width,)}, arch.biases),
-        "lm_head.weight": (vocabulary, width),
-    }
-
-
-def layer_shapes(arch: Architecture) -> Shapes:
-    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
-    return LAYER_SHAPES[arch.family](arch)
-
-
-def _gpt2_layer(arch: Architecture) -> Shapes:
-    width, inner = arch.width, arch.inner_width
-    weights = {
-        "ln_1": (width,),
-        "attn.c_attn": (3 * width, width),
-        "attn.c_proj": (width, width),
-        "ln_2": (width,),
-        "mlp.c_fc": (inner, width),
-        "mlp.c_proj": (width, inner),
-    }
-    return _with_biases(weights, arch.biases)
-
-
-def _llama_layer(arch: Architecture) -> Shapes:
-    width, inner, size = arch.width, arch.inner_width, arch.head_size
-    queries, keys = arch.num_heads * size, arch.num_kv_heads * size
-    qkv: Shapes = {"attn.q": (queries, width), "attn.k": (keys, width), "attn.v": (keys, width)}
-    return {
-        "ln_1.weight": (width,),
-        **_with_biases(qkv, arch.qkv_biases),
-        **({"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)} if arch.qk_norms else {}),
-        "attn.o.weight": (width, queries),
-        "ln_2.weight": (width,),
-        "mlp.gate.weight": (inner, width),
-        "mlp.up.weight": (inner, width),
-        "mlp.down.weight": (width, inner),
-    }
-
-
-LAYER_SHAPES: dict[str, Callable[[Architecture], Shapes]] = {"gpt2": _gpt2_layer, "llama": _llama_layer}
-"""By `Architecture.family`."""
-
-
-def _with_biases(weights: Shapes, have_biases: bool) -> Shapes:
+def with_biases(weights: Shapes, have_biases: bool) -> Shapes:
+    """Each weight, with a bias of as many numbers as it has outputs."""
     shapes: Shapes = {}
     for name, shape in weights.items():
         shapes[f"{name}.weight"] = shape

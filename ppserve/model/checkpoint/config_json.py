@@ -1,8 +1,7 @@
 """config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
 
-Everything that the reference code (transformers, models/gpt2) computes with is read. A key that it does not
-know, and that we do not know to be harmless, is refused: a model that needs it would load and generate nonsense.
-Here are a GPT-2's keys, and what all families have in common; `llama` has its own.
+A key that the reference code of a family does not know, and that we do not know to be harmless, is refused: a
+model that needs it would load and generate nonsense. A family's own keys are in its file.
 """
 
 from __future__ import annotations
@@ -11,49 +10,16 @@ import re
 from dataclasses import replace
 from os.path import lexists
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, read_json, shown
-from ppserve.model.checkpoint import llama
-from ppserve.model.checkpoint.settings import (
-    ACTIVATIONS,
-    END_OF_TEXT,
-    ActivationName,
-    EndOfText,
-    InnerWidth,
-    Layers,
-    Positions,
-    Rows,
-    Width,
-    real_vocabulary,
-    settled,
-)
-
-
-class Config(msgspec.Struct, frozen=True):
-    """The keys that are read. Absent ones have GPT-2 small's values, as in transformers."""
-
-    model_type: str = "gpt2"
-    architectures: list[str] = []
-    vocab_size: Rows = 50257
-    n_positions: Positions = 1024
-    n_embd: Width = 768
-    n_layer: Layers = 12
-    n_head: Width = 12
-    n_inner: InnerWidth | None = None
-    activation_function: ActivationName = "gelu_new"
-    layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    # It only moves the scale and the precision of the scores, which are always computed in float32 here.
-    reorder_and_upcast_attn: bool = False
-    tie_word_embeddings: bool = True
-    eos_token_id: EndOfText = END_OF_TEXT
+from ppserve.model.checkpoint.families import FAMILIES
+from ppserve.model.checkpoint.family import ModelFamily
+from ppserve.model.checkpoint.settings import EndOfText, real_vocabulary, settled
 
 
 class EndOfTexts(msgspec.Struct, frozen=True):
@@ -61,14 +27,6 @@ class EndOfTexts(msgspec.Struct, frozen=True):
 
     eos_token_id: EndOfText = None
 
-
-SYNONYMS = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
-"""Generic names of what transformers' GPT-2 reads, and its own."""
 
 HARMLESS = frozenset(
     """
@@ -90,14 +48,6 @@ HARMLESS = frozenset(
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
 
-ONLY = {"position_embedding_type": "absolute", "attention_bias": True, "use_bias": True, "bias": True}
-"""Keys that may only say what is so of every GPT-2."""
-
-MODEL_CLASS = re.compile(
-    r"(TF|Flax)?GPT2(LMHeadModel|LMHead|Model|DoubleHeadsModel|PreTrainedModel"
-    r"|ForSequenceClassification|ForTokenClassification|ForQuestionAnswering)"
-)
-
 _MAX_BYTES = 16 << 20
 
 
@@ -107,91 +57,49 @@ def read_config(directory: Path) -> Architecture:
     `vocab_size` there counts rows of the embedding; how many are real tokens is settled by the tokenizer
     beside it. `tied_embeddings` is what the config says; the weights may overrule it.
     """
-    path = directory / "config.json"
+    path, overruling = directory / "config.json", directory / "generation_config.json"
     values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
-    if values.get("model_type") in llama.KINDS:
-        arch, heads = _read_llama(path, values), "num_attention_heads"
-    else:
-        arch, heads = _read_gpt2(path, values), "n_head"
-    ends = _ends_of_text(path, values.get("eos_token_id", END_OF_TEXT if arch.family == "gpt2" else None))
-    vocab_size = real_vocabulary(directory, arch.padded_vocab_size, ends[0] if ends else None)
-    return settled(path, replace(arch, vocab_size=vocab_size, eos_ids=ends), heads)
+    if lexists(overruling):  # as in transformers' generate
+        ends = read_json(overruling, EndOfTexts, limit=_MAX_BYTES).eos_token_id
+        values |= {} if ends is None else {"eos_token_id": ends}
+    family = family_of(path, values)
+    arch = declared(path, values, family)
+    arch = replace(arch, vocab_size=real_vocabulary(directory, arch.padded_vocab_size, arch.eos_id))
+    return settled(path, arch, family.synonyms.get("num_attention_heads", "num_attention_heads"))
 
 
-def _read_llama(path: Path, values: dict[str, Any]) -> Architecture:
-    given = {name: value for name, value in values.items() if value is not None}
-    _check_other_keys(path, given, llama.LlamaConfig, llama.ONLY)
-    return llama.architecture(path, given)
+def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:
+    """field: what the file calls its `model_type`; very old files of a GPT-2 have none. Raises CheckpointError."""
+    is_old = not {"architectures", "n_embd", "n_layer"}.isdisjoint(values)
+    kind = values.get("model_type") or ("gpt2" if is_old else None)
+    for family in FAMILIES.values():
+        if kind in family.model_types:
+            return family
+    served = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
+    raise CheckpointError(path, f"is {'missing' if kind is None else shown(kind)}; served are {served}", field)
 
 
-def _read_gpt2(path: Path, values: dict[str, Any]) -> Architecture:
-    given = _given(path, values)
-    config = _config(path, given)
-    _check_other_keys(path, given, Config, ONLY)
-    return Architecture(
-        num_layers=config.n_layer,
-        width=config.n_embd,
-        num_heads=config.n_head,
-        max_positions=config.n_positions,
-        vocab_size=config.vocab_size,
-        padded_vocab_size=config.vocab_size,
-        inner_width=config.n_inner or 4 * config.n_embd,
-        activation=ACTIVATIONS[config.activation_function],
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        scale_attn_weights=config.scale_attn_weights,
-        scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
-        tied_embeddings=config.tie_word_embeddings,
-    )
-
-
-def _given(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What is set, under GPT-2's own names. null counts as absent, as it does for transformers, but for an id."""
+def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
+    """What a config says, with all rows of the embedding as its vocabulary. Raises CheckpointError."""
+    # null counts as absent, as it does for transformers, but for an id.
     given = {name: value for name, value in values.items() if value is not None or name == "eos_token_id"}
-    for name, own in SYNONYMS.items():
+    for name, own in family.synonyms.items():
         if name in given:
             value = given.pop(name)
             if given.setdefault(own, value) != value:
                 raise CheckpointError(path, f"is {shown(value)}, but {own} is {shown(given[own])}", field=name)
-    if "n_ctx" in given:  # what very old files have instead
-        given.setdefault("n_positions", given.pop("n_ctx"))
-    return given
+    config = checked(path, given, family.config)
+    for name in given.keys() - set(family.config.__struct_fields__):
+        _check_other_key(path, name, given[name], family)
+    return config.architecture(path)
 
 
-def _config(path: Path, given: dict[str, Any]) -> Config:
-    """Raises CheckpointError for a model of another family as well."""
-    served = f"served are gpt2, {', '.join(llama.KINDS)}"
-    if not {"model_type", "architectures", "n_embd", "n_layer"} & given.keys():
-        raise CheckpointError(path, f"is missing; {served}", field="model_type")
-    if given.get("model_type", "gpt2") != "gpt2":
-        raise CheckpointError(path, f"is {shown(given['model_type'])}; {served}", field="model_type")
-    config = checked(path, given, Config)
-    for name in config.architectures:
-        if not MODEL_CLASS.fullmatch(name):
-            problem = f"names {shown(name)}, which is not a GPT-2 of transformers"
-            raise CheckpointError(path, problem, field="architectures")
-    return config
-
-
-def _check_other_keys(
-    path: Path, given: dict[str, Any], config: type[msgspec.Struct], only: dict[str, Any]
-) -> None:
-    """Keys that are not read may only be harmless, say what is so anyway, or be false or empty."""
-    for name, value in given.items():
-        is_harmless = name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, "")
-        if is_harmless or name in config.__struct_fields__:
-            continue
-        if name in only and value != only[name]:
-            raise CheckpointError(path, f"is {shown(value)}; only {shown(only[name])} is served", field=name)
-        if name not in only and value is not False:
-            problem = "not a key that is served, and it may change what is computed; remove it if it does not"
-            raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
-
-
-def _ends_of_text(config_file: Path, ids: Any) -> tuple[int, ...]:
-    """generation_config.json overrules, as it does in transformers' generate."""
-    ends = checked(config_file, {"eos_token_id": ids}, EndOfTexts).eos_token_id
-    path = config_file.with_name("generation_config.json")
-    if lexists(path):
-        overruling = read_json(path, EndOfTexts, limit=_MAX_BYTES).eos_token_id
-        ends = ends if overruling is None else overruling
-    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+def _check_other_key(path: Path, name: str, value: object, family: ModelFamily) -> None:
+    """A key that is not read may only be harmless, say what is so anyway, or be false or empty."""
+    if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
+        return
+    if name in family.only and value != family.only[name]:
+        raise CheckpointError(path, f"is {shown(value)}; only {shown(family.only[name])} is served", field=name)
+    if name not in family.only and value is not False:
+        problem = "not a key that is served, and it may change what is computed; remove it if it does not"
+        raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))

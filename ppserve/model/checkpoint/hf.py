@@ -1,40 +1,31 @@
 """A Hugging Face directory: config.json beside safetensors or torch files, whole or split by an index.
 
-Linears of a GPT-2 are Conv1D, stored (in, out). safetensors are read by the slices of the official reader.
+safetensors are read by the slices of the official reader.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, reason
-from ppserve.model.checkpoint import llama
 from ppserve.model.checkpoint.config_json import read_config
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.hub import weight_files
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 from ppserve.model.checkpoint.torch_save import read_state_dict
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-NO_WEIGHTS = re.compile(
-    r"h\.\d+\.attn\.(masked_)?bias|(score|classifier|qa_outputs|multiple_choice_head|v_head)\..+"
-)
-"""Mask buffers, and the heads of other tasks."""
-
-
 def open_directory(directory: Path) -> FileCheckpoint:
     """Open config.json and the weights beside it. Raises CheckpointError."""
     arch = read_config(directory)
     path, *parts = weight_files(directory)
     stored = [tensor for file in parts or [path] for tensor in _stored_tensors(file)]
-    if arch.family == "llama":
-        names = llama.canonical_names("model.layers.", llama.HUGGING_FACE, llama.COMPUTED)
-        return FileCheckpoint(path, arch, stored, names)
-    return FileCheckpoint(path, arch, stored, _canonical, is_in_out=True)
+    family = FAMILIES[arch.family]
+    return FileCheckpoint(path, arch, stored, family.hugging_face_name, family.is_in_out)
 
 
 def _stored_tensors(path: Path) -> list[StoredTensor]:
@@ -53,8 +44,3 @@ def _stored_tensors(path: Path) -> list[StoredTensor]:
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(path, f"is not a safetensors file ({reason(error)})") from error
     return stored
-
-
-def _canonical(stored_name: str) -> str | None:
-    name = stored_name.removeprefix("transformer.")
-    return None if NO_WEIGHTS.fullmatch(name) else name

@@ -17,7 +17,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, read_start
-from ppserve.model.checkpoint import layer_shapes, tensor_shapes
+from ppserve.model.checkpoint.families import layer_shapes, tensor_shapes
 from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 

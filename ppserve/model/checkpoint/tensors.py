@@ -19,7 +19,8 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, shown
-from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart
+from ppserve.model.checkpoint.families import tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -19,16 +19,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, reason, shown
-from ppserve.model.checkpoint.settings import (
-    END_OF_TEXT,
-    GPT2_VOCABULARY,
-    Layers,
-    Positions,
-    Rows,
-    Width,
-    real_vocabulary,
-    settled,
-)
+from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
 CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")
@@ -38,11 +29,11 @@ CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")
 class ModelArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What nanoGPT builds its model from; an argument that it does not have may change what is computed."""
 
-    n_layer: Layers
-    n_head: Width
-    n_embd: Width
-    block_size: Positions
-    vocab_size: Rows
+    n_layer: settings.Layers
+    n_head: settings.Width
+    n_embd: settings.Width
+    block_size: settings.Positions
+    vocab_size: settings.Rows
     bias: bool = True
     dropout: Any = None
 
@@ -62,7 +53,7 @@ def read_state_dict(path: Path) -> list[StoredTensor]:
 
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
-    vocab_size = real_vocabulary(path.parent, args.vocab_size, END_OF_TEXT)
+    vocab_size = settings.real_vocabulary(path.parent, args.vocab_size, settings.END_OF_TEXT)
     arch = Architecture(
         num_layers=args.n_layer,
         width=args.n_embd,
@@ -73,9 +64,9 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
         inner_width=4 * args.n_embd,
         activation="gelu",
         biases=args.bias,
-        eos_ids=(END_OF_TEXT,) if vocab_size == GPT2_VOCABULARY else (),
+        eos_ids=(settings.END_OF_TEXT,) if vocab_size == settings.GPT2_VOCABULARY else (),
     )
-    return settled(path, arch, "n_head")
+    return settings.settled(path, arch, "n_head")
 
 
 def _canonical(stored_name: str) -> str | None:

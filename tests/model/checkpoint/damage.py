@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint import tensor_shapes
+from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from tests.model.checkpoint.writers import (
     architecture,

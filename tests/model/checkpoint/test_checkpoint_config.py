@@ -12,11 +12,13 @@ import pytest
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.config_json import ACTIVATIONS, SYNONYMS, read_config
+from ppserve.model.checkpoint.config_json import read_config
+from ppserve.model.checkpoint.gpt2 import FAMILY
+from ppserve.model.checkpoint.settings import ACTIVATIONS
 from tests.model.checkpoint.writers import architecture, hf_config
 
 ARCH = architecture()
-OWN = SYNONYMS.values()
+OWN = FAMILY.synonyms.values()
 
 Read = Callable[..., Architecture]
 
@@ -51,7 +53,7 @@ def read(tmp_path: Path) -> Read:
         ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_ids": (3,)}),
         ({"eos_token_id": [5, 6]}, {"eos_ids": (5, 6)}),
         ({"eos_token_id": 50256}, {"eos_ids": ()}),
-        (dict.fromkeys(OWN, ...) | dict(zip(SYNONYMS, (20, 3, 4, 24), strict=True)), {}),
+        (dict.fromkeys(OWN, ...) | dict(zip(FAMILY.synonyms, (20, 3, 4, 24), strict=True)), {}),
         ({"n_positions": ..., "n_ctx": 24}, {}),
         ({"n_ctx": 1024}, {}),
         ({"hidden_size": 20, "num_attention_heads": 4}, {}),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart, tensor_shapes
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
+from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.checkpoint.tensors import fingerprint
 from tests.model.checkpoint.writers import (

@@ -20,7 +20,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint import tensor_shapes
+from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.parity import SIZES, SPLITS, VARIANTS, check
 from tests.model.checkpoint.writers import Tensors, architecture, random_tensors, write_llmc, write_nanogpt

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import tensor_shapes
+from ppserve.model.checkpoint.families import tensor_shapes
 from tests.model.random_checkpoint import RandomCheckpoint
 from tests.model.random_checkpoint import architecture as of_random
 

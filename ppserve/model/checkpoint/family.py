@@ -1,0 +1,76 @@
+"""What a family of models consists of in checkpoints: the keys of its config, and the names of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint import Shapes
+from ppserve.model.checkpoint.settings import EndOfText
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of config.json that are read. Those without a default must be given."""
+
+    model_type: str
+    eos_token_id: EndOfText = None
+
+    def architecture(self, path: Path) -> Architecture:
+        """With all rows of the embedding as its vocabulary. path: for messages. Raises CheckpointError."""
+        raise NotImplementedError
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        ends = [self.eos_token_id] if isinstance(self.eos_token_id, int) else self.eos_token_id
+        return tuple(ends or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A family of models."""
+
+    model_types: tuple[str, ...]
+    """By which config.json and GGUF name its members."""
+    module: str
+    """Its `PARTS` are the layers (`ppserve.model.decoder.ModelParts`). Only stages import it."""
+    config: type[Config]
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys of the config, and those that it has."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that may only say what is so of all models of the family."""
+    gguf_keys: dict[str, str] = field(default_factory=dict)
+    """Keys that a GGUF must have beside `gguf.REQUIRED`, and their names in config.json."""
+    has_rms_norms: bool = False
+    layer_shapes: Callable[[Architecture], Shapes]
+    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
+    names: Mapping[str, tuple[str, str]]
+    """The parts of a model, without `.weight` and `.bias`, and what Hugging Face and a GGUF call them."""
+    layers: str
+    """What Hugging Face has before the number of a layer, e.g. `model.layers.`; some files lack its first part."""
+    is_in_out: bool = False
+    """Whether Hugging Face stores linears as (in, out)."""
+    ignored: str = ""
+    """A pattern of names that are no weights."""
+
+    def hugging_face_name(self, stored_name: str) -> str | None:
+        """The canonical name of a tensor; None for what is no weight, an unknown name as it is."""
+        base, _, layers = self.layers.partition(".")
+        return self._canonical(stored_name.removeprefix(f"{base}."), layers, 0)
+
+    def gguf_name(self, stored_name: str) -> str | None:
+        return self._canonical(stored_name, "blk.", 1)
+
+    def _canonical(self, stored_name: str, layers: str, column: int) -> str | None:
+        if re.fullmatch(self.ignored, stored_name):
+            return None
+        match = re.fullmatch(rf"({re.escape(layers)}(0|[1-9]\d{{0,5}})\.)?(.+)\.(weight|bias)", stored_name)
+        own = next((own for own, theirs in self.names.items() if match and theirs[column] == match[3]), None)
+        if match is None or own is None:
+            return stored_name
+        return f"{f'h.{match[2]}.' if match[1] else ''}{own}.{match[4]}"

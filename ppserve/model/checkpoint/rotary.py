@@ -1,0 +1,88 @@
+"""The kinds of rotary positions, by their parameters in a config: frequencies as transformers computes them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppserve.core.architecture import Rotary
+from ppserve.errors import CheckpointError
+from ppserve.files import shown
+
+
+def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
+    """scaling: `rope_theta` and the parameters of its `rope_type`, by transformers' names. Raises CheckpointError
+    for a type that is not served, or a parameter that is missing."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in SCALINGS:
+        problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"
+        raise CheckpointError(path, problem, field="rope_scaling.rope_type")
+    if unknown := scaling.keys() - KNOWN:
+        raise CheckpointError(path, "is not a parameter that is served", field=f"rope_scaling.{min(unknown)}")
+    if head_size % 2:
+        raise CheckpointError(path, f"is {head_size}: rotary positions turn pairs of features", field="head_dim")
+    try:
+        exponents = np.arange(0, head_size, 2) / head_size
+        frequencies = float(scaling["rope_theta"]) ** -exponents
+        scaled, magnitude = SCALINGS[kind](frequencies, {"max_positions": max_positions} | scaling)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise CheckpointError(path, f"{kind} positions need a number for {error}", field="rope_scaling") from error
+    return Rotary(tuple(float(number) for number in scaled.astype(np.float32)), float(np.float32(magnitude)))
+
+
+KNOWN = frozenset(
+    """rope_theta rope_type type factor low_freq_factor high_freq_factor original_max_position_embeddings
+    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate""".split()  # noqa: SIM905
+)
+
+Frequencies = np.ndarray[Any, np.dtype[np.float64]]
+Scaled = tuple[Frequencies, float]
+
+
+def _default(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
+    return frequencies, 1.0
+
+
+def _linear(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
+    return frequencies / float(of["factor"]), 1.0
+
+
+def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
+    """Long waves are stretched, short ones stay, those between in proportion."""
+    factor, low, high = (float(of[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = float(of["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor), 1.0
+
+
+def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
+    """As _llama3, in proportion to the feature's number; queries and keys grow as well. (arXiv 2309.00071)"""
+    factor, base = float(of["factor"]), float(of["rope_theta"])
+    original = float(of.get("original_max_position_embeddings") or of["max_positions"])
+    count = len(frequencies)
+
+    def feature(num_turns: float) -> float:
+        return count * math.log(original / (num_turns * 2 * math.pi)) / math.log(base)
+
+    low = feature(float(of.get("beta_fast") or 32))
+    high = feature(float(of.get("beta_slow") or 1))
+    if of.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    stretched = np.clip((np.arange(count) - low) / max(high - low, 0.001), 0, 1)
+    scaled = frequencies * (1 - stretched + stretched / factor)
+    if of.get("attention_factor") is not None:
+        return scaled, float(of["attention_factor"])
+    if of.get("mscale") and of.get("mscale_all_dim"):
+        return scaled, _growth(factor, float(of["mscale"])) / _growth(factor, float(of["mscale_all_dim"]))
+    return scaled, _growth(factor, 1.0)
+
+
+def _growth(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
+
+
+SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

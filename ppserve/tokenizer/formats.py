@@ -76,6 +76,13 @@ PRE_TOKENIZERS = {
 }
 """How a text is split into words, by the name in a GGUF."""
 
+LLAMA3_SPECIAL = (
+    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"),
+    *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
+    *("eom_id", "eot_id", "python_tag"),
+)
+"""Of Llama 3.1, whose first ids are also 3's; the others are reserved."""
+
 SPACE = "\u2581"
 """What sentencepiece writes for a space."""
 
@@ -107,14 +114,20 @@ def read_vocab_json(path: Path) -> Tokenizer:
     config = read_json(config_file, _TokenizerConfig) if config_file.exists() else _TokenizerConfig()
     added = {token_id: _AddedToken(text, special=True) for text, token_id in listed.items()}
     added |= config.added_tokens_decoder or {}
-    return _byte_level(path, vocab, merges, added, config.add_prefix_space is True)
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space is True)
+    return _byte_level(path, vocab, merges, added, pre_tokenizer)
 
 
 def read_tiktoken(path: Path) -> Tokenizer:
-    """tiktoken's own format: lines of base64 token and rank. `<|endoftext|>` gets the lowest unused id.
+    """tiktoken's own format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
+    ranks = _read_ranks(path)
+    taken = set(ranks.values())
+    unused = next(token_id for token_id in range(len(ranks) + 1) if token_id not in taken)
+    return _ranked(path, ranks, _end(unused))
 
-    Raises CheckpointError.
-    """
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Lines of base64 token and rank. Raises CheckpointError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path, MAX_FILE_BYTES).splitlines(), 1):
         if not line:
@@ -128,8 +141,15 @@ def read_tiktoken(path: Path) -> Tokenizer:
         if token in ranks or not token:
             raise CheckpointError(path, "this token is empty or occurs twice", f"line {number}")
         ranks[token] = token_id
-    taken = set(ranks.values())
-    return _ranked(path, ranks, next(token_id for token_id in range(len(ranks) + 1) if token_id not in taken))
+    return ranks
+
+
+def read_llama3(path: Path) -> Tokenizer:
+    """Llama 3's `tokenizer.model`: ranks in tiktoken's format, then 256 special tokens. Raises CheckpointError."""
+    ranks = _read_ranks(path)
+    names = [*LLAMA3_SPECIAL, *(f"reserved_special_token_{i}" for i in range(3, 248))]
+    special = {len(ranks) + i: _AddedToken(f"<|{name}|>", special=True) for i, name in enumerate(names)}
+    return _ranked(path, ranks, special, is_llama3=True)
 
 
 def read_llmc_bin(path: Path) -> Tokenizer:
@@ -151,7 +171,11 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     ranks = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
     if len(ranks) != count - (end_of_text < count):
         raise CheckpointError(path, "a token occurs twice")
-    return _ranked(path, ranks, end_of_text if end_of_text < count else None)
+    return _ranked(path, ranks, _end(end_of_text) if end_of_text < count else {})
+
+
+def _end(token_id: int) -> dict[int, _AddedToken]:
+    return {token_id: _AddedToken(END_OF_TEXT, special=True)}
 
 
 def read_gguf(path: Path) -> Tokenizer:
@@ -210,7 +234,7 @@ def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenize
     encoding = get_encoding("gpt2")
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     ranks.pop(END_OF_TEXT.encode(), None)
-    return _ranked("tiktoken's gpt2", ranks, encoding.eot_token)
+    return _ranked("tiktoken's gpt2", ranks, _end(encoding.eot_token))
 
 
 def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
@@ -226,10 +250,12 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
     return tokens
 
 
-def _ranked(source: object, ranks: dict[bytes, int], end_of_text: int | None) -> Tokenizer:
+def _ranked(
+    source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
+) -> Tokenizer:
     """Merges the neighbours whose joint token has the lowest rank, as tiktoken does.
 
-    Raises CheckpointError unless every token can be merged from two tokens with lower ranks.
+    Raises CheckpointError unless every token, but for Llama 3's, can be merged from two tokens with lower ranks.
     """
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
@@ -237,12 +263,14 @@ def _ranked(source: object, ranks: dict[bytes, int], end_of_text: int | None) ->
     for token, rank in sorted(ranks.items(), key=itemgetter(1)):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
-        if len(token) > 1 and not any(max(ranks[left], ranks[right]) < rank for left, right in pairs):
+        is_merged = any(max(ranks[left], ranks[right]) < rank for left, right in pairs)
+        if len(token) > 1 and not is_llama3 and not is_merged:
             problem = f"ids are not in merge order (token {rank}, {shown(token)}, is not made of earlier ones)"
             raise CheckpointError(source, problem)
         merges += ((spelled[left], spelled[right]) for left, right in pairs)
-    added = {} if end_of_text is None else {end_of_text: _AddedToken(END_OF_TEXT, special=True)}
-    return _byte_level(source, {spelled[token]: rank for token, rank in ranks.items()}, merges, added)
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
+    pre_tokenizer = PRE_TOKENIZERS["llama-bpe" if is_llama3 else "gpt-2"]
+    return _byte_level(source, vocab, merges, added, pre_tokenizer, is_llama3)
 
 
 def _byte_level(
@@ -250,16 +278,17 @@ def _byte_level(
     vocab: dict[str, int],
     merges: list[tuple[str, str]],
     added: dict[int, _AddedToken],
-    prefix_space: bool = False,
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    takes_words: bool = False,
 ) -> Tokenizer:
-    """With GPT-2's splitting into words. added: by id. Raises CheckpointError."""
+    """added: by id. takes_words: a word that is a token is taken as it stands. Raises CheckpointError."""
     # Added tokens keep their ids only if the model's own vocabulary has them.
     ids = vocab | {token.content: token_id for token_id, token in added.items()}
     try:
-        library = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
+        library = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=takes_words))
     except Exception as error:
         raise CheckpointError(source, f"is not a vocabulary ({reason(error)})") from error
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    library.pre_tokenizer = pre_tokenizer
     library.decoder = decoders.ByteLevel()
     library.add_tokens([tokenizers.AddedToken(token.content, special=token.special) for token in added.values()])
     return Tokenizer(source, library)

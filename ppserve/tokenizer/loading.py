@@ -10,10 +10,11 @@ from pathlib import Path
 import tiktoken
 
 from ppserve.errors import CheckpointError
-from ppserve.files import TINY, within
+from ppserve.files import TINY, read_start, within
 from ppserve.tokenizer.formats import (
     gpt2_tokenizer,
     read_gguf,
+    read_llama3,
     read_llmc_bin,
     read_tiktoken,
     read_tokenizer_json,
@@ -73,6 +74,10 @@ def _read_directory(directory: Path) -> Tokenizer | None:
     for name, read in READERS.items():
         if os.path.lexists(directory / name):
             return read(directory / name)
+    # Of Llama 3. That of Llama 2 is sentencepiece's, a protobuf.
+    model = directory / "tokenizer.model"
+    if os.path.lexists(model) and read_start(model, 1) != b"\n":
+        return read_llama3(model)
     others = sorted(directory.glob("*.tiktoken"))
     if len(others) > 1:
         names = " and ".join(file.name for file in others)

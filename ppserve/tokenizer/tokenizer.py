@@ -23,6 +23,13 @@ class Tokenizer:
         added = library.get_added_tokens_decoder()
         self.source = source
         self._library = library
+        # Of a text in parts, with special tokens between, some libraries put a space before the first part only.
+        first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
+        document = library.to_str()
+        self._continuing = library
+        if first in document:
+            self._continuing = tokenizers.Tokenizer.from_str(document.replace(first, never))
+            self._continuing.encode_special_tokens = True
         spelled = library.get_vocab(with_added_tokens=True)
         self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)
         self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
@@ -32,10 +39,14 @@ class Tokenizer:
         self.vocab_size = max(self._token_bytes, default=-1) + 1
         """One more than the highest id; 0 where no token is a text."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError."""
+    def encode(self, text: str, continues: bool = False) -> list[int]:
+        """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError.
+
+        continues: a special token comes before it.
+        """
+        library = self._continuing if continues else self._library
         try:
-            return list(self._library.encode(text, add_special_tokens=False).ids)
+            return list(library.encode(text, add_special_tokens=False).ids)
         except BaseException as error:
             # A panic in the library's Rust code is a BaseException, but no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":

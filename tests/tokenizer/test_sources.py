@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import tiktoken
+import tokenizers
 import transformers
 from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import models, pre_tokenizers
 
 from ppserve.errors import CheckpointError
 from ppserve.tokenizer import Tokenizer, load_tokenizer
+from ppserve.tokenizer.formats import _WORDS
 from tests.tokenizer.conftest import VOCABULARIES
 from tools import make_random_gpt2 as maker
 
@@ -108,6 +111,30 @@ def test_ids_of_a_rank_file_are_an_order_of_merges(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.tiktoken").write_text(text)
     with pytest.raises(CheckpointError, match=r"tokenizer\.tiktoken: ids are not in merge order"):
         loaded(tmp_path)
+
+
+def test_llama_3s_own_file_has_256_special_tokens_behind_its_ranks(tmp_path: Path) -> None:
+    shutil.copy(VOCABULARIES["tiny"], tmp_path / "tokenizer.model")
+    tokenizer, ranks = loaded(tmp_path), maker.read_ranks(VOCABULARIES["tiny"])
+    oracle = tiktoken.Encoding("llama3", pat_str=_WORDS % "{1,3}", mergeable_ranks=ranks, special_tokens={})
+    assert [tokenizer.encode(text) for text in TEXTS] == [oracle.encode_ordinary(text) for text in TEXTS]
+    assert tokenizer.vocab_size == len(ranks) + 256
+    names = ("begin_of_text", "end_of_text", "start_header_id", "eot_id", "reserved_special_token_247")
+    assert [tokenizer.special_ids[f"<|{name}|>"] - len(ranks) for name in names] == [0, 1, 6, 9, 255]
+
+
+def test_only_the_beginning_of_a_text_gets_the_space_of_metaspace(tmp_path: Path) -> None:
+    """As in the library: a text behind a special token begins as it is."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a"]
+    library = tokenizers.Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    library.add_special_tokens(["<s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = loaded(tmp_path)
+    parts = [*tokenizer.encode("a"), 1, *tokenizer.encode("a a", continues=True)]
+    assert parts == library.encode("a<s>a a").ids == [258, 259, 1, 259, 258, 259]
 
 
 def test_added_tokens_beside_vocab_json_keep_their_ids(hugging_face: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: 
         return [
             token_id
             for place, text in enumerate(texts)
-            for token_id in ([tokenizer.special_ids[text]] if place % 2 else tokenizer.encode(text))
+            for token_id in ([tokenizer.special_ids[text]] if place % 2 else tokenizer.encode(text, place > 0))
         ]
     except ValueError as error:
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error

@@ -1,0 +1,214 @@
+"""A third family costs what docs/contributing/family.md says: all of it is here, with what shows that it works.
+
+A brook is neither a GPT-2 nor a Llama: RMS norms, learned positions, grouped heads, an MLP of relu without a gate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import relu, rms_norm, scaled_dot_product_attention
+
+from ppserve.core.architecture import Architecture
+from ppserve.errors import CheckpointError
+from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
+from ppserve.model.checkpoint import Shapes, settings
+from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
+from ppserve.model.checkpoint.family import Config, ModelFamily
+from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.decoder import ModelParts
+from ppserve.model.gpt2 import Embedding
+from ppserve.model.weights import WeightReader
+from tests.model.pipelines import Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint
+
+# ---- what would be ppserve/model/brook.py
+
+
+def _attention(read: WeightReader, layer: int) -> Sublayer:
+    arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
+    norm, columns = read.norm(f"h.{layer}.ln_1"), layout.cut(arch.width)
+    heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
+    qkv = read.linear((f"{name}.q", heads.own), (f"{name}.k", kv_heads.own), (f"{name}.v", kv_heads.own))
+    proj = read.linear((f"{name}.o", columns.own))
+    number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
+    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns))
+
+
+def _mlp(read: WeightReader, layer: int) -> Sublayer:
+    arch, layout = read.arch, read.layout
+    inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+    norm, expand = read.norm(f"h.{layer}.ln_2"), read.linear((f"h.{layer}.mlp.up", inner.own))
+    contract = read.linear((f"h.{layer}.mlp.down", columns.own))
+    return read.backend.mlp(MLPWeights(norm, expand, arch.activation, contract, inner, columns))
+
+
+PARTS = ModelParts(Embedding, _attention, _mlp)
+
+# ---- and ppserve/model/checkpoint/brook.py
+
+
+class BrookConfig(Config, frozen=True, kw_only=True):
+    rows: settings.Rows
+    width: settings.Width
+    depth: settings.Layers
+    heads: settings.Width
+    num_key_value_heads: settings.Width
+    length: settings.Positions
+    intermediate_size: settings.InnerWidth
+    epsilon: float
+
+    def architecture(self, path: Path) -> Architecture:
+        return Architecture(
+            family="brook",
+            num_layers=self.depth,
+            width=self.width,
+            num_heads=self.heads,
+            kv_heads=self.num_key_value_heads,
+            max_positions=self.length,
+            vocab_size=self.rows,
+            padded_vocab_size=self.rows,
+            inner_width=self.intermediate_size,
+            activation="relu",
+            layer_norm_epsilon=self.epsilon,
+            tied_embeddings=False,
+            biases=False,
+            eos_ids=self.eos_ids,
+        )
+
+
+def _layer_shapes(arch: Architecture) -> Shapes:
+    width, inner, keys = arch.width, arch.inner_width, arch.num_kv_heads * arch.head_size
+    return {
+        **{f"{name}.weight": (width,) for name in ("ln_1", "ln_2")},
+        **{f"attn.{name}.weight": (width, width) for name in "qo"},
+        **{f"attn.{name}.weight": (keys, width) for name in "kv"},
+        "mlp.up.weight": (inner, width),
+        "mlp.down.weight": (width, inner),
+    }
+
+
+FAMILY = ModelFamily(
+    model_types=("brook",),
+    module=__name__,
+    config=BrookConfig,
+    synonyms={
+        "vocab_size": "rows",
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "max_position_embeddings": "length",
+    },
+    gguf_keys={"attention.layer_norm_rms_epsilon": "epsilon"},
+    has_rms_norms=True,
+    layer_shapes=_layer_shapes,
+    names={
+        "wte": ("spring", "token_embd"),
+        "wpe": ("places", "position_embd"),
+        "ln_f": ("last", "output_norm"),
+        "lm_head": ("mouth", "output"),
+        "ln_1": ("calm", "attn_norm"),
+        **{f"attn.{name}": (f"look.{name}", f"attn_{name}") for name in "qkv"},
+        "attn.o": ("look.o", "attn_output"),
+        "ln_2": ("still", "ffn_norm"),
+        "mlp.up": ("rise", "ffn_up"),
+        "mlp.down": ("fall", "ffn_down"),
+    },
+    layers="brook.bends.",
+)
+
+# ---- with its entry, it is served.
+
+ARCH = BrookConfig(
+    model_type="brook", rows=64, width=48, depth=3, heads=4, num_key_value_heads=2, length=96,
+    intermediate_size=88, epsilon=1e-5, eos_token_id=7,
+).architecture(Path())  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _with_an_entry() -> Iterator[None]:
+    FAMILIES["brook"] = FAMILY
+    yield
+    del FAMILIES["brook"]
+
+
+def named(column: int, layers: str) -> dict[str, torch.Tensor]:
+    """The weights under a format's names."""
+    found = {}
+    for name in tensor_shapes(ARCH):
+        number, own = name.split(".", 2)[1:] if name.startswith("h.") else ("", name)
+        part, _, leaf = own.rpartition(".")
+        place = f"{layers}{number}." if number else ""
+        found[f"{place}{FAMILY.names[part][column]}.{leaf}"] = RandomCheckpoint(ARCH).tensor(name)
+    return found
+
+
+def write_hugging_face(directory: Path, **more: object) -> Path:
+    config = {"model_type": "brook", "rows": 64, "width": 48, "num_hidden_layers": 3, "heads": 4, "length": 96}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 88, "epsilon": 1e-5, "eos_token_id": 7}
+    (directory / "config.json").write_text(json.dumps(config | more))
+    save_file(named(0, "brook.bends."), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_gguf(directory: Path) -> Path:
+    writer = gguf.GGUFWriter(directory / "model.gguf", "brook")
+    writer.add_block_count(3)
+    writer.add_embedding_length(48)
+    writer.add_context_length(96)
+    writer.add_feed_forward_length(88)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_eos_token_id(7)
+    for name, tensor in named(1, "blk.").items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directory
+
+
+def plain_logits(ids: tuple[int, ...]) -> torch.Tensor:
+    tensor = RandomCheckpoint(ARCH).tensor
+
+    def norm(x_TD: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x_TD, x_TD.shape[1:], tensor(f"{name}.weight"), 1e-5)
+
+    x_TD = tensor("wte.weight")[list(ids)] + tensor("wpe.weight")[: len(ids)]
+    for layer in (f"h.{i}" for i in range(3)):
+        rows_TD = norm(x_TD, f"{layer}.ln_1")
+        q_HTd, k_hTd, v_hTd = (
+            (rows_TD @ tensor(f"{layer}.attn.{kind}.weight").T).unflatten(1, (-1, 12)).transpose(0, 1)
+            for kind in "qkv"
+        )
+        mixed_HTd = scaled_dot_product_attention(
+            q_HTd[None], k_hTd[None], v_hTd[None], is_causal=True, enable_gqa=True
+        )[0]
+        x_TD = x_TD + mixed_HTd.transpose(0, 1).flatten(1) @ tensor(f"{layer}.attn.o.weight").T
+        inner_TN = relu(norm(x_TD, f"{layer}.ln_2") @ tensor(f"{layer}.mlp.up.weight").T)
+        x_TD = x_TD + inner_TN @ tensor(f"{layer}.mlp.down.weight").T
+    return norm(x_TD, "ln_f") @ tensor("lm_head.weight").T
+
+
+@pytest.mark.parametrize("write", [write_hugging_face, write_gguf])
+def test_a_third_family_is_three_tables(tmp_path: Path, write: object) -> None:
+    assert callable(write)
+    checkpoint = open_checkpoint(str(write(tmp_path)))
+    assert checkpoint.architecture == ARCH
+    pipeline, ids = Pipeline(checkpoint, "1.5,1.5", num_sequences=1), prompt(40, vocab_size=64)
+    logits = pipeline.logits(pipeline.hidden(ids, 13))
+    torch.testing.assert_close(logits, plain_logits(ids), atol=1e-4, rtol=1e-4)
+    assert logits.std() > 0.5, "logits too close together to tell a wrong model from a right one"
+
+
+def test_its_unknown_keys_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rapids"):
+        open_checkpoint(str(write_hugging_face(tmp_path, rapids=3)))

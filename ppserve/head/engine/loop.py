@@ -119,7 +119,7 @@ class Engine(threading.Thread):
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
         """Whether the replica serves again, in a later epoch than this. The future may have a RequestError."""
-        return self._call(lambda: (found := self._find_replica(replica)).serves and found.members.epoch > epoch)
+        return self._call(lambda: self._serves_after(replica, epoch))
 
     def drain(self) -> None:
         """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
@@ -275,6 +275,10 @@ class Engine(threading.Thread):
                 return replica
         raise _refused("replica", f"there is no replica {number}")
 
+    def _serves_after(self, number: int, epoch: int) -> bool:
+        replica = self._find_replica(number)
+        return replica.serves and replica.members.epoch > epoch
+
     def _restart_replica(self, number: int, pauses: bool) -> int:
         """Other replicas compute the requests of this one, and then its stage processes are restarted. Returns the
         epoch that this ends. Raises InvalidRequest."""
@@ -308,7 +312,6 @@ class Engine(threading.Thread):
         return tuple(replica.read(now_ns) for replica in self.replicas)
 
     def _read_busy_s(self) -> tuple[float, ...]:
-        """Settled seconds of computation of every stage, replica by replica."""
         return tuple(seconds for replica in self.replicas for seconds in replica.busy_s())
 
     def _now_s(self) -> float:

@@ -184,7 +184,6 @@ class OpenRequest:
         return TokenOutput(0, 0, error=error)
 
     def progress(self, index: int) -> SequenceProgress:
-        """The sequence with this index."""
         progress = self._sequences.get(index)
         if progress is None:
             progress = self._sequences[index] = SequenceProgress(self.request, self._tokenizer)

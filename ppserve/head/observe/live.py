@@ -33,8 +33,7 @@ class RecentSpans(StepObserver):
 
     def __init__(self, num_stages: int, num_replicas: int) -> None:
         self._num_stages = num_stages
-        num_rows = num_replicas * num_stages
-        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_rows)]
+        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_replicas * num_stages)]
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
         """Idle time is not drawn."""
@@ -88,8 +87,7 @@ def read_state(
 
 def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
     html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
-    policy = {"Content-Security-Policy": content_policy(html)}
-    page = Page("text/html; charset=utf-8", html.encode(), policy)
+    page = Page("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 

@@ -29,8 +29,6 @@ _FIELD_OF_FLAG = {
     "model": "path",
     "shutdown_timeout": "shutdown_timeout_s",
     "start_timeout": "start_timeout_s",
-    "log_level": "level",
-    "log_format": "format",
 }
 
 
@@ -121,7 +119,7 @@ class SchedulingSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Listening addresses, their security, and shutting down. A port of 0 means any free one."""
+    """Listening addresses, their security, shutting down, and what is logged. A port of 0 means any free one."""
 
     host: str = "127.0.0.1"
     port: int = 50051
@@ -136,6 +134,9 @@ class ServerSettings:
     tls_client_ca: Path | None = None
     api_key_file: Path | None = None
     trace: Path | None = None
+    log_level: str = "info"
+    """Of all ranks, like the next."""
+    log_format: str = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +159,6 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class LogSettings:
-    level: str = "info"
-    format: str = "text"
-
-
-@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """All parts. No two parts have a field of the same name."""
 
@@ -174,7 +169,6 @@ class ServeConfig:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    log: LogSettings = field(default_factory=LogSettings)
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,19 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         if key in values:
             raise ValueError(f"{key} is given twice")
         values[key] = cursor.value(kind)
-    infos = [_tensor(cursor) for _ in range(num_tensors)]
+    tensors = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise ValueError(f"an alignment of {alignment}")
     begin = math.ceil(cursor.at / alignment) * alignment
-    tensors = [TensorInfo(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
-    return GGUFHeader(values, tensors)
+    return GGUFHeader(values, [replace(tensor, offset=begin + tensor.offset) for tensor in tensors])
 
 
-def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _tensor(cursor: _Cursor) -> TensorInfo:
+    """Its offset is from where the tensors begin."""
     name, (num_dimensions,) = cursor.text(), cursor.numbers("I")
     if not 0 < num_dimensions <= MAX_DIMENSIONS:
         raise ValueError(f"{num_dimensions} dimensions")
     sizes = cursor.numbers("Q", num_dimensions)
     (kind,), (offset,) = cursor.numbers("I"), cursor.numbers("Q")
-    return name, sizes[::-1], kind, offset
+    return TensorInfo(name, sizes[::-1], kind, offset)

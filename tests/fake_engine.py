@@ -15,6 +15,7 @@ import grpc
 from grpc import aio
 
 from ppserve import wire
+from ppserve.answers import Timings
 from ppserve.config import ServerSettings
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.cost_model import Coefficients
@@ -33,7 +34,7 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.replica import ReplicaReading
-from ppserve.head.engine.streams import OpenRequest, Sink, TimingsOutput, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, Sink, TokenOutput
 from ppserve.head.servers import grpc_server
 from ppserve.tokenizer import no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -132,7 +133,7 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
         outputs.append(TokenOutput(index, offset, token_id, chr(token_id), logprobs))
     outputs = outputs or [TokenOutput(index, begin)]
     outputs[0] = replace(outputs[0], prompt_logprobs=scores)
-    times = TimingsOutput(0.1, 0.2, 0.3, 0.4, (0.5, 0.6))
+    times = Timings(0.1, 0.2, 0.3, 0.4, (0.5, 0.6))
     outputs[-1] = replace(outputs[-1], finish=reason, cached_tokens=3, timings=times)
     return outputs
 

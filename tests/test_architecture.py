@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
     },
+    "ppserve.head.engine.streams": {"ppserve.answers"},
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.starting": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},

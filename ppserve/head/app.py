@@ -64,7 +64,7 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
     """
     die_with_launcher()
     survive_full_disks()
-    set_up_logging(config.log)
+    set_up_logging(config.server)
     # The engine's thread must not wait long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)
 

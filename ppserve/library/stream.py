@@ -6,10 +6,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Self
 
-from ppserve.answers import Chunk, Completion, Finish, Timings, Token, Usage, completion_of
+from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, RequestStream, Score
@@ -127,7 +127,7 @@ class Stream(Iterator[Chunk]):
             seed=request.sampling.seed if delta.is_first or last.finish is not None else None,
             finish=None if last.finish is None else Finish(last.finish.value, last.matched),
             usage=None if last.finish is None else usage,
-            timings=None if times is None or not request.output.timings else Timings(*astuple(times)),
+            timings=None if times is None or not request.output.timings else times,
         )
 
     def _token(self, token_id: int, score: Score) -> Token:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppserve.config import LogSettings
+from ppserve.config import ServerSettings
 from ppserve.errors import LauncherError
 
 EXIT_USAGE = 2
@@ -160,14 +160,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up_logging(settings: LogSettings, who: str = "head") -> None:
+def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
     """Sets level and format of all logs of this process. who: `head` or `stage N`."""
     handler = logging.StreamHandler()
-    if settings.format == "json":
+    if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     # At `debug` numba logs every instruction that it compiles.
     logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
 

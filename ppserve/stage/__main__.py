@@ -88,7 +88,7 @@ def be_stage(life: int, parent_pid: int) -> int:
     threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
     start = _read_start(life)
     survive_full_disks()
-    set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
+    set_up_logging(start.config.server, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life, b"started\n")

@@ -103,9 +103,9 @@ def test_what_can_be_written_is_and_debug_is_ours_and_not_the_compilers() -> Non
         import logging, sys
         {SURVIVES}
         {SPEAKS}
-        from ppserve.config import LogSettings
+        from ppserve.config import ServerSettings
         from ppserve.process.environment import set_up_logging
-        set_up_logging(LogSettings(level="debug"), "stage 0")
+        set_up_logging(ServerSettings(log_level="debug"), "stage 0")
         logging.getLogger("numba.core").debug("an instruction")
         logging.getLogger("ppserve.stage").debug("a step")
     """

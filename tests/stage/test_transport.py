@@ -227,9 +227,6 @@ def test_a_group_is_aborted_before_it_may_be_destroyed() -> None:
     assert not closing.is_alive()
 
 
-# A killed neighbour.
-
-
 # Streams.
 
 

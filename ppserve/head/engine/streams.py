@@ -9,23 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ppserve.answers import Timings
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.tokenizer import Detokenizer, Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TimingsOutput:
-    """The times of one answer; see `Timings` in the proto."""
-
-    queue_s: float
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    stage_busy_s: tuple[float, ...] = ()  # one per stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +32,7 @@ class TokenOutput:
     matched: int | str | None = None  # the token or string that ended the sequence
     error: RequestError | None = None  # ends the whole request
     cached_tokens: int = 0  # valid with `finish`, as is `timings`
-    timings: TimingsOutput | None = None
+    timings: Timings | None = None
 
 
 class Sink(Protocol):
@@ -189,11 +179,11 @@ class OpenRequest:
             progress = self._sequences[index] = SequenceProgress(self.request, self._tokenizer)
         return progress
 
-    def _timings(self, progress: SequenceProgress, now_s: float) -> TimingsOutput:
+    def _timings(self, progress: SequenceProgress, now_s: float) -> Timings:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s
         first_s = progress.first_token_s or now_s
         last_s = progress.last_token_s or now_s
-        return TimingsOutput(
+        return Timings(
             queue_s=admitted_s - self.arrived_s,
             prefill_s=max(0.0, first_s - admitted_s),
             ttft_s=first_s - self.arrived_s,

@@ -9,10 +9,11 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from ppserve.answers import Timings
 from ppserve.core.request import FinishReason
 from ppserve.head.api.grpc.messages import request_fields
 from ppserve.head.descriptions import Limits, RankDescription, StageDescription, Topology
-from ppserve.head.engine.streams import TimingsOutput, TokenOutput
+from ppserve.head.engine.streams import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import EOS, ByteCodec, FakeEngine, code_of, drawn_token
@@ -179,7 +180,7 @@ def test_every_field_arrives_under_its_name_and_reaches_the_core(home: str, fiel
     ("kind", "record"),
     [
         (pb.Stage, StageDescription), (pb.StageRank, RankDescription),
-        (pb.GetTopologyResponse, Topology), (pb.Limits, Limits), (pb.Timings, TimingsOutput),
+        (pb.GetTopologyResponse, Topology), (pb.Limits, Limits), (pb.Timings, Timings),
     ],
 )  # fmt: skip
 def test_nothing_that_is_described_is_left_out(kind: type[Message], record: type) -> None:

@@ -213,9 +213,11 @@ class StageLayout:
         """The heads of queries: those that read the rank's own keys and values."""
         return self.kv_heads(arch).times(arch.heads_per_kv_head)
 
-    def kv_bytes_per_token(self, arch: Architecture, element_bytes: int) -> int:
-        """Bytes of keys and values that one token occupies on this rank: those of its own heads."""
-        return 2 * len(self.attentions) * self.kv_heads(arch).width * arch.head_size * element_bytes
+    def kv_bytes_per_token(self, arch: Architecture, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes of keys and values that one token occupies on this rank: those of its own heads, each with its
+        scale."""
+        of_head = arch.head_size * element_bytes + scale_bytes
+        return 2 * len(self.attentions) * self.kv_heads(arch).width * of_head
 
     @property
     def is_first(self) -> bool:

@@ -111,7 +111,9 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
     weight_bytes = _weight_bytes(arch, layout, intent)
     left = int(max(0, intent.stage_memory - weight_bytes) * intent.kv_share)
     kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
-    return StageForecast(layout, params, weight_bytes, _kv_bytes_per_token(arch, layout, intent), kv_memory)
+    scale_bytes = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
+    kv_bytes = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype], scale_bytes)
+    return StageForecast(layout, params, weight_bytes, kv_bytes, kv_memory)
 
 
 def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
@@ -128,13 +130,6 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
     num_outputs = sum(outputs for outputs, _ in (*packed, head))
     per_weight = 1 if intent.quantization == "int8" else _INT4_BYTES
     return int(num_others * element + num_packed * per_weight + num_head + num_outputs * _SCALE_BYTES)
-
-
-def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
-    """int8 keys and values have a scale for each head."""
-    scale = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
-    own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype])
-    return own + 2 * len(layout.attentions) * layout.kv_heads(arch).width * scale
 
 
 def render(model: str, plan: Forecast) -> str:

@@ -134,16 +134,15 @@ class StageLoop:
             checkpoint, send = self._found.checkpoint, self._link.send
             model = load_stage(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
-        except (UsageError, MemoryError) as error:
-            self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
-            return
         except Exception as error:
             # Of any type: Triton has its own where a kernel cannot be compiled.
-            if is_lost(error):
-                raise
-            compute.probe()
-            log.exception("stage %d", layout.stage)
-            problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {in_words(error)}"
+            problem = in_words(error)
+            if not isinstance(error, UsageError | MemoryError):
+                if is_lost(error):
+                    raise
+                compute.probe()
+                log.exception("stage %d", layout.stage)
+                problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
             return
         self._model = model

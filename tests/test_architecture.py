@@ -243,13 +243,13 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_165, 1_010),
+    "ppserve/*.py": (1_125, 1_010),
     "ppserve/core/*.py": (1_140, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
-    "ppserve/planning/*.py": (560, 550),
+    "ppserve/planning/*.py": (551, 550),
     "ppserve/process/*.py": (1_100, 1_100),
-    "ppserve/stage/*.py": (1_265, 1_250),
+    "ppserve/stage/*.py": (1_260, 1_250),
     "ppserve/stage/transport/*.py": (1_000, 1_000),
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_820, 2_700),
     "ppserve/head/api/**/*.py": (2_915, 2_600),
@@ -260,7 +260,7 @@ BUDGET = {
     "ppserve/model/cuda/*.py": (1_320, 1_300),
     "ppserve/model/checkpoint/*.py": (1_690, 1_690),
     "ppserve/tokenizer/*.py": (685, 640),
-    "ppserve/library/*.py": (560, 500),
+    "ppserve/library/*.py": (545, 500),
     "ppserve/client/*.py": (600, 600),
     "ppserve/bench/*.py": (800, 800),
     "ppserve/cli/*.py": (1_360, 1_340),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,7 @@ from ppserve import wire
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import (
-    Draw,
-    Drawn,
-    Scored,
-    Slice,
-    StepPlan,
-    StepResult,
-    StepStamps,
-    TokenLogprobs,
-)
+from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
 from ppserve.core.request import SamplingParams
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
@@ -48,50 +40,44 @@ RESULT = StepResult(
     drawn=(Drawn(7, 11, TokenLogprobs(-0.1, ((11, -0.1), (12, -3.0)))), Drawn(8, None)),
     scored=(Scored(8, (TokenLogprobs(-1.5),)),),
 )
-FROM_STAGE = [
-    hello(1, 2, ARCH, costs={1: COSTS}),
-    wire.Loading(1, 2),
-    wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
-    wire.StoreOpened(1, 5),
-    wire.Ready(1),
-    wire.Result(RESULT),
-    wire.Heartbeat(1, 2),
-    wire.Broken(1, "gone"),
-    wire.Failed("no"),
-]
-FROM_STRANGER = [wire.Proof(3, b"\0\1", b"\xff")]
-FROM_HEAD = [
-    wire.Challenge(b"\0\xff"),
-    wire.Welcome(b"\0\xff"),
-    wire.Refused("no", True),
-    wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
-    wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
-    wire.Abandon(3),
-    wire.Plan(PLAN),
-    wire.Plan(PLAN, SamplingUpdate(((3, PLAN.slices[0].draw),), (7, 2**40))),
-    wire.Cancel((2**40, 7)),
-    wire.Ping(2**60),
-    wire.Shutdown(2),
-]
-FROM_KEEPER = [
-    wire.Start(ServeConfig(), 1, 2),
-    wire.Start(ServeConfig(), 1, 2, wire.Meeting("/run/head", Path("/run/secret"), True)),
-    wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.TcpAddress("h", 3), Path("s"), False)),
-    wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
-]
-
-
-@pytest.mark.parametrize(
-    ("direction", "messages"),
-    [
-        (wire.FromStage, FROM_STAGE),
-        (wire.FromStranger, FROM_STRANGER),
-        (wire.FromHead, FROM_HEAD),
-        (wire.FromKeeper, FROM_KEEPER),
+MESSAGES: dict[Any, list[Any]] = {
+    wire.FromStage: [
+        hello(1, 2, ARCH, costs={1: COSTS}),
+        wire.Loading(1, 2),
+        wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
+        wire.StoreOpened(1, 5),
+        wire.Ready(1),
+        wire.Result(RESULT),
+        wire.Heartbeat(1, 2),
+        wire.Broken(1, "gone"),
+        wire.Failed("no"),
     ],
-)
-def test_every_message_survives_any_cut(direction: object, messages: list[object]) -> None:
-    stream = b"".join(wire.encode(message) for message in messages)  # type: ignore[arg-type]
+    wire.FromStranger: [wire.Proof(3, b"\0\1", b"\xff")],
+    wire.FromHead: [
+        wire.Challenge(b"\0\xff"),
+        wire.Welcome(b"\0\xff"),
+        wire.Refused("no", True),
+        wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
+        wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
+        wire.Abandon(3),
+        wire.Plan(PLAN),
+        wire.Plan(PLAN, SamplingUpdate(((3, PLAN.slices[0].draw),), (7, 2**40))),
+        wire.Cancel((2**40, 7)),
+        wire.Ping(2**60),
+        wire.Shutdown(2),
+    ],
+    wire.FromKeeper: [
+        wire.Start(ServeConfig(), 1, 2),
+        wire.Start(ServeConfig(), 1, 2, wire.Meeting("/run/head", Path("/run/secret"), True)),
+        wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.TcpAddress("h", 3), Path("s"), False)),
+        wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
+    ],
+}
+
+
+@pytest.mark.parametrize(("direction", "messages"), MESSAGES.items())
+def test_every_message_survives_any_cut(direction: object, messages: list[Any]) -> None:
+    stream = b"".join(map(wire.encode, messages))
     rng = random.Random(0)
     for _ in range(50):
         reader, received, at = wire.FrameReader(direction), [], 0
@@ -103,18 +89,13 @@ def test_every_message_survives_any_cut(direction: object, messages: list[object
 
 
 def test_all_messages_are_covered() -> None:
-    covered = {type(message) for message in (*FROM_STAGE, *FROM_STRANGER, *FROM_HEAD, *FROM_KEEPER)}
-    assert covered == {
-        *wire.FromStage.__args__,
-        *wire.FromHead.__args__,
-        wire.FromStranger,
-        wire.FromKeeper,
-    }
+    for direction, messages in MESSAGES.items():
+        assert {type(message) for message in messages} == set(getattr(direction, "__args__", (direction,)))
 
 
 def test_a_stranger_has_four_kilobytes() -> None:
-    reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
-    assert reader.feed(wire.encode(FROM_STRANGER[0])) == FROM_STRANGER
+    reader, (proof,) = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES), MESSAGES[wire.FromStranger]
+    assert reader.feed(wire.encode(proof)) == [proof]
     with pytest.raises(WireError, match="beyond the limit of 4096"):
         reader.feed(struct.pack("<I", 4097))
 
@@ -123,7 +104,7 @@ def test_damaged_frames_are_wire_errors_or_other_messages_but_nothing_else() -> 
     rng = random.Random(1)
     refused = 0
     for _ in range(2000):
-        frame = bytearray(wire.encode(rng.choice(FROM_HEAD)))
+        frame = bytearray(wire.encode(rng.choice(MESSAGES[wire.FromHead])))
         frame[rng.randrange(4, len(frame))] ^= 1 << rng.randrange(8)
         try:
             wire.FrameReader(wire.FromHead).feed(bytes(frame))

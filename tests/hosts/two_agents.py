@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import psutil
 
 from ppserve.model.cpu.kernels.variants import VARIABLE
 from tests.certificates import make_certificates
-from tests.e2e.serving import READY, START_WITHIN_S, stage_below
+from tests.e2e.serving import READY, START_WITHIN_S, stage_below, wait_until
 from tests.forking import ForkedLauncher
 from tests.hosts.two_hosts import Agent
 from tests.ports import port_to_come_back_to
@@ -110,10 +109,10 @@ class TwoAgents:
 
     def wait_ready(self, times: int = 1) -> None:
         """Until that many heads in all have said that they serve."""
-        until_s = time.monotonic() + START_WITHIN_S
-        while len(READY.findall(self.everything())) < times:
-            assert time.monotonic() < until_s, f"not ready in time\n{self.logs}"
-            time.sleep(0.05)
+        wait_until(
+            lambda: len(READY.findall(self.everything())) >= times,
+            lambda: f"not ready in time\n{self.logs}", START_WITHIN_S,
+        )  # fmt: skip
 
     def everything(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.directory.glob("*.log")))

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.process.stage_process import ForkServer, StageProcess
+from tests.e2e.serving import alive, wait_until
 
 MEETING = wire.Meeting(wire.TcpAddress("127.0.0.1", 4242), Path("secret"), is_ours=False)
 START = wire.Start(ServeConfig(), 1, 2, MEETING)
@@ -126,10 +126,7 @@ def pid_of(process: StageProcess) -> int:
 
 
 def wait_for_zombie(pid: int) -> None:
-    until_s = time.monotonic() + 10
-    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole(server_of: Callable[[str], ForkServer]) -> None:
@@ -240,10 +237,7 @@ def test_it_ends_when_its_keeper_does() -> None:
     keeper.kill()
     keeper.wait()
     keeper.stdout.close()
-    until_s = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.slow
@@ -258,14 +252,14 @@ def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
     assert stage.name() == "ppserve.stage"
     server = psutil.Process(stage.ppid())
     assert server.name() == "ppserve.forks"
-    until_s = time.monotonic() + 10
-    while server.num_threads() > 1:  # the kernel counts one that was joined a moment longer
-        assert time.monotonic() < until_s
+    wait_until(lambda: server.num_threads() == 1)  # the kernel counts one that was joined a moment longer
     for which in stage, server:
-        descriptors = sorted(map(int, os.listdir(f"/proc/{which.pid}/fd")))
-        assert descriptors[:3] == [0, 1, 2]
-        kinds = [os.readlink(f"/proc/{which.pid}/fd/{fd}").partition(":")[0] for fd in descriptors[3:]]
-        assert kinds == ["socket"]
+        open_files = Path(f"/proc/{which.pid}/fd")
+        # The server closes its end of the stage's socket after the fork.
+        wait_until(lambda folder=open_files: len(os.listdir(folder)) == 4)
+        *standard, last = sorted(open_files.iterdir(), key=lambda path: int(path.name))
+        assert [path.name for path in standard] == ["0", "1", "2"]
+        assert os.readlink(last).startswith("socket:")
     process.kill()
     assert set(lines_of(process)) <= {""}  # it writes an empty line each half second
     assert process.reap() == -9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
@@ -26,6 +25,7 @@ from ppserve.model.inputs import Gather
 from ppserve.model.stock import TorchBackend
 from ppserve.stage.step import Stage
 from ppserve.stage.transport.gather import MemoryGather, NoTensorLink, TensorLink, connect_ranks, create_gather
+from tests.e2e.serving import wait_until
 from tests.worlds import Died, World
 
 WITHIN_S = 20
@@ -110,10 +110,7 @@ def test_who_waits_sleeps() -> None:
             has_counted, is_marked = line_of(waiting, 0)[0] == 1, line_of(other, 1)[1] == 1
             return bool(has_counted and is_marked) and " S " in thread.read_text()
 
-        until = time.monotonic() + WITHIN_S
-        while not is_asleep():
-            assert time.monotonic() < until
-            time.sleep(1e-3)
+        wait_until(is_asleep)
         assert other.all(torch.zeros(1, 1), Cut.from_size(2, 1, 2)).tolist() == [[1, 0]]
         assert wait.result(WITHIN_S).tolist() == [[1, 0]]
     assert line_of(other, 1).tolist() == [1, 0]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
-from ppserve.model.cpu.kernels.attention import (
-    AttentionScratch,
-    CacheLayer,
-    Heads,
-    StepSlices,
-    attend,
-    write_heads,
-)
+from ppserve.model.cpu.kernels.attention import CacheLayer, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.model.cpu.kernels.products import micro_kernels
+from ppserve.model.cpu.kv_cache import cell_bytes
+from ppserve.model.cpu.scratch import ScratchMemory
 
 Floats = NDArray[np.float32]
 
@@ -56,10 +51,7 @@ class Layer:
         """num_heads: of keys and values; readers: heads of queries that read each of them."""
         self.kind, self.num_heads, self.head_size, self.block_size = kind, num_heads, head_size, block_size
         self.readers = readers
-        positions, panels = -(-block_size // 16) * 16, -(-head_size // 16)
-        scales = 4 * positions if kind.element_bytes == 1 else 0
-        self.key_cell = positions * head_size * kind.element_bytes + scales
-        self.value_cell = panels * 16 * block_size * kind.element_bytes + scales
+        self.key_cell, self.value_cell = cell_bytes(head_size, block_size, kind.element_bytes)
         self.keys = aligned(num_blocks * num_heads * self.key_cell, np.uint8)
         self.values = aligned(num_blocks * num_heads * self.value_cell, np.uint8)
 
@@ -84,7 +76,8 @@ class Layer:
         )  # fmt: skip
         arrays = (slots, first_rows, counts, starts, tables, table_begins)
         slices = StepSlices(len(slots), len(parts), 0, *(address(array) for array in arrays))
-        scratch, kept = self._scratch(int((starts + counts).max()))
+        scratch_memory = ScratchMemory(micro_kernels("float32", "portable", frozenset())[0], 1)
+        (scratch,), kept = scratch_memory.of_attention(self.kind, cache, int((starts + counts).max()))
         mixed = aligned((len(slots), width), np.float32)
         rows = address(qkv), 4 * stride, address(mixed), 4 * width
         write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads))
@@ -92,21 +85,6 @@ class Layer:
             run(self.kind, cache, slices, scratch, Heads(*rows, first, end, 0, 0))
         del kept
         return np.split(mixed, np.cumsum(counts)[:-1])
-
-    def _scratch(self, most_positions: int) -> tuple[AttentionScratch, list[NDArray[Any]]]:
-        """Room for a step, and the arrays that it is in."""
-        kind, rows = self.kind, max(self.num_heads * self.readers, self.kind.most_rows)
-        scratch = -(-most_positions // self.block_size) * -(-self.block_size // 16)
-        scratch += max(kind.panels, kind.groups_ahead)
-        stride = most_positions + 64
-        arrays = [
-            aligned((6, scratch), np.int64),
-            aligned(rows * self.head_size + 16, np.float32),
-            aligned(rows * stride, np.float32),
-            aligned(rows * (self.head_size + 32), np.float32),
-        ]
-        groups, queries, scores, sums = (address(array) for array in arrays)
-        return AttentionScratch(groups, scratch, queries, scores, 4 * stride, sums), arrays
 
     def _slots(self, part: Part) -> NDArray[np.int64]:
         positions = part.start + np.arange(len(part.qkv))

@@ -11,10 +11,11 @@ import torch
 from ppserve.errors import ConfigError
 from ppserve.model.cpu.four_bits import in_four_bits
 from ppserve.model.cpu.kernels.operations import SMALLEST_BF16
-from ppserve.model.cpu.kernels.products import micro_kernels
+from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
 from ppserve.model.cpu.linear import MOST_INT8_INPUTS
+from tests.model.cpu.emulated_tiles import emulated
 from tests.model.cpu.products import Floats, Product
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,11 @@ def same(one: Floats, other: Floats) -> bool:
     return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
+def tiles(precision: str) -> MicroKernel:
+    """AMX's, on emulated instructions: on any machine."""
+    return emulated(next(of.kind for of in CHOICES if (of.precision, of.variant) == (precision, "amx")))
+
+
 def arithmetic(kind: MicroKernel) -> str:
     """What kinds with the same bits have in common: AMX sums bfloat16 in an order of its own."""
     return "bf16_tiles" if kind.operation == "bf16_tiles" else "any"
@@ -58,6 +64,20 @@ def test_all_micro_kernels_give_the_same_bits(depth: int, width: int, precision:
     for kind in kinds(precision):
         y = Product(kind, precision, weight, bias)(x)
         assert same(y, first.setdefault(arithmetic(kind), y)), kind
+
+
+@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_amx_multiplies_and_its_rows_stand_alone(depth: int, width: int, precision: str) -> None:
+    """The bits of the other kernels for int8; sums of bfloat16 in an order of its own."""
+    x, weight, bias = problem(depth, width)
+    product = Product(tiles(precision), precision, weight, bias)
+    whole, others = product(x), Product(kinds(precision)[-1], precision, weight, bias)(x)
+    assert same(whole, others) or precision == "bfloat16"
+    np.testing.assert_allclose(whole, others, atol=1e-4, rtol=1e-4)
+    for count in ROW_COUNTS:
+        assert same(product(x[:count]), whole[:count])
+    assert same(product(x, (2,)), whole)
 
 
 @pytest.mark.parametrize(("precision", "kind"), EVERY)

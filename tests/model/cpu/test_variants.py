@@ -81,6 +81,8 @@ def test_a_variant_that_is_unknown_or_that_the_cpu_lacks_is_refused(name: str, s
         ("int8", "avx2", ALDER_LAKE, "int8_dot"),
         ("int8", "avx2", HASWELL, "int8_pairs"),
         ("int8", "portable", SAPPHIRE_RAPIDS, "int8_pairs"),
+        ("int4", "amx", SAPPHIRE_RAPIDS, "int4_dot"),
+        ("int4", "avx512", SKYLAKE, "int4_pairs"),
     ],
 )
 def test_micro_kernels_by_variant(precision: str, variant: str, found: frozenset[str], operation: str) -> None:

@@ -73,7 +73,7 @@ def inputs_in_bfloat16(builder, values):
 
 class Operation:
     """steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
-    inputs: in a word. words: in a chunk. tail_bytes: of a chunk, behind the words of its 16 outputs;
+    inputs: in a word. words: in a chunk. tail_lines: cache lines behind the words of its 16 outputs;
     row_tail_bytes: behind those of a row. raised: what is added to a row's values before they are multiplied.
     arithmetic: operations with the same name for it give the same bits."""
 
@@ -82,7 +82,7 @@ class Operation:
     sums: ir.Type = F32
     inputs = 1
     words = 16
-    tail_bytes = row_tail_bytes = 0
+    tail_lines = row_tail_bytes = 0
     raised = 0
 
     def __init__(self, lanes: int) -> None:
@@ -242,7 +242,8 @@ class Int4(VectorOperation):
     sums = I32
     inputs = 8
     words = 4
-    tail_bytes, row_tail_bytes = 64, 4
+    tail_lines, row_tail_bytes = 1, 4
+    unroll = 2
 
     def row(self, builder, pointer, step):
         return self._word(builder, pointer, step, I32)

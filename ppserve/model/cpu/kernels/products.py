@@ -127,7 +127,8 @@ def _few(by_panel: int) -> dict[str, Any]:
     return {"by_panel": by_panel, "fetches_alone": False}
 
 
-# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere; their tiles fetch nothing.
+# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere. Machines with AMX use VNNI for int4:
+# a group's sums are scaled one by one, and AMX would have to store them first.
 _GROUPS: dict[str, Any] = {"chunks_at_once": 128, "fetches_alone": False, "by_panel": 2}
 
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
@@ -231,7 +232,7 @@ def _multiply_block(
             row = tile * rows.tile_rows
             y_at = y + row * y_stride + at
             start, start_stride = (weights.start + at, 0) if chunk == 0 else (y_at, y_stride)
-            fetch = after + (tile - first_tile) * chunks * PANEL * fetch_step
+            fetch = after + (tile - first_tile) * chunks * kind.chunk_lines * fetch_step
             multiply_tile(
                 kind, rows.tile_rows, rows.words + (tile * weights.chunks + chunk) * chunk_bytes,
                 block, panel_bytes, chunks, start, start_stride, y_at, y_stride,

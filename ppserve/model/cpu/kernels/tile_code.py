@@ -64,7 +64,12 @@ class MicroKernel:
     @property
     def chunk_bytes(self) -> int:
         """Of the weights of 16 outputs in a chunk."""
-        return OPERATIONS[self.operation].words * LINE_BYTES + OPERATIONS[self.operation].tail_bytes
+        return self.chunk_lines * LINE_BYTES
+
+    @property
+    def chunk_lines(self) -> int:
+        """The same in cache lines."""
+        return OPERATIONS[self.operation].words + OPERATIONS[self.operation].tail_lines
 
     @property
     def row_bytes(self) -> int:
@@ -201,26 +206,30 @@ class VectorTile(TileCode):
         columns = range(len(panels) * self.columns_of_panel)
         totals = [self._begin(self.nth(start, arguments.start_stride, r), columns) for r in range(num_rows)]
         with cgutils.for_range(builder, arguments.chunks) as chunk:
-            chunk_at = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.kind.row_bytes)))
-            with cgutils.for_range(builder, I64(PANEL // self.operation.unroll)) as group:
-                first = builder.mul(group.index, I64(self.operation.unroll))
-                x = builder.add(chunk_at, builder.mul(first, I64(4 * self.operation.steps)))
-                word = builder.add(builder.mul(chunk.index, I64(PANEL)), first)
-                weights = self._at(panels, word, I64(LINE_BYTES))
-                self._words(totals, x, weights, self._at(fetch, word, arguments.fetch_step))
+            x = self.nth(arguments.x, I64(num_rows * self.kind.row_bytes), chunk.index)
+            line = builder.mul(chunk.index, I64(self.kind.chunk_lines))
+            weights = self._at(panels, line, I64(LINE_BYTES))
+            self._chunk(totals, x, weights, self._at(fetch, line, arguments.fetch_step))
         for r, row in enumerate(totals):
             place = self.nth(y, arguments.y_stride, r)
             for column, total in zip(columns, row, strict=True):
                 self.store(builder.load(total), place, self.column_bytes * column)
 
     def _begin(self, address, columns):
-        kind = vector(self.operation.sums, self.kind.lanes)
+        kind = vector(self.sums_in_memory, self.kind.lanes)
         values = [self.load(address, self.column_bytes * column, kind) for column in columns]
         return [cgutils.alloca_once_value(self.builder, value) for value in values]
 
-    def _at(self, addresses, word, stride):
-        offset = self.builder.mul(word, stride)
-        return [self.builder.add(address, offset) for address in addresses]
+    def _at(self, addresses, line, stride):
+        return [self.nth(address, stride, line) for address in addresses]
+
+    def _chunk(self, totals, x, panels, fetch) -> None:
+        """One chunk of every row."""
+        builder, operation = self.builder, self.operation
+        with cgutils.for_range(builder, I64(operation.words // operation.unroll)) as group:
+            first = builder.mul(group.index, I64(operation.unroll))
+            row, weights = self.nth(x, I64(4 * operation.steps), first), self._at(panels, first, I64(LINE_BYTES))
+            self._words(totals, row, weights, self._at(fetch, first, self.arguments.fetch_step))
 
     def _words(self, totals, x, panels, fetch) -> None:
         """A few words of every row."""

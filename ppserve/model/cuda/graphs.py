@@ -33,8 +33,6 @@ class RecordedStage:
         self.arch: Architecture = model.arch
         self.layout: StageLayout = model.layout
         self.backend = model.backend
-        self.sizes = sizes
-        """The rows of the recorded steps."""
         self.num_replays = 0
         """How often one was repeated."""
         self._model, self._operators, self._readback = model, cache.operators, readback

@@ -31,16 +31,13 @@ NEON = frozenset({"neon"})
         (CASCADE_LAKE, "avx512"),
         (ZEN_5, "avx512_bf16"),
         (SAPPHIRE_RAPIDS, "amx"),
+        (HASWELL | NEEDS["avx512_bf16"], "avx2"),  # none without those before it
     ],
 )
 def test_the_best_that_the_cpu_can_run(found: frozenset[str], best: str) -> None:
     assert choose({}, found) == best
     assert available(found) == tuple(NEEDS)[: tuple(NEEDS).index(best) + 1]
     assert choose({"PPSERVE_CPU_KERNELS": "portable"}, found) == "portable"
-
-
-def test_a_variant_is_not_available_without_those_before_it() -> None:
-    assert available(HASWELL | NEEDS["avx512_bf16"]) == ("portable", "avx2")
 
 
 def test_numbas_settings_bound_the_variant() -> None:
@@ -74,6 +71,8 @@ def test_a_variant_that_is_unknown_or_that_the_cpu_lacks_is_refused(name: str, s
         ("bfloat16", "amx", SAPPHIRE_RAPIDS, "bf16_tiles"),
         ("bfloat16", "avx512_bf16", SAPPHIRE_RAPIDS, "bf16_dot"),
         ("bfloat16", "avx512", ZEN_5, "bf16_fma"),
+        ("bfloat16", "avx2", HASWELL, "bf16_fma"),
+        ("bfloat16", "portable", NEON, "bf16_fma"),
         ("int8", "amx", SAPPHIRE_RAPIDS, "int8_tiles"),
         ("int8", "avx512_bf16", ZEN_5, "int8_dot"),
         ("int8", "avx512", CASCADE_LAKE, "int8_dot"),
@@ -87,22 +86,8 @@ def test_a_variant_that_is_unknown_or_that_the_cpu_lacks_is_refused(name: str, s
 )
 def test_micro_kernels_by_variant(precision: str, variant: str, found: frozenset[str], operation: str) -> None:
     assert micro_kernels(precision, variant, found)[0].operation == operation
-
-
-@pytest.mark.parametrize(
-    ("variant", "found", "has"),
-    [
-        ("amx", SAPPHIRE_RAPIDS, True),
-        ("avx512_bf16", ZEN_5, True),
-        ("avx512", ZEN_5, False),
-        ("avx2", HASWELL, False),
-        ("portable", NEON, False),
-    ],
-)
-def test_auto_takes_bfloat16_only_where_the_kernels_multiply_it(
-    variant: str, found: frozenset[str], has: bool
-) -> None:
-    assert multiplies_bfloat16(variant, found) == has
+    if precision == "bfloat16":  # which `--dtype auto` takes only where the kernels multiply it as such
+        assert multiplies_bfloat16(variant, found) == (operation != "bf16_fma")
 
 
 def test_every_precision_runs_everywhere() -> None:

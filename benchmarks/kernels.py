@@ -1,7 +1,7 @@
 """Times the kernels of a CPU stage on a 124M-shaped GPT-2 with random weights.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py step [--dtype bfloat16] [--quantization int8] [--threads 1,2]
-    OMP_NUM_THREADS=1 python benchmarks/kernels.py products [--rows 1,8,16] [--precision int8]
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py products [--rows 1,8,16] [--precision int4]
 
 `step` prints the milliseconds of a step of the whole model in one stage, by numbers of decoding rows and prompt
 tokens: the fastest by one thread, by several, and by tensor ranks that are threads, in turns.
@@ -110,7 +110,8 @@ def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) ->
     padded = -(-num_rows // tile_rows) * tile_rows
     x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
     x[:] = np.random.default_rng(0).standard_normal(x.shape)
-    words, scales = aligned(padded * 3072 * kind.steps // kind.inputs, np.int32), aligned(padded, np.float32)
+    words = aligned(padded * 3072 // kind.chunk_inputs * kind.row_bytes // 4, np.int32)
+    scales = aligned(padded, np.float32)
     y = aligned((padded, 3072), np.float32)
 
     def multiply_all() -> None:
@@ -182,7 +183,7 @@ def products(rows: str, precision: tuple[str, ...], seconds: float) -> None:
         }
         for num_rows in map(int, rows.split(",")):
             contenders = {label: ours(kind, num_rows, layers[label]) for label, kind in kinds.items()}
-            if name != "int8":
+            if not name.startswith("int"):
                 contenders["oneDNN"] = onednn(dtype, num_rows)
             for label, ms in best_of(contenders, seconds, time.thread_time).items():
                 gflops, gbytes = 2 * num_weights * num_rows / ms / 1e6, num_weights * dtype.itemsize / ms / 1e6

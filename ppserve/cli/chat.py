@@ -71,7 +71,10 @@ class ChatServer:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--url", f"{url!r} is not http://HOST:PORT")
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/").removesuffix("/v1")
-        self._tls = ssl.create_default_context(cafile=authority) if parts.scheme == "https" else None
+        try:
+            self._tls = ssl.create_default_context(cafile=authority) if parts.scheme == "https" else None
+        except ssl.SSLError:
+            raise ConfigError("--tls-ca", f"{authority} holds no PEM certificate") from None
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -109,16 +112,13 @@ class Dialogue:
     def __init__(self, server: ChatServer, system: str | None, options: dict[str, Any], retry_s: float) -> None:
         self._server, self._options, self._retry_s = server, options, retry_s
         self.system = system
-        self._history: list[dict[str, str]] = []
-
-    def reset(self) -> None:
-        self._history = []
+        self.history: list[dict[str, str]] = []
 
     def ask(self, text: str, shows_timings: bool) -> None:
         """Prints the answer as it comes; Ctrl-C ends it. Raises PpserveError, and then nothing was said."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
-        answer = ReceivedAnswer({**self._options, "messages": [*told, *self._history, question]})
+        answer = ReceivedAnswer({**self._options, "messages": [*told, *self.history, question]})
         begun_s, first_s = time.monotonic(), 0.0
         try:
             for new in self._texts(answer):
@@ -128,7 +128,7 @@ class Dialogue:
             pass
         finally:
             say("")
-        self._history += [question, {"role": "assistant", "content": answer.text}]
+        self.history += [question, {"role": "assistant", "content": answer.text}]
         if shows_timings:
             took_s = time.monotonic() - begun_s
             rate = (answer.num_tokens - 1) / max(took_s - first_s, 1e-9)
@@ -194,7 +194,7 @@ def chat(url: str, api_key_file: Path | None, tls_ca: Path | None, **flags: Any)
         if command == "/quit":
             break
         if command == "/reset":
-            conversation.reset()
+            conversation.history.clear()
         elif command == "/system":
             conversation.system = rest.strip() or None
         elif command.startswith("/"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -12,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from tests.certificates import make_certificates, needs_openssl
 
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
@@ -30,6 +36,10 @@ def say(handler: BaseHTTPRequestHandler, *events: bytes) -> None:
         handler.wfile.write(part)
 
 
+def short(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
+    say(handler, event("end", [3], "stop"))
+
+
 def refuse(handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
     content = json.dumps({"error": {"message": message}}).encode()
     handler.send_response(status)
@@ -39,7 +49,7 @@ def refuse(handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
 
 
 @contextmanager
-def answering(*answers: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def answering(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server that gives these answers in turn: its address, and the bodies that it was sent."""
     bodies: list[dict[str, Any]] = []
 
@@ -53,9 +63,11 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}", bodies
     finally:
         server.shutdown()
         server.server_close()
@@ -110,12 +122,9 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     def no(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
         refuse(handler, 400, "messages: too\nlong")
 
-    def yes(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        say(handler, event("ok", [1], "stop"))
-
-    with answering(no, yes) as (url, bodies):
+    with answering(no, short) as (url, bodies):
         done = chat(url, "a\nb\n")
-    assert (done.returncode, done.stdout.split()) == (0, ["ok"])
+    assert (done.returncode, done.stdout.split()) == (0, ["end"])
     assert done.stderr == "ppserve: error: messages: too long\n"
     assert [m["content"] for m in bodies[1]["messages"]] == ["b"]
     gone = chat(url, "a\n", "--retry", "0")
@@ -138,13 +147,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
         except OSError:
             pass
 
-    def short(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        say(handler, event("end", [3], "stop"))
-
     with answering(endless, short) as (url, bodies):
-        process = subprocess.Popen(
-            command(url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ}
-        )
+        process = subprocess.Popen(command(url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("go\n")
@@ -156,3 +160,54 @@ def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
     assert out.endswith("\nend\n")
     assert [m["role"] for m in bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert bodies[1]["messages"][1]["content"].startswith("and so")
+
+
+def test_ctrl_c_at_the_prompt_begins_the_line_anew() -> None:
+    terminal, theirs = pty.openpty()
+    shown = ""
+
+    def until(text: str, unless: Callable[[], None] = lambda: None) -> None:
+        """Reads up to this text. unless: is called again and again while nothing comes."""
+        nonlocal shown
+        while text not in shown:
+            if select.select([terminal], [], [], 2)[0]:
+                shown += os.read(terminal, 1000).decode()
+            else:
+                unless()
+        shown = shown.partition(text)[2]
+
+    with answering(short) as (url, bodies):
+        process = subprocess.Popen(
+            command(url), stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"}
+        )
+        os.close(theirs)
+        until("> ")
+        os.write(terminal, b"never mind")
+        until("never mind")
+        process.send_signal(signal.SIGINT)
+        # Python loses one that comes just before it waits for the next key.
+        until("> ", unless=lambda: process.send_signal(signal.SIGINT))
+        os.write(terminal, b"now\n")
+        until("end")
+        until("> ")
+        os.write(terminal, b"/quit\n")
+        assert process.wait(30) == 0
+    os.close(terminal)
+    assert [message["content"] for message in bodies[0]["messages"]] == ["now"]
+
+
+@needs_openssl
+def test_an_https_server_is_asked_where_its_authority_is_trusted(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
+    with answering(short, tls=context) as (url, bodies):
+        done = chat(url, "hi\n", "--tls-ca", str(tmp_path / "ca.pem"))
+        assert (done.returncode, done.stdout) == (0, "end\n")
+        unknown = chat(url, "hi\n", "--retry", "0")
+        assert unknown.returncode == 1
+        assert "certificate" in unknown.stderr
+        none = chat(url, "hi\n", "--tls-ca", str(tmp_path / "leaf.key"))
+        assert (none.returncode, none.stdout) == (2, "")
+        assert none.stderr.startswith("ppserve: error: --tls-ca: ")
+    assert len(bodies) == 1

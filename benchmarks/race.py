@@ -69,7 +69,7 @@ class Timing:
     """The prompts and one token each."""
     total_s: float
     memory: Sequence[tuple[int, int]] = ()
-    """Of each of our stages: the most bytes that were resident, and those that it may occupy."""
+    """Of each of our stages: the bytes that it occupies, and those that it may."""
 
 
 Figures = tuple[float, float, Sequence[tuple[int, int]]]
@@ -96,15 +96,16 @@ async def _time_served(target: str, count: int, seed: int) -> Figures:
         total = await timed(caller, served, whole.workload(served, 2 * seed + 2), count, count)
         stages = (await caller.topology()).stages
     allowed = [stage.weight_bytes + stage.kv_bytes + MEMORY_BESIDE for stage in stages]
-    return prefill.duration, total.duration, list(zip(_most_resident(), allowed, strict=True))
+    return prefill.duration, total.duration, list(zip(_occupied(), allowed, strict=True))
 
 
-def _most_resident() -> list[int]:
-    """Bytes of each stage of the server that was started here."""
+def _occupied() -> list[int]:
+    """Bytes of each stage of the server that was started here, without pages of files, which take no memory from
+    others."""
     ranks = [child for child in psutil.Process().children(recursive=True) if child.name() == "ppserve.stage"]
     ranks.sort(key=lambda rank: int(rank.environ()["RANK"]))
     statuses = [Path(f"/proc/{rank.pid}/status").read_text() for rank in ranks]
-    return [int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) << 10 for status in statuses]
+    return [int(re.findall(r"RssAnon:\s+(\d+)", status)[0]) << 10 for status in statuses]
 
 
 def run_peer(
@@ -186,14 +187,14 @@ def speed_table(timings: Sequence[Timing], count: int) -> list[str]:
 
 
 def memory_table(timings: Sequence[Timing]) -> list[str]:
-    """Markdown: what our stages occupied at most, and what they may."""
-    what = f"MB of each stage at most (weights + KV + {MEMORY_BESIDE >> 20})"
+    """Markdown: what our stages occupied, and what they may."""
+    what = f"MB of each stage (at most weights + KV + {MEMORY_BESIDE >> 20})"
     lines = ["", row(what, PRECISIONS), "|---" * (len(PRECISIONS) + 1) + "|"]
     for name in OURS:
         cells = []
         for precision in PRECISIONS:
             of_runs = [t.memory for t in timings if (t.contender, t.precision) == (name, precision)]
-            stages = [max(stage) for stage in zip(*of_runs, strict=True)]
+            stages = [max(stage) for stage in zip(*filter(None, of_runs), strict=True)]
             cells.append(", ".join(f"{most >> 20} ({allowed >> 20})" for most, allowed in stages))
         lines.append(row(name, cells))
     return lines

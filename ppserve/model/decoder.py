@@ -12,6 +12,8 @@ T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -103,4 +105,7 @@ def load_stage(
     """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
     parts: ModelParts = import_module(FAMILIES[checkpoint.architecture.family].module).PARTS
     with torch.inference_mode():
-        return Decoder(WeightReader(checkpoint, layout, backend, progress), parts)
+        model = Decoder(WeightReader(checkpoint, layout, backend, progress), parts)
+    with contextlib.suppress(AttributeError):  # glibc alone has it, and keeps what packing freed
+        ctypes.CDLL(None).malloc_trim(0)
+    return model

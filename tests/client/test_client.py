@@ -206,6 +206,7 @@ def test_a_full_server_is_asked_again() -> None:
         assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
     heard: list[CallFailed] = []
     # A pause in which the server goes: gRPC ends a call that it finds under way as CANCELLED.

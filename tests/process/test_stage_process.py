@@ -219,6 +219,7 @@ def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
     assert process.reap() == 0
 
 
+@pytest.mark.slow
 def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) -> None:
     process = server_of("", SLOW_IMPORT + RUN).fork()
     assert process.listen(30) == [""]

@@ -116,6 +116,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         "{{ messages.__class__ }}{{ messages.clear() }}",
     ],
 )
+@pytest.mark.slow
 def test_a_template_takes_neither_much_time_nor_much_memory(source: str) -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}fine", {})
     messages = messages_of([("user", "a"), ("assistant", "b")])

@@ -143,6 +143,7 @@ def test_download_then_offline(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.asked) == len(needed)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for environment, problem in (
@@ -155,6 +156,7 @@ def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
         assert problem in answer
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     """It accepts connections and is silent. `within` bounds the wait, whatever the library would do."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -125,6 +125,7 @@ def test_a_message_is_not_decompressed() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_metadata_has_a_limit_and_is_told() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes

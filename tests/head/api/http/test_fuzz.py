@@ -144,6 +144,7 @@ def song(port: int) -> bytes:
 
 @given(asked=st.lists(strange, min_size=5, max_size=20))
 @served_each
+@pytest.mark.slow
 def test_strange_bodies_and_headers(
     tmp_path_factory: pytest.TempPathFactory, asked: list[tuple[tuple[str, bytes], dict[str, str]]]
 ) -> None:

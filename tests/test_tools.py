@@ -11,7 +11,10 @@ import tiktoken
 import torch
 import transformers
 
+from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.writers import architecture, random_tensors, write_gguf
 from tools import make_random_gpt2 as random_maker
+from tools import make_random_llama
 from tools import make_tiny_model as tiny_maker
 from tools.make_random_gpt2 import gpt2_config
 
@@ -59,3 +62,21 @@ def test_a_random_model_loads_in_transformers_and_comes_from_its_seed(tmp_path: 
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert sum(p.numel() for p in model.parameters()) == 300 * 48 + 64 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48
+
+
+def test_a_random_llama_has_the_sizes_asked_for_weights_around_zero_and_another_models_tokenizer(
+    tmp_path: Path,
+) -> None:
+    other = architecture()
+    tokenizer = write_gguf(tmp_path / "other.gguf", other, random_tensors(other))
+    sizes = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "inner": 96}
+    count = make_random_llama.write(tmp_path / "a.gguf", **sizes, tokenizer=tokenizer)
+    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
+    arch = checkpoint.architecture
+    assert (arch.num_layers, arch.width, arch.num_heads, arch.num_kv_heads, arch.inner_width) == (2, 64, 4, 2, 96)
+    assert arch.num_params == count
+    assert arch.vocab_size == other.vocab_size
+    up = checkpoint.tensor("h.1.mlp.up.weight")
+    assert abs(up.mean()) < make_random_llama.STD / 20
+    assert up.std() == pytest.approx(make_random_llama.STD, rel=0.1)
+    assert checkpoint.four_bits("h.1.mlp.down.weight", (slice(0, 64),)) is not None

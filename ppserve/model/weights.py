@@ -17,9 +17,11 @@ from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
-
 Outputs = tuple[str, slice]
 """Some outputs of a linear layer, by its canonical name without `.weight`."""
+
+_EMBEDDING_ROWS = 1024
+"""Read at once."""
 
 
 class StoredMatrix:
@@ -84,8 +86,15 @@ class WeightReader:
         self._total_bytes = stage_params(self.arch, layout) * stored.itemsize
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """These columns of an embedding."""
-        return self._stored(name, TensorPart(columns=columns))
+        """These columns of an embedding. No other tensor is as large: its parts are read one after the other."""
+        num_rows, _ = self._shapes[name]
+        dtype, device = self.backend.precision.hidden, self.backend.device
+        kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
+        for begin in range(0, num_rows, _EMBEDDING_ROWS):
+            rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))
+            kept_Vd[rows] = self._tensor(name, TensorPart((rows,), columns))
+        self.weight_bytes += kept_Vd.nbytes
+        return kept_Vd
 
     def norm(self, name: str) -> NormWeights:
         weight_D = self._stored(f"{name}.weight")

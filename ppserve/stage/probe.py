@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -121,8 +122,7 @@ def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path
 
 
 def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int]) -> PartCosts:
-    layouts = (StageLayout(0, 1, 0, num_sublayers, *rank) for num_sublayers in (0, 1, 2))
-    bare, attention, layer = (_stage(checkpoint, compute, layout, step.plan) for layout in layouts)
+    bare, attention, layer = _stages(checkpoint, compute, rank, step.plan)
     undrawn = replace(step.plan, slices=tuple(replace(piece, draw=None) for piece in step.plan.slices))
     steps = [(bare, undrawn), (bare, step.plan), (attention, undrawn), (layer, undrawn)]
     # CPU time where one thread computes: ranks that measure at the same time may share cores.
@@ -145,12 +145,16 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank:
     return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=step.drawn_share * head_s)
 
 
-def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: StepPlan) -> Stage:
-    """A lone stage with these sublayers, and with KV blocks for this step."""
-    model = load_stage(checkpoint, layout, compute.backend(compute.dtype))
+def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
+    """Lone stages with no sublayer, one and two. They share embedding and head, of which several may not fit."""
+    layout = StageLayout(0, 1, 0, 2, *rank)
+    whole = load_stage(checkpoint, layout, compute.backend(compute.dtype))
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
-    cache = model.backend.make_cache(model.arch, layout, num_blocks, BLOCK_SIZE)
+    cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
-    (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    return Stage(model, cache, alone)
+    (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=compute.device),))
+    bare, half = copy(whole), copy(whole)
+    bare.blocks, half.blocks = [], [copy(whole.blocks[0])]
+    half.blocks[0].mlp = None
+    return [Stage(model, cache, alone) for model in (bare, half, whole)]

@@ -119,9 +119,9 @@ class TwoHosts:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def wait_ready(self, head: Agent) -> str:
+    def wait_ready(self, head: Agent, within_s: float = START_WITHIN_S) -> str:
         """The address of gRPC on host 0."""
-        until_s = time.monotonic() + START_WITHIN_S
+        until_s = time.monotonic() + within_s
         while (match := READY.search(head.log)) is None:
             logs = "\n".join(f"--- {agent.log_path.name}\n{agent.log[-3000:]}" for agent in self.agents)
             assert time.monotonic() < until_s, f"not ready in time\n{logs}"

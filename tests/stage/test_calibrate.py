@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Split
 from ppserve.core.partition import ExpectedWorkload, PartCosts
+from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.tensors import FileCheckpoint
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage.device import Compute
 from ppserve.stage.probe import measure_costs, part_costs
@@ -72,3 +75,22 @@ def test_only_what_decides_something_is_measured(cache: Path) -> None:
     assert measured(PipelineSettings(layers=Split.parse("5,3")), 2) == set()
     assert measured(PipelineSettings(), 1) == set()
     assert measured(PipelineSettings(), 9) == set(), "the head says that these are too many"
+
+
+class Recording(FileCheckpoint):
+    """A checkpoint that remembers how many numbers of each tensor were read."""
+
+    read: Counter[str]
+
+    def __init__(self, of: FileCheckpoint) -> None:
+        vars(self).update(vars(of), read=Counter())
+
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
+        found = super().tensor(name, part)
+        self.read[name] += found.numel()
+        return found
+
+
+def test_a_measurement_reads_the_embedding_once_which_may_be_gigabytes(cache: Path) -> None:
+    part_costs(recording := Recording(TINY), COMPUTE, STEP)
+    assert recording.read["wte.weight"] == TINY.architecture.padded_vocab_size * TINY.architecture.width

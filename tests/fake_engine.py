@@ -97,7 +97,7 @@ class ByteCodec:
 
     special_ids: Mapping[str, int] = {"<eos>": EOS}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, continues: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:

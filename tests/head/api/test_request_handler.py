@@ -103,9 +103,9 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     threads = set()
 
     class Codec(ByteCodec):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, continues: bool = False) -> list[int]:
             threads.add(threading.get_ident())
-            return super().encode(text)
+            return super().encode(text, continues)
 
     async def main() -> None:
         await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", "hello " * 1000)

@@ -32,8 +32,13 @@ chat: setup
 serve: setup
 	$(BIN)/ppserve serve --stages $(STAGES) $(ARGS)
 
+# Tries once: the tests of a real model skip without it, and say so.
+$(VENV)/.fetched: $(VENV)/.ready
+	-$(BIN)/ppserve fetch smollm2
+	touch $@
+
 # Two workers. In the files' order, so that those with long tests are not left to one worker at the end.
-test: setup
+test: setup $(VENV)/.fetched
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # For every save: no servers, no ranks, no long computations. A test that reaches the limit is to be marked slow.

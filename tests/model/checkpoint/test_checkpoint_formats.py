@@ -80,7 +80,10 @@ def test_llmc(tmp_path: Path, version: int, vocab_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("F32", 0.0), ("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 2e-2), ("Q4_0", 0.3), ("Q4_1", 0.3)],
+    [
+        *(("F32", 0.0), ("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 2e-2)),
+        *(("Q4_0", 0.3), ("Q4_1", 0.3), ("Q5_0", 0.2), ("Q5_1", 0.2)),
+    ],
 )
 def test_gguf(tmp_path: Path, kind: str, tolerance: float) -> None:
     """Numbers near those written, exactly so where they are not quantized; parts are those of the whole."""

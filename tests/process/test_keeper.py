@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,24 +20,17 @@ MEETING = wire.Meeting("/nobody/listens", Path("/nobody/knows"), is_ours=False)
 START = wire.Start(ServeConfig(), 1, 2, MEETING)
 KNOWS_HEAD = "started\nconnected"
 FOREVER = float("inf")
+ONE_REPLICA = PipelineSettings()
 
 # Seconds after the event before it, and a line that the stage writes or something that happens meanwhile.
 Event = tuple[float, str | Callable[[], object]]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class ScriptedStage:
     """Lives through its events, then ends with `code`; a silence of FOREVER is a stage that is frozen."""
 
-    def __init__(self, clock: Clock, events: Iterable[Event] = (), code: int = CRASHED) -> None:
-        self._clock = clock
+    def __init__(self, scene: Scene, events: Iterable[Event], code: int) -> None:
+        self._scene = scene
         self._events = list(events)
         self._code = code
         self.started: wire.Start | None = None
@@ -52,10 +46,10 @@ class ScriptedStage:
             return None
         after_s, event = self._events[0]
         if after_s > timeout_s:
-            self._clock.now_s += timeout_s
+            self._scene.now_s += timeout_s
             self._events[0] = (after_s - timeout_s, event)
             return []
-        self._clock.now_s += after_s
+        self._scene.now_s += after_s
         del self._events[0]
         if isinstance(event, str):
             return event.split("\n")
@@ -64,7 +58,7 @@ class ScriptedStage:
 
     def kill(self) -> None:
         if self.killed_at_s is None:
-            self.killed_at_s = self._clock.now_s
+            self.killed_at_s = self._scene.now_s
 
     def reap(self) -> int:
         assert not self.has_ended
@@ -75,8 +69,8 @@ class ScriptedStage:
 class Scene:
     """A keeper of stage 1 of 2, and its fork server with the stages that it will fork, in this order."""
 
-    def __init__(self, meeting: wire.Meeting = MEETING, pipeline: PipelineSettings | None = None) -> None:
-        self.clock = Clock()
+    def __init__(self, meeting: wire.Meeting = MEETING, pipeline: PipelineSettings = ONE_REPLICA) -> None:
+        self.now_s = 1000.0
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
         self.num_forked = 0
@@ -84,13 +78,13 @@ class Scene:
         """Attempts to start a stage, counted from 1, at which the system has no descriptor left."""
         self.num_attempts = 0
         self.on_sleep: Callable[[], object] = lambda: None
-        config = ServeConfig(pipeline=pipeline or PipelineSettings())
         self.has_ended = False
-        self.keeper = Keeper(config, 1, 2, meeting, self, clock=self.clock, sleep=self._sleep)  # type: ignore[arg-type]
+        about: Any = ServeConfig(pipeline=pipeline), 1, 2, meeting, self
+        self.keeper = Keeper(*about, clock=lambda: self.now_s, sleep=self._sleep)
 
     def stage(self, *events: Event, code: int = CRASHED, times: int = 1) -> ScriptedStage:
         """The next one, or so many of the same kind."""
-        self.stages += [ScriptedStage(self.clock, events, code) for _ in range(times)]
+        self.stages += [ScriptedStage(self, events, code) for _ in range(times)]
         return self.stages[-1]
 
     def run(self) -> int:
@@ -110,7 +104,7 @@ class Scene:
 
     def _sleep(self, seconds: float) -> None:
         self.on_sleep()
-        self.clock.now_s += seconds
+        self.now_s += seconds
 
 
 @pytest.fixture
@@ -136,7 +130,7 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     last = scene.stage(code=0)
     assert scene.run() == 0
     assert last.started == START
-    assert scene.clock.now_s == 1001, "each is followed at once"
+    assert scene.now_s == 1001, "each is followed at once"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +138,7 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     [
         (PipelineSettings(replicas=2), "ready", 0),
         (PipelineSettings(parallel="auto"), "ready", 0),  # how many replicas there are, only the head knows
-        (PipelineSettings(), "ready", EXIT_USAGE),
+        (ONE_REPLICA, "ready", EXIT_USAGE),
         (PipelineSettings(replicas=2), "", EXIT_USAGE),
     ],
 )
@@ -177,7 +171,7 @@ def test_signs_of_life_keep_a_stage_alive_and_a_keeper_that_was_held_up_listens_
     """Each new stage has the long limit again."""
 
     def hold_up() -> None:
-        scene.clock.now_s += 10 * FROZEN_WHILE_PREPARING_S
+        scene.now_s += 10 * FROZEN_WHILE_PREPARING_S
 
     scene.stage((1, KNOWS_HEAD), *[(FROZEN_AFTER_S - 0.5, "")] * 50, (0, hold_up), (0, ""), (1, ""))
     long_s = FROZEN_WHILE_PREPARING_S - 1
@@ -204,7 +198,7 @@ def test_a_cause_that_passes_by_does_not_use_up_all_lives(scene: Scene, capfd: p
     """Each is forked within milliseconds, and dies within them. No head can be told of it."""
     scene.stage(times=MAX_DEATHS, code=KILLED)
     assert scene.run() == 1
-    assert 15 < scene.clock.now_s - 1000 < 45
+    assert 15 < scene.now_s - 1000 < 45
     assert f"stage 1 died {MAX_DEATHS} times in a row (last code -9)" in capfd.readouterr().err
 
 
@@ -212,7 +206,7 @@ def test_no_life_is_waited_for_longer_than_a_stop_lasts(scene: Scene) -> None:
     scene.stage(times=MAX_DEATHS)
     scene.on_sleep = lambda: scene.keeper.stop(20.0)
     assert scene.run() == 1
-    assert scene.clock.now_s <= 1000.5
+    assert scene.now_s <= 1000.5
     assert scene.num_forked == 3, "the third is killed at once"
 
 
@@ -265,7 +259,7 @@ def test_it_is_not_tried_for_ever_nor_longer_than_a_stop_lasts(scene: Scene, gra
     assert scene.run() == 1
     assert scene.num_attempts <= MAX_DEATHS
     if grace_s == 3.0:
-        assert scene.clock.now_s <= 1001 + grace_s + 0.5
+        assert scene.now_s <= 1001 + grace_s + 0.5
 
 
 # ---- stopping ----------------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ class Engine(threading.Thread):
     @property
     def is_healthy(self) -> bool:
         """Whether a replica's stages are all there, and answer."""
-        return any(replica.members.formed for replica in tuple(self._living))
+        now_ns = self._clock()
+        return any(replica.members.is_healthy(now_ns) for replica in tuple(self._living))
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function in the engine's thread, in its turn."""

@@ -20,20 +20,13 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.errors import StagesLost, UsageError, WireError
 from ppserve.head.engine.control import ControlPlane
-from ppserve.head.engine.member import (
-    RESTART,
-    Decision,
-    EpochLost,
-    Formed,
-    Member,
-    MemberEvent,
-    StageState,
-)
+from ppserve.head.engine.member import RESTART, Decision, EpochLost, Formed, Member, MemberEvent, StageState
 from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
+_HEALTHY_WITHIN_NS = 2_000_000_000
 # A silent stage ends the epoch, so that health says so and the others are free. It keeps its connection, and so
 # its weights, for longer: a link or a process that comes back costs no loading.
 _SILENT_NS = 2_500_000_000
@@ -69,7 +62,8 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole.
+    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole, and ask
+    `is_healthy`.
     """
 
     def __init__(
@@ -207,6 +201,10 @@ class Members:
     def head_paused(self, now_ns: int) -> bool:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
+
+    def is_healthy(self, now_ns: int) -> bool:
+        """Whether every rank serves and was heard lately. None is heard while the engine's thread hangs."""
+        return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
     # ---- changes of state -----------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Faults:
         hurt = self._random.choice(("dies", "dies", "requests", "cut")[: 3 + (self._history.num_stages > 1)])
         self._world.note(f"rank {rank} for ever: {hurt}")
         if hurt == "dies":
-            host.ends_at_once = rank, self._random.choice((0.5, 15.0))
+            host.ends_after_s[rank] = self._random.choice((0.5, 15.0))
         elif hurt == "requests":  # it computes probes, and there is always a request
             host.dies_of_requests = rank
             self._history.all_may_be_convicted = True

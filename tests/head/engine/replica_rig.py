@@ -1,7 +1,8 @@
-"""A replica with scripted time and ranks."""
+"""Replicas, alone or behind an engine, with scripted time and ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ppserve import wire
@@ -9,14 +10,19 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
-from ppserve.core.request import Request, SamplingParams, StopConditions
+from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder
 from ppserve.core.scheduling.request_queue import RequestQueue
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
+from ppserve.errors import RequestError
 from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, StepObserver
+from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
+from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, decision
 from tests.hellos import hello
@@ -24,11 +30,12 @@ from tests.hellos import hello
 MS = 1_000_000
 
 
-class Notes(StepObserver):
-    """The callbacks, in order."""
+class Notes(RequestObserver, StepObserver):
+    """The callbacks, in order, but for loads. in_flight: steps, with each load."""
 
     def __init__(self) -> None:
         self.called: list[tuple[object, ...]] = []
+        self.in_flight: list[int] = []
 
     def on_step_sent(self, replica: int, step: Step) -> None:
         self.called.append(("sent", step.plan.step_id))
@@ -39,28 +46,42 @@ class Notes(StepObserver):
     def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
         self.called.append(("died", stage, cause))
 
+    def on_refused(self, error: RequestError) -> None:
+        self.called.append(("refused", error.reason))
+
+    def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        self.called.append(("output", opened.request.id))
+
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
+        self.in_flight.append(in_flight)
+
 
 class Rig:
-    """The second of two replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
+    """The last of several replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
 
-    def __init__(self, num_stages: int = 2, num_tensor: int = 1, **config: Any) -> None:
+    def __init__(self, num_stages: int = 2, num_tensor: int = 1, num_replicas: int = 2, **config: Any) -> None:
         self.now_ns = SECOND
-        self.grid = RankGrid(num_tensor, 2, num_stages)
-        self.ranks = self.grid.ranks_of(1)
-        self.control = ScriptedControl()
-        self.notes = Notes()
+        self.grid = RankGrid(num_tensor, num_replicas, num_stages)
+        self.ranks = self.grid.ranks_of(num_replicas - 1)
+        self.control, self.notes, self.request_queue = ScriptedControl(), Notes(), RequestQueue()
+        self.draws = SamplingDecoder()
         decided = decision(num_stages, **config)
-        members = Members(self.grid, "here", lambda hellos: decided, self.control, replica=1)
-        self.request_queue = RequestQueue()
-        self.replica = Replica(members, self.control, [self.notes], lambda: self.now_ns, self.request_queue)
+        about = self.grid, "here", lambda hellos: decided, self.control
+        members = [Members(*about, number) for number in range(num_replicas)]
+        rest = self.control, [self.notes], lambda: self.now_ns, self.request_queue
+        self.replicas = [Replica(each, *rest) for each in members]
+        self.replica = self.replicas[-1]
 
-    def say(self, rank: int, message: wire.FromStage) -> list[SequenceEvent]:
-        return self.replica.handle_rank(Received(rank, self.now_ns, message))
+    def hear(self, *events: Received | Disconnected) -> list[SequenceEvent]:
+        return [outcome for event in events for outcome in self.replica.handle_rank(event)]
 
-    def greet(self, rank: int, why_not: str = "") -> None:
+    def say(self, rank: int, *messages: wire.FromStage) -> list[SequenceEvent]:
+        return self.hear(*[Received(rank, self.now_ns, message) for message in messages])
+
+    def greet(self, rank: int, why_not: str = "", weights: str = "") -> None:
         """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
-        self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here")))
-        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
+        greeting = hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here"), weights=weights)
+        self.say(rank, greeting, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
 
     def join(self) -> list[SequenceEvent]:
         """All ranks join the epoch that the first was invited to."""
@@ -125,7 +146,7 @@ class Rig:
     def lose(self, rank: int, cause: str = "exit") -> list[SequenceEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
-        events = self.replica.handle_rank(Disconnected(rank, cause))
+        events = self.hear(Disconnected(rank, cause))
         for other in self.ranks:
             if other != rank:
                 events += self.say(other, wire.Broken(epoch, "told"))
@@ -146,6 +167,59 @@ class Rig:
 
     def times(self) -> tuple[StageTimes, ...]:
         return self.replica.read(self.now_ns).times
+
+
+class Reader:
+    """A sink that keeps its outputs."""
+
+    def __init__(self) -> None:
+        self.outputs: list[TokenOutput] = []
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        self.outputs += outputs
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """None while it has not ended."""
+        return self.outputs[-1].finish if self.outputs else None
+
+
+class EngineRig(Rig):
+    """An engine of replicas of one rank each, which compute when the test says so."""
+
+    def __init__(self, *weights: str, num_replicas: int = 1, **config: Any) -> None:
+        """weights: of the replicas that have formed."""
+        super().__init__(1, num_replicas=num_replicas, **config)
+        self._num_computed = 0
+        self.engine = Engine(self.replicas, self.control, self.notes, lambda call: call(), lambda: self.now_ns)
+        for rank, which in enumerate(weights):
+            self.greet(rank, weights=which)
+            self.say(rank, wire.StoreOpened(1, 1), wire.Ready(1))
+
+    def hear(self, *events: Received | Disconnected) -> list[SequenceEvent]:
+        self.control.arrived += events
+        self.engine.turn()
+        return []
+
+    def open(self, request: Request) -> Reader:
+        """Raises the error of a request that is refused."""
+        reader = Reader()
+        queued = self.engine.submit(OpenRequest(request, reader, no_tokenizer()))
+        self.engine.turn()
+        queued.result(0)
+        return reader
+
+    def finish(self, *readers: Reader) -> None:
+        """The only rank computes steps until these have ended."""
+        while not all(reader.finish for reader in readers):
+            plans = [message for _, message in self.control.sent if isinstance(message, wire.Plan)]
+            message = plans[self._num_computed]
+            self._num_computed += 1
+            self.say(0, self.result(self.draws.decode(message.plan, message.sampling), 0))
+
+    @property
+    def serving(self) -> list[bool]:
+        return [replica.serves for replica in self.replicas]
 
 
 def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:

@@ -46,8 +46,8 @@ class Host:
         """A stage whose neighbour is gone finds its transport broken; else it waits for the head's word."""
         self.poison_breaks = world.random.random() < 0.3
         """A request that kills does it by an error, which the stage survives."""
-        self.ends_at_once: tuple[int, float] | None = None
-        """A rank whose stages compute nothing and die so many seconds after they have begun."""
+        self.ends_after_s: dict[int, float] = {}
+        """Of ranks whose stages compute nothing and die so many seconds after they have begun."""
         self.dies_of_requests: int | None = None
         """A rank whose stages compute nothing but probes."""
         self.num_deaths = 0
@@ -115,8 +115,8 @@ class StageProcess:
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
-        if self._ends_at_once and host.ends_at_once:
-            host.world.after(host.ends_at_once[1], lambda: self.end("as every time"))
+        if rank in host.ends_after_s:
+            host.world.after(host.ends_after_s[rank], lambda: self.end("as every time"))
         self._forget()
 
     def _forget(self) -> None:
@@ -137,10 +137,6 @@ class StageProcess:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._world.after(seconds, lambda: self.do(action))
-
-    @property
-    def _ends_at_once(self) -> bool:
-        return self._host.ends_at_once is not None and self._host.ends_at_once[0] == self.rank
 
     def end(self, why: str, code: int = _KILLED) -> None:
         if not self.is_alive:
@@ -276,7 +272,7 @@ class StageProcess:
             self._compute()
 
     def _compute(self) -> None:
-        if self._computes or not self._is_ready or not self._plans or self._ends_at_once:
+        if self._computes or not self._is_ready or not self._plans or self.rank in self._host.ends_after_s:
             return
         if self.stage and self._plans[0][0].step_id not in self._arrived:
             return

@@ -26,6 +26,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
+        self.between = self.random.uniform
         self.now_ns = SECOND
         self.trace: list[str] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
@@ -34,9 +35,6 @@ class World:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (self.now_ns + int(seconds * SECOND), self._num_events, action))
-
-    def between(self, least_s: float, most_s: float) -> float:
-        return self.random.uniform(least_s, most_s)
 
     def step(self) -> None:
         """The next event."""

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
 HEARTBEAT = wire.Heartbeat(1, 2)
+SOON, LATE = {"greeting_timeout_s": 0.5}, {"greeting_timeout_s": AGES_S}
 # Of the sockets' buffers: systems differ, and let them grow to many megabytes.
 _SMALL = 1 << 18
 Events = list[Received | Disconnected]
@@ -34,11 +35,22 @@ Events = list[Received | Disconnected]
 class Plane(SocketControlPlane):
     """The head's end, on a free port of this host. It has two ranks."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, ends: ExitStack, **settings: float) -> None:
+        self.ends = ends
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)
         self.port = listener.getsockname()[1]
         super().__init__(listener, 2, SECRET, **settings)
+        ends.callback(self.close, 0)
+
+    def proven(self, rank: int) -> Rank:
+        return Rank(self).prove(self, rank)
+
+    def greeted(self, rank: int) -> Rank:
+        peer = self.proven(rank)
+        peer.say(hello(rank))
+        until(self, lambda events: [event.rank for event in events if isinstance(event, Received)] == [rank])
+        return peer
 
     def serves(self, rank: int, peer: Rank) -> bool:
         """Whether a rank is still heard."""
@@ -51,6 +63,7 @@ class Rank:
 
     def __init__(self, control: Plane) -> None:
         self.connection = socket.create_connection(("127.0.0.1", control.port), timeout=WITHIN_S)
+        control.ends.callback(self.connection.close)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL)
         self._reader = wire.FrameReader(wire.FromHead)
         while not self._is_readable():
@@ -95,34 +108,11 @@ def hello(rank: int) -> wire.Hello:
     return hello_of(rank, 2, ARCH)
 
 
-@contextmanager
-def listening(**settings: float) -> Iterator[Plane]:
-    control = Plane(**settings)
-    try:
-        yield control
-    finally:
-        control.close(0)
-
-
-@contextmanager
-def greeted(control: Plane, rank: int) -> Iterator[Rank]:
-    with proven(control, rank) as peer:
-        peer.say(hello(rank))
-        until(control, lambda events: [event.rank for event in events if isinstance(event, Received)] == [rank])
-        yield peer
-
-
-@contextmanager
-def proven(control: Plane, rank: int) -> Iterator[Rank]:
-    with connected(control) as peer:
-        yield peer.prove(control, rank)
-
-
-@contextmanager
-def connected(control: Plane) -> Iterator[Rank]:
-    peer = Rank(control)
-    with closing(peer.connection):
-        yield peer
+@pytest.fixture
+def control(request: pytest.FixtureRequest) -> Iterator[Plane]:
+    """Its settings are the fixture's parameter."""
+    with ExitStack() as ends:
+        yield Plane(ends, **getattr(request, "param", {}))
 
 
 def until(control: Plane, condition: Callable[[Events], bool]) -> Events:
@@ -154,29 +144,29 @@ def has_ended(thread: threading.Thread) -> bool:
 # ---- who gets in ----
 
 
-def test_messages_come_in_order_with_their_rank_however_they_are_cut() -> None:
+def test_messages_come_in_order_with_their_rank_however_they_are_cut(control: Plane) -> None:
     said = [hello(1), wire.Loading(1, 2), wire.Failed("no memory")]
-    with listening() as control, connected(control) as peer:
-        stream = wire.encode(peer.proof(1))
-        for at in range(0, len(stream), 7):
-            peer.connection.sendall(stream[at : at + 7])
-            assert control.poll(0) == []
-        assert [type(answer) for answer in peer.hear()] == [wire.Welcome]
-        stream, events = b"".join(map(wire.encode, said)), list[Received | Disconnected]()
-        for at in range(0, len(stream), 7):
-            peer.connection.sendall(stream[at : at + 7])
-            events += control.poll(0)
-        events += until(control, lambda more: len(events) + len(more) == 3)
-        assert told(events) == [(1, message) for message in said]
-        times = [event.arrived_ns for event in events if isinstance(event, Received)]
-        assert times == sorted(times)
+    peer = Rank(control)
+    stream = wire.encode(peer.proof(1))
+    for at in range(0, len(stream), 7):
+        peer.connection.sendall(stream[at : at + 7])
+        assert control.poll(0) == []
+    assert [type(answer) for answer in peer.hear()] == [wire.Welcome]
+    stream, events = b"".join(map(wire.encode, said)), list[Received | Disconnected]()
+    for at in range(0, len(stream), 7):
+        peer.connection.sendall(stream[at : at + 7])
+        events += control.poll(0)
+    events += until(control, lambda more: len(events) + len(more) == 3)
+    assert told(events) == [(1, message) for message in said]
+    times = [event.arrived_ns for event in events if isinstance(event, Received)]
+    assert times == sorted(times)
 
 
-def test_the_head_finds_out_after_20_s_that_a_ranks_host_is_gone() -> None:
-    with listening() as control, connected(control):
-        (peer,) = control._strangers
-        assert isinstance(peer.connection, socket.socket)
-        assert finds_out_after_20_s(peer.connection)
+def test_the_head_finds_out_after_20_s_that_a_ranks_host_is_gone(control: Plane) -> None:
+    Rank(control)
+    (peer,) = control._strangers
+    assert isinstance(peer.connection, socket.socket)
+    assert finds_out_after_20_s(peer.connection)
 
 
 Says = Callable[[Rank], bytes]
@@ -203,136 +193,127 @@ def cut_off(control: Plane, stranger: Rank) -> Events:
 
 
 @pytest.mark.parametrize("says", REFUSED.values(), ids=REFUSED)
-def test_strangers_are_cut_off_and_ranks_stay(says: Says) -> None:
-    with listening() as control, greeted(control, 1) as known, connected(control) as stranger:
-        stranger.connection.sendall(says(stranger))
-        assert cut_off(control, stranger) == []
-        assert control.serves(1, known)
+def test_strangers_are_cut_off_and_ranks_stay(control: Plane, says: Says) -> None:
+    known, stranger = control.greeted(1), Rank(control)
+    stranger.connection.sendall(says(stranger))
+    assert cut_off(control, stranger) == []
+    assert control.serves(1, known)
 
 
 @pytest.mark.parametrize("is_proven", [False, True])
 @pytest.mark.parametrize(
-    ("words", "within_s"),
+    ("words", "control"),
     [
-        (b"", 0.5),
-        (wire.encode(hello(0))[:-1], 0.5),
-        (wire.encode(HEARTBEAT), AGES_S),
-        (wire.encode(hello(1)), AGES_S),
+        (b"", SOON),
+        (wire.encode(hello(0))[:-1], SOON),
+        (wire.encode(HEARTBEAT), LATE),
+        (wire.encode(hello(1)), LATE),
     ],
+    indirect=["control"],
     ids=["nothing", "a part", "no greeting", "another rank's"],
 )
 def test_who_does_not_finish_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
-    words: bytes, within_s: float, is_proven: bool
+    control: Plane, words: bytes, is_proven: bool
 ) -> None:
-    with listening(greeting_timeout_s=within_s) as control, greeted(control, 1) as silent:
-        with proven(control, 0) if is_proven else connected(control) as stranger:
-            stranger.connection.sendall(words)
-            assert cut_off(control, stranger) == []
-        assert control.serves(1, silent)
+    silent = control.greeted(1)
+    stranger = control.proven(0) if is_proven else Rank(control)
+    stranger.connection.sendall(words)
+    assert cut_off(control, stranger) == []
+    assert control.serves(1, silent)
 
 
-def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
-    with listening(greeting_timeout_s=AGES_S) as control, ExitStack() as crowd:
-        strangers = [crowd.enter_context(connected(control)) for _ in range(40)]
-        with greeted(control, 0) as rank:
-            assert strangers[0].is_cut_off
-            assert strangers[-19].is_cut_off
-            strangers[-1].prove(control, 1).say(hello(1))
-            assert told(until(control, bool)) == [(1, hello(1))]
-            assert control.serves(0, rank)
+@pytest.mark.parametrize("control", [LATE], indirect=True)
+def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in(control: Plane) -> None:
+    strangers = [Rank(control) for _ in range(40)]
+    rank = control.greeted(0)
+    assert strangers[0].is_cut_off
+    assert strangers[-19].is_cut_off
+    strangers[-1].prove(control, 1).say(hello(1))
+    assert told(until(control, bool)) == [(1, hello(1))]
+    assert control.serves(0, rank)
 
 
-def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
+def test_without_free_descriptors_ranks_are_served_and_nothing_spins(control: Plane) -> None:
     """Once there are descriptors again, whoever waited gets in."""
-    with listening() as control, greeted(control, 0) as rank, connected(control) as stranger:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with socket.socket() as late:
-            late.settimeout(WITHIN_S)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno(), hard))
-            try:
-                late.connect(("127.0.0.1", control.port))
-                assert control.poll(WITHIN_S) == []
-                assert has_ended(in_thread(lambda: control.poll(0.05))), "the listener is not asked again at once"
-                assert control.serves(0, rank)
-                # To judge a stranger needs no descriptor either; this one claims to be a rank that is there.
-                stranger.say(stranger.proof(0))
-                assert cut_off(control, stranger) == []
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            waiting = in_thread(lambda: late.recv(1))
-            while waiting.is_alive():
-                assert control.poll(0.05) == []
+    rank, stranger = control.greeted(0), Rank(control)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as late:
+        late.settimeout(WITHIN_S)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno(), hard))
+        try:
+            late.connect(("127.0.0.1", control.port))
+            assert control.poll(WITHIN_S) == []
+            assert has_ended(in_thread(lambda: control.poll(0.05))), "the listener is not asked again at once"
+            assert control.serves(0, rank)
+            # To judge a stranger needs no descriptor either; this one claims to be a rank that is there.
+            stranger.say(stranger.proof(0))
+            assert cut_off(control, stranger) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        waiting = in_thread(lambda: late.recv(1))
+        while waiting.is_alive():
+            assert control.poll(0.05) == []
 
 
 # ---- who is gone ----
 
 
-def test_a_new_process_is_accepted_once_the_old_ones_end_was_read() -> None:
+def test_a_new_process_is_accepted_once_the_old_ones_end_was_read(control: Plane) -> None:
     """Before that it is told to try again. What the old one said last comes before its end."""
     last_words = wire.Broken(1, "reset")
-    with (
-        listening() as control,
-        greeted(control, 0) as old,
-        connected(control) as early,
-        connected(control) as new,
-    ):
-        early.say(early.proof(0))
-        assert cut_off(control, early) == []
-        old.say(last_words)
-        old.connection.close()
-        assert told(until(control, lambda events: len(events) == 2)) == [(0, last_words), (0, "exit")]
-        control.send((0,), wire.Ping(1))
-        assert control.poll(0) == []
-        new.prove(control, 0).say(hello(0))
-        assert told(until(control, bool)) == [(0, hello(0))]
+    old, early, new = control.greeted(0), Rank(control), Rank(control)
+    early.say(early.proof(0))
+    assert cut_off(control, early) == []
+    old.say(last_words)
+    old.connection.close()
+    assert told(until(control, lambda events: len(events) == 2)) == [(0, last_words), (0, "exit")]
+    control.send((0,), wire.Ping(1))
+    assert control.poll(0) == []
+    new.prove(control, 0).say(hello(0))
+    assert told(until(control, bool)) == [(0, hello(0))]
 
 
-def test_of_several_processes_with_the_same_rank_the_first_to_greet_is_it() -> None:
-    with (
-        listening() as control,
-        proven(control, 0) as slow,
-        proven(control, 0) as quick,
-        connected(control) as late,
-    ):
-        quick.say(hello(0))
-        assert told(until(control, bool)) == [(0, hello(0))]
-        slow.say(hello(0))
-        assert cut_off(control, slow) == []
-        late.say(late.proof(0))
-        assert cut_off(control, late) == []
-        control.send((0,), wire.Ping(7))
-        assert quick.hear() == [wire.Ping(7)]
+def test_of_several_processes_with_the_same_rank_the_first_to_greet_is_it(control: Plane) -> None:
+    slow, quick, late = control.proven(0), control.proven(0), Rank(control)
+    quick.say(hello(0))
+    assert told(until(control, bool)) == [(0, hello(0))]
+    slow.say(hello(0))
+    assert cut_off(control, slow) == []
+    late.say(late.proof(0))
+    assert cut_off(control, late) == []
+    control.send((0,), wire.Ping(7))
+    assert quick.hear() == [wire.Ping(7)]
 
 
-def test_a_keeper_that_gives_up_is_heard_and_then_has_said_everything() -> None:
+def test_a_keeper_that_gives_up_is_heard_and_then_has_said_everything(control: Plane) -> None:
     given_up = wire.Failed("its stage dies at once")
-    with listening() as control, proven(control, 0) as keeper:
-        keeper.say(given_up, wire.Failed("and more"))
-        assert told(until(control, bool)) == [(0, given_up)]
-        assert keeper.is_cut_off
-        assert control.poll(0) == []
+    keeper = control.proven(0)
+    keeper.say(given_up, wire.Failed("and more"))
+    assert told(until(control, bool)) == [(0, given_up)]
+    assert keeper.is_cut_off
+    assert control.poll(0) == []
 
 
 UNFIT = [b"\x05\x00\x00\x00hello", (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little"), wire.encode(wire.Ping(1))]
 
 
 @pytest.mark.parametrize("words", UNFIT)
-def test_a_rank_that_breaks_the_schema_is_gone(words: bytes) -> None:
-    with listening() as control, greeted(control, 0) as peer, greeted(control, 1) as other:
-        peer.connection.sendall(words)
-        assert told(until(control, bool)) == [(0, "protocol")]
-        assert peer.is_cut_off
-        assert control.serves(1, other)
+def test_a_rank_that_breaks_the_schema_is_gone(control: Plane, words: bytes) -> None:
+    peer, other = control.greeted(0), control.greeted(1)
+    peer.connection.sendall(words)
+    assert told(until(control, bool)) == [(0, "protocol")]
+    assert peer.is_cut_off
+    assert control.serves(1, other)
 
 
-def test_a_rank_that_is_dropped_is_gone_once_and_its_process_sees_it() -> None:
-    with listening() as control, greeted(control, 0) as peer:
-        control.drop(0, "stuck")
-        control.drop(0, "stuck")
-        control.drop(1, "never came")
-        assert told(control.poll(WITHIN_S)) == [(0, "stuck")]
-        assert peer.is_cut_off
-        assert control.poll(0) == []
+def test_a_rank_that_is_dropped_is_gone_once_and_its_process_sees_it(control: Plane) -> None:
+    peer = control.greeted(0)
+    control.drop(0, "stuck")
+    control.drop(0, "stuck")
+    control.drop(1, "never came")
+    assert told(control.poll(WITHIN_S)) == [(0, "stuck")]
+    assert peer.is_cut_off
+    assert control.poll(0) == []
 
 
 # ---- sending ----
@@ -341,64 +322,62 @@ def test_a_rank_that_is_dropped_is_gone_once_and_its_process_sees_it() -> None:
 LONG = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1, "here")
 
 
-def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything() -> None:
-    with listening() as control, greeted(control, 0) as slow, greeted(control, 1) as reader:
+def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything(control: Plane) -> None:
+    slow, reader = control.greeted(0), control.greeted(1)
 
-        def say() -> None:
-            for _ in range(32):
-                control.send((0,), LONG)
-            control.send((0, 1), wire.Ping(4))
-
-        assert has_ended(in_thread(say))
-        assert reader.hear() == [wire.Ping(4)]
-        heard = list[object]()
-        reading = in_thread(lambda: heard.extend(slow.hear(33)))
-        while reading.is_alive():
-            assert control.poll(0.05) == []
-        assert heard == [LONG] * 32 + [wire.Ping(4)]
-        assert control.serves(0, slow)
-
-
-def test_what_is_kept_for_a_rank_is_bounded() -> None:
-    with listening() as control, greeted(control, 0):
-        for _ in range(80):
+    def say() -> None:
+        for _ in range(32):
             control.send((0,), LONG)
-        assert told(control.poll(0)) == [(0, "timeout")]
+        control.send((0, 1), wire.Ping(4))
+
+    assert has_ended(in_thread(say))
+    assert reader.hear() == [wire.Ping(4)]
+    heard = list[object]()
+    reading = in_thread(lambda: heard.extend(slow.hear(33)))
+    while reading.is_alive():
+        assert control.poll(0.05) == []
+    assert heard == [LONG] * 32 + [wire.Ping(4)]
+    assert control.serves(0, slow)
+
+
+def test_what_is_kept_for_a_rank_is_bounded(control: Plane) -> None:
+    control.greeted(0)
+    for _ in range(80):
+        control.send((0,), LONG)
+    assert told(control.poll(0)) == [(0, "timeout")]
 
 
 # ---- waking and closing ----
 
 
-def test_another_thread_ends_a_poll_that_would_last_and_any_number_of_wakes_before_one_do_not_block() -> None:
-    with listening() as control:
-        heard: list[Events] = []
-        polling = in_thread(lambda: heard.append(control.poll(AGES_S)))
-        assert polling.is_alive()
-        control.wake()
-        assert has_ended(polling)
-        assert heard == [[]]
-        waking = in_thread(lambda: [control.wake() for _ in range(10_000)])  # a socket holds some hundreds
-        assert has_ended(waking)
-        assert has_ended(in_thread(lambda: control.poll(AGES_S)))
+def test_another_thread_ends_a_poll_and_any_number_of_wakes_before_one_do_not_block(control: Plane) -> None:
+    heard: list[Events] = []
+    polling = in_thread(lambda: heard.append(control.poll(AGES_S)))
+    assert polling.is_alive()
+    control.wake()
+    assert has_ended(polling)
+    assert heard == [[]]
+    waking = in_thread(lambda: [control.wake() for _ in range(10_000)])  # a socket holds some hundreds
+    assert has_ended(waking)
+    assert has_ended(in_thread(lambda: control.poll(AGES_S)))
+    control.close(0)
     control.wake()  # after the end it does nothing
 
 
-def test_closing_waits_for_ranks_that_hang_up() -> None:
-    control = Plane()
-    with greeted(control, 0) as first, greeted(control, 1) as second:
-        control.send((0, 1), wire.Shutdown(3))
-        closing_down = in_thread(lambda: control.close(AGES_S))
-        for peer in (first, second):
-            assert peer.hear() == [wire.Shutdown(3)]
-            assert closing_down.is_alive()
-            peer.connection.close()
-        assert has_ended(closing_down)
+def test_closing_waits_for_ranks_that_hang_up(control: Plane) -> None:
+    peers = control.greeted(0), control.greeted(1)
+    control.send((0, 1), wire.Shutdown(3))
+    closing_down = in_thread(lambda: control.close(AGES_S))
+    for peer in peers:
+        assert peer.hear() == [wire.Shutdown(3)]
+        assert closing_down.is_alive()
+        peer.connection.close()
+    assert has_ended(closing_down)
 
 
-def test_closing_cuts_off_whoever_does_not_hang_up() -> None:
-    control = Plane()
-    with greeted(control, 0) as peer, connected(control) as stranger, proven(control, 1) as silent:
-        control.close(0.01)
-        assert all(end.is_cut_off for end in (peer, stranger, silent))
-        with pytest.raises(ConnectionRefusedError):
-            Rank(control)
+def test_closing_cuts_off_whoever_does_not_hang_up(control: Plane) -> None:
+    ends = control.greeted(0), Rank(control), control.proven(1)
+    control.close(0.01)
+    assert all(end.is_cut_off for end in ends)
+    with pytest.raises(ConnectionRefusedError):
+        Rank(control)

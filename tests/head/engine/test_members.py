@@ -21,12 +21,6 @@ Fail = Callable[[MembersRig, int], None]
 OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
-    pipeline = started_pipeline(num_stages)
-    assert pipeline.members.formed
-
-
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline = started_pipeline(3)
     assert pipeline.lose(1, "exit") == EpochLost()
@@ -145,17 +139,13 @@ def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
 
 @pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
 def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int) -> None:
-    pipeline = loaded_pipeline(3)
-    if formed:
-        pipeline.join()
-    else:
-        pipeline.say(0, wire.StoreOpened(1, 4001))
+    pipeline = started_pipeline(3) if formed else loaded_pipeline(3)
+    pipeline.say(0, wire.StoreOpened(1, 4001))
     pipeline.lose(2, "exit")
     pipeline.say(0, wire.Broken(1, "told"))
     for _ in range(2 * patience_s):
         pipeline.tick(0.5)
-        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
-        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
+        answer(pipeline, 0, 1)
         assert pipeline.dropped == []
     pipeline.tick(0.5)
     assert pipeline.dropped == [(1, "stuck")]
@@ -163,8 +153,9 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
 
 def test_a_pause_of_the_head_is_nobodys_fault() -> None:
     pipeline = started_pipeline()
+    assert not pipeline.members.is_healthy(pipeline.now_ns + 5 * SECOND), "for others, while its thread hangs"
     assert pipeline.tick(5) is None
-    assert pipeline.members.formed
+    assert pipeline.members.is_healthy(pipeline.now_ns)
     for _ in range(22):
         pipeline.tick(0.5)
     assert {stage for stage, _ in pipeline.dropped} == {0, 1}, "those who then stay silent are dropped"
@@ -195,11 +186,11 @@ def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() 
         if pipeline.tick(0.1):
             lost_ns = lost_ns or pipeline.now_ns
             pipeline.say(0, wire.Broken(1, "told"))
+        assert pipeline.members.is_healthy(pipeline.now_ns) == (pipeline.now_ns - began_ns < 2 * SECOND)
         assert pipeline.forms() == {}, "no epoch forms with a stage that is silent"
     assert 2 * SECOND < lost_ns - began_ns <= 3 * SECOND
     assert 10 * SECOND < pipeline.now_ns - began_ns < 11 * SECOND
     assert [stage for stage, _ in pipeline.dropped] == [1]
-    assert not pipeline.members.formed
 
 
 def fail_to_form(pipeline: MembersRig, by: int) -> None:

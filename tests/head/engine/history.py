@@ -75,7 +75,6 @@ class History:
         self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
         self.faults = Faults(self)
-        self.all_may_be_convicted = False
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
@@ -204,7 +203,7 @@ class History:
             self.world.after(1.0, lambda: self.ask_on(number + 1))
 
     def _submit(self, request: Request) -> None:
-        caller = Caller(request, self, may_be_lost=self.never_heals, losses_before=self.num_losses)
+        caller = Caller(request, self, losses_before=self.num_losses)
         self.callers.append(caller)
         self._ask(caller, request)
 
@@ -310,7 +309,6 @@ class Caller:
     ends: dict[int, str] = field(default_factory=dict)
     is_refused: bool = False
     waits_for_server: bool = False
-    may_be_lost: bool = False
     losses_before: int = 0
     """Those before its latest token."""
 
@@ -320,7 +318,7 @@ class Caller:
 
     def _take(self, output: TokenOutput) -> None:
         name, index = f"{self.request.id}/{output.index}", output.index
-        if self.may_be_lost and isinstance(output.error, StagesLost):  # one for all sequences
+        if self.history.never_heals and isinstance(output.error, StagesLost):  # one for all sequences
             assert not self.is_over
             self.ends |= dict.fromkeys(range(self.request.num_sequences), "StagesLost")
             return
@@ -332,7 +330,8 @@ class Caller:
         if output.error is not None:
             self.ends[index] = type(output.error).__name__
             assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
-            kills = self.request.sampling.seed == POISON_SEED or self.history.all_may_be_convicted
+            all_kill = self.history.hosts[0].dies_of_requests is not None
+            kills = self.request.sampling.seed == POISON_SEED or all_kill
             # Four faults one after the other, without a token between them, look like the request's own.
             lost = self.history.num_losses - self.losses_before
             assert kills or lost >= _CONVICTED_AFTER_LOSSES, f"{name}: convicted, and innocent"

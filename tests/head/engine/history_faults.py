@@ -113,7 +113,6 @@ class Faults:
             host.ends_after_s[rank] = self._random.choice((0.5, 15.0))
         elif hurt == "requests":  # it computes probes, and there is always a request
             host.dies_of_requests = rank
-            self._history.all_may_be_convicted = True
             self._history.ask_on(1000)
         else:
             self._network.stages_are_cut = self._is_cut_for_good = True

@@ -28,8 +28,7 @@ class Calm(History):
 
     def wait_for(self, done: Future[T]) -> T:
         """Its result, or its error."""
-        while not done.done():
-            self._step(60.0)
+        self.wait_until(done.done)
         return done.result()
 
     def restart(self, replica: int, pauses: bool = False) -> Callable[[], bool]:
@@ -47,12 +46,10 @@ class Calm(History):
             stop = StopConditions(60, ignore_eos=True)
             self._submit(Request(f"r{number}", prompt_of(9, number), stop, SamplingParams(seed=number)))
         until_ns = self.world.now_ns + SECOND // 20
-        while self.world.now_ns < until_ns:
-            self.world.step()
+        self.wait_until(lambda: self.world.now_ns >= until_ns)
 
     def finish(self) -> None:
-        while not all(caller.is_over for caller in self.callers):
-            self._step(60.0)
+        self.wait_until(lambda: all(caller.is_over for caller in self.callers))
 
     @property
     def num_running(self) -> list[int]:

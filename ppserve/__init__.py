@@ -1,4 +1,4 @@
-"""ppserve: pipeline-parallel text generation for the GPT-2 family.
+"""ppserve: pipeline-parallel text generation for GPT-2 and the Llamas.
 
     from ppserve import Pipeline
 

@@ -51,7 +51,7 @@ class _ServeByDefault(click.Group):
 @click.group(cls=_ServeByDefault, context_settings={"help_option_names": ["--help"]})
 @click.version_option(package_name="ppserve", prog_name="ppserve")
 def cli() -> None:
-    """Pipeline-parallel text generation for the GPT-2 family."""
+    """Pipeline-parallel text generation for GPT-2 and the Llamas."""
 
 
 def main() -> None:

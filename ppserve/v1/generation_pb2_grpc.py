@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text generation with a model of the GPT-2 family.
+    """Text generation with a GPT-2 or a Llama.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text generation with a model of the GPT-2 family.
+    """Text generation with a GPT-2 or a Llama.
     """
 
     def Generate(self, request, context):
@@ -160,7 +160,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text generation with a model of the GPT-2 family.
+    """Text generation with a GPT-2 or a Llama.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
         ({"num_prompt": 100, "max_tokens": 30}, "prompt"),
         ({"num_sequences": 5}, "sampling.n"),
         ({"num_sequences": 0}, "sampling.n"),
-        ({"num_prompt": 60, "max_tokens": 40}, "stop.max_tokens"),
+        ({"num_prompt": 40, "max_tokens": 42}, "stop.max_tokens"),  # one position more than there is
         ({"num_prompt": 10, "max_tokens": 30, "num_sequences": 4}, "stop.max_tokens"),
         ({"max_tokens": 1, "resume_index": 0, "resume_ids": (1, 2)}, "resume.generated_token_ids"),
         ({"num_prompt": 120, "max_tokens": 9, "num_sequences": 9}, "prompt, sampling.n"),
@@ -45,14 +45,6 @@ def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
     rig.events.clear()
     assert rig.submit(a_request("r"))
     rig.finish()
-
-
-def test_what_just_fits_runs() -> None:
-    rig = a_rig(num_blocks=10, block_size=4)
-    rig.submit(a_request("r", num_prompt=20, max_tokens=21))
-    rig.finish()
-    with pytest.raises(InvalidRequest):
-        rig.submit(a_request("one more", num_prompt=20, max_tokens=22))
 
 
 # ---- the queue ----
@@ -113,38 +105,22 @@ def test_a_light_caller_beside_a_hundred_greedy_ones_waits_for_one_free_place() 
     assert max(num_places_freed) <= 16, "all places that became free in one step"
 
 
-def test_priority_and_fairness_decide_who_is_next() -> None:
-    rig = a_rig(max_num_seqs=1)
-    rig.submit(a_request("running", caller="flood"))
-    for i in range(5):
-        rig.submit(a_request(f"flood{i}", caller="flood"))
-    rig.submit(a_request("light", caller="light"))
-    rig.submit(a_request("urgent", caller="flood", priority=1))
-    rig.drain()
-    assert [request for request, _ in rig.events][:3] == ["running", "urgent", "light"]
-    assert len(rig.events) == 8
-
-
 # ---- cancellation ----
 
 
 def test_cancelling_in_flight_frees_the_blocks_at_once() -> None:
-    """A step of another request that takes them over runs after those that still write them."""
+    """A step of another request that takes them over runs after those that still write them. A half scored prompt
+    is not delivered."""
     rig = a_rig(num_stages=2, num_blocks=16, prefill_chunk=4)
-    rig.submit(a_request("r", num_prompt=8, max_tokens=50))
-    assert len(fill(rig)) == 2
-    assert len(rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))) == 1
+    rig.submit(a_request("r", num_prompt=12, max_tokens=50, output=OutputOptions(prompt_logprobs=0)))
+    rig.turn()
+    fill(rig)
+    assert rig.pipeline.num_in_flight == 2
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
+    assert event.prompt_logprobs == ()
     assert (rig.scheduler.num_running, rig.scheduler.kv_usage) == (0, 0.0)
     rig.submit(a_request("next", num_prompt=8, max_tokens=50))
     rig.finish()
-
-
-def test_half_scored_prompts_are_not_delivered() -> None:
-    rig = a_rig(prefill_chunk=4)
-    rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
-    rig.turn()
-    (event,) = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
-    assert event.prompt_logprobs == ()
 
 
 # ---- deadlines: requests that would be late are refused, those that are late end ----
@@ -199,11 +175,7 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
             rig.commit_one()
     assert rig.submit(a_request("patient", num_prompt=1, max_tokens=5, deadline_s=rig.now + 100.0))
     hurried = a_request("hurried", num_prompt=1, max_tokens=20, deadline_s=rig.now + 3.0)
-    if num_running < 8:
-        assert rig.submit(hurried)
-    else:
-        with pytest.raises(Overloaded, match="longer than its deadline"):
-            rig.scheduler.request_queue.submit(hurried, rig.now)
+    assert rig.submit(hurried) == (num_running < 8)
     assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
     rig.drain()
 
@@ -261,29 +233,19 @@ def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_g
     assert rig.events["light", 0][-1].finish is FinishReason.MAX_TOKENS
 
 
-def test_overdue_requests_end_before_they_cost_a_step() -> None:
+def test_requests_end_at_their_deadline_and_before_they_cost_a_step() -> None:
     rig = a_rig(max_num_seqs=1)
-    rig.submit(a_request("running", max_tokens=20))
-    rig.submit(a_request("late", deadline_s=5.0))
-    assert rig.scheduler.request_queue.expire(4.9) == []
-    fill(rig)
-    rig.now = 5.0
-    rig.drain()
-    (event,) = rig.events["late", 0]
-    assert (event.finish, event.token_id, event.admitted_s) == (FinishReason.DEADLINE, None, None)
-    late_id = event.sequence_id
-    assert all(s.sequence_id != late_id for plan in rig.pipeline.plans for s in plan.slices)
-
-
-def test_a_running_request_ends_at_its_deadline() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r", max_tokens=50, deadline_s=3.0))
+    rig.submit(a_request("runs", max_tokens=50, deadline_s=3.0))
+    rig.submit(a_request("waits", deadline_s=2.5))
     for _ in range(3):
         rig.turn()
         rig.now += 1.0
     rig.finish()
-    assert rig.events["r", 0][-1].finish is FinishReason.DEADLINE
-    assert len(rig.events["r", 0]) == 3 + 1
+    assert rig.events["runs", 0][-1].finish is FinishReason.DEADLINE
+    assert len(rig.events["runs", 0]) == 3 + 1
+    (event,) = rig.events["waits", 0]
+    assert (event.finish, event.token_id, event.admitted_s) == (FinishReason.DEADLINE, None, None)
+    assert all(s.sequence_id != event.sequence_id for plan in rig.pipeline.plans for s in plan.slices)
 
 
 def test_each_deadline_is_kept_whatever_ended_before() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
-from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, a_rig, fill
+from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
 
@@ -121,16 +121,6 @@ def test_nothing_is_sent_ahead_of_a_place_that_becomes_free() -> None:
     rig.commit_one()
     assert fill(rig)[0].phase == "mixed"
     rig.finish()
-
-
-def test_a_step_with_draft_tokens_is_not_sent_ahead() -> None:
-    rig = a_rig_ahead(speculate=2)
-    rig.new_drafter = lambda sequence: Oracle(sequence, rate=1.0)
-    rig.__post_init__()
-    rig.submit(a_request("a", max_tokens=40))
-    rig.finish()
-    assert rig.num_ahead == 0
-    assert rig.scheduler.num_draft_tokens["accepted"] > 20
 
 
 def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> None:

@@ -30,15 +30,6 @@ def allocate(
     return table
 
 
-def test_a_table_that_does_not_fit_takes_nothing() -> None:
-    blocks = BlockManager(4, 16)
-    allocate(blocks, 1, 3, [])
-    assert blocks.try_allocate(2, 2) is None
-    assert blocks.num_free == 1
-    check_blocks(blocks)
-    assert blocks.try_allocate(2, 1) is not None
-
-
 def test_a_released_prefix_is_found_again_and_shared() -> None:
     blocks = BlockManager(8, 2)
     digests = chain((1, 2), (3, 4))

@@ -10,7 +10,6 @@ from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
-from tests.core.toy_pipeline import expected_answer
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -27,19 +26,6 @@ def test_a_loss_at_any_moment_changes_no_token(num_stages: int, commits_before: 
     rig.lose_stage()
     check_scheduler(rig.scheduler)
     rig.finish()
-
-
-def test_events_are_not_repeated_after_a_loss() -> None:
-    rig = a_rig(num_stages=1)
-    rig.submit(a_request("r", num_prompt=9, max_tokens=8, output=OutputOptions(prompt_logprobs=0)))
-    for _ in range(4):
-        rig.turn()
-    rig.lose_stage()
-    rig.finish()
-    assert sum(bool(e.prompt_logprobs) for e in rig.events["r", 0]) == 1
-    replay = next(p for p in rig.pipeline.plans if p.epoch == 1)
-    assert replay.slices[0].token_ids[9:] == expected_answer(rig.requests["r"]).token_ids[:4]
-    assert replay.slices[0].targets == ()
 
 
 def test_a_common_beginning_is_replayed_once() -> None:
@@ -74,15 +60,6 @@ def after(*losses: tuple[str, set[int]]) -> tuple[PoisonIsolation, list[str | No
     and who was convicted at each."""
     isolation = PoisonIsolation()
     return isolation, [isolation.record_loss(set(in_flight), failed) for in_flight, failed in losses]
-
-
-def test_two_losses_isolate_those_in_flight_at_both() -> None:
-    isolation, _ = after(("ab", {0}))
-    assert (isolation.lone, isolation.watches("a"), isolation.watches("c")) == (None, True, False)
-    isolation, _ = after(("ab", {0}), ("bc", {0}))
-    assert isolation.lone == "b"
-    isolation.clear("b")
-    assert isolation.lone is None
 
 
 def test_each_suspect_has_its_own_count() -> None:

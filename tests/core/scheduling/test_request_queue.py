@@ -71,14 +71,6 @@ class Replicas:
 # ---- where a request goes ---------------------------------------------------------------------------------
 
 
-def test_the_load_is_spread() -> None:
-    replicas = Replicas(3)
-    for number in range(6):
-        replicas.submit(f"r{number}")
-    assert [len(replicas.at(i)) for i in range(3)] == [2, 2, 2]
-    replicas.finish()
-
-
 def test_a_request_goes_where_its_prefix_is_cached() -> None:
     replicas = Replicas(2)
     replicas.submit("one", salt=1, num_prompt=16)

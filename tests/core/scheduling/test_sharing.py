@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.request import FinishReason, Request, StopConditions
 from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
@@ -27,35 +27,6 @@ def test_the_full_blocks_of_the_prompt_of_n_answers_are_computed_once(num_prompt
     assert sum(plan.num_tokens for plan in rig.pipeline.plans) == num_prompt + 7 * rest
 
 
-def test_the_first_answer_may_end_before_its_siblings_begin() -> None:
-    """The leader ends with its first token; the blocks that it filled must be held longer."""
-    rig = a_rig(num_stages=1, num_blocks=8, prefix_cache=False)
-    rig.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=3))
-    rig.submit(a_request("next", num_prompt=7, max_tokens=8))
-    rig.finish()
-
-
-@pytest.mark.parametrize(("per_caller", "cached"), [(False, [0, 8, 8]), (True, [0, 8, 0])])
-def test_callers_share_prefixes_only_if_told(per_caller: bool, cached: list[int]) -> None:
-    """Else the number of cached tokens tells one caller what another has asked."""
-    rig = a_rig(num_stages=1, block_size=4, per_caller=per_caller)
-    names = {"first": "key:a", "again": "key:a", "curious": "key:b"}
-    for name, caller in names.items():
-        rig.submit(a_request(name, num_prompt=9, salt=1, caller=caller))
-        rig.finish()
-    assert [next(e.cached_tokens for e in rig.events[name, 0] if e.finish) for name in names] == cached
-
-
-def test_all_siblings_end_with_their_request() -> None:
-    rig = a_rig(num_stages=2, prefill_chunk=2)
-    rig.submit(a_request("r", num_prompt=9, num_sequences=5))
-    fill(rig)
-    events = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
-    assert [e.index for e in events] == [0, 1, 2, 3, 4]
-    rig.drain()
-    assert rig.scheduler.kv_usage == 0
-
-
 def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
     answer = expected_answer(a_request("r", num_prompt=6, max_tokens=60)).token_ids
     rig = a_rig(max_num_seqs=1)
@@ -76,15 +47,24 @@ def test_a_complete_answer_can_be_resumed() -> None:
 # ---- prefix cache ----
 
 
-@pytest.mark.parametrize(("num_prompt", "enabled", "cached"), [(18, True, 16), (16, True, 12), (18, False, 0)])
+@pytest.mark.parametrize(
+    ("num_prompt", "config", "cached"),
+    [
+        (18, {}, [0, 16, 16]),
+        (16, {}, [0, 12, 12]),
+        (18, {"prefix_cache": False}, [0, 0, 0]),
+        (18, {"per_caller": True}, [0, 16, 0]),
+    ],
+)
 def test_equal_beginnings_are_computed_once_but_for_the_last_token(
-    num_prompt: int, enabled: bool, cached: int
+    num_prompt: int, config: dict[str, bool], cached: list[int]
 ) -> None:
-    rig = a_rig(block_size=4, prefix_cache=enabled)
-    for i in range(3):
-        rig.submit(a_request(f"r{i}", num_prompt, salt=1, sampling=SamplingParams(seed=i)))
+    """By each caller, if told so: else the number of cached tokens tells one what another has asked."""
+    rig = a_rig(block_size=4, **config)  # type: ignore[arg-type]
+    for number, caller in enumerate("aab"):
+        rig.submit(a_request(f"r{number}", num_prompt, salt=1, caller=caller))
         rig.finish()
-    assert [rig.events[f"r{i}", 0][0].cached_tokens for i in range(3)] == [0, cached, cached]
+    assert [rig.events[f"r{number}", 0][0].cached_tokens for number in range(3)] == cached
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_too() -> None:

@@ -137,20 +137,15 @@ def test_the_wait_is_measured_again_with_few_steps() -> None:
     assert chosen.count(3) > 0.9 * len(chosen)
 
 
-def test_a_slot_goes_again_when_the_wait_has_gone() -> None:
-    machine = Machine(2, waiting=40, fixed=20)
-    assert machine.run(2 * MEASURED_STEPS)[-1] == 3
-    machine.waiting = 0
-    assert machine.run(2 * HELD_STEPS)[-1] == 2
-
-
-def test_near_the_limit_the_number_that_is_used_stays() -> None:
+def test_near_the_limit_the_number_that_is_used_stays_until_the_wait_has_gone() -> None:
     machine = Machine(2, waiting=11, fixed=20)
     assert set(machine.run(3 * HELD_STEPS)) == {2}
     machine.waiting = 40
     assert machine.run(2 * MEASURED_STEPS)[-1] == 3
     machine.waiting = 11
     assert machine.run(3 * HELD_STEPS).count(3) > 2 * HELD_STEPS
+    machine.waiting = 0
+    assert machine.run(2 * HELD_STEPS)[-1] == 2
 
 
 @pytest.mark.parametrize(("num_steps", "was_full"), [(HELD_STEPS, False), (MEASURED_STEPS, True)])

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from ppserve.errors import Overloaded
 from tests.commands import run
-from tests.e2e.serving import Server
+from tests.e2e.serving import Server, wait_until
 from tests.fake_engine import FakeEngine, served_in_thread
 
 SMALL = ("--prompt-tokens", "4", "--new-tokens", "5")
@@ -47,10 +46,7 @@ def test_an_interrupted_run_reports_what_was_answered() -> None:
         command = [sys.executable, "-m", "ppserve", "bench", "--target", target, *SMALL]
         command += ["--duration", "600", "--concurrency", "2"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            until_s = time.monotonic() + 60
-            while len(engine.requests) < 20:
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
+            wait_until(lambda: len(engine.requests) >= 20)
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=30)
     assert process.returncode == 130

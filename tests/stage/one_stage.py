@@ -72,10 +72,15 @@ class OneStage:
         assert isinstance(message, kind), message
         return message
 
-    def load(self, layout: StageLayout) -> wire.Loaded:
+    def assign(self, layout: StageLayout) -> wire.FromStage:
+        """What the stage says when it has loaded, or cannot."""
         self.tell(wire.Assign(layout, "float32"))
         while isinstance(message := self.next(), wire.Loading):
             pass
+        return message
+
+    def load(self, layout: StageLayout) -> wire.Loaded:
+        message = self.assign(layout)
         assert isinstance(message, wire.Loaded), message
         return message
 
@@ -89,18 +94,14 @@ class OneStage:
 
 @contextmanager
 def stages(
-    split: str,
-    wiring: Wiring,
-    checkpoint: Checkpoint | None = None,
-    only: int | None = None,
-    compute: Compute = CPU,
+    split: str, wiring: Wiring, checkpoint: Checkpoint | None = None, only: int | None = None
 ) -> Iterator[list[OneStage]]:
     """Loaded stages of a pipeline, or one of them. All end with the test."""
     checkpoint = checkpoint or RandomCheckpoint(architecture())
     layouts = stage_layouts(Split.parse(split))
     wanted = layouts if only is None else (layouts[only],)
     with ThreadPoolExecutor(len(wanted)) as threads:
-        running = [start(threads, each.stage, len(layouts), wiring, checkpoint, compute) for each in wanted]
+        running = [start(threads, each.stage, len(layouts), wiring, checkpoint) for each in wanted]
         try:
             for stage, layout in zip(running, wanted, strict=True):
                 stage.hear(wire.Hello)

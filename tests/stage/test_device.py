@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from ppserve import Pipeline, wire
+from ppserve import Pipeline
 from ppserve.config import DeviceSettings, ServeConfig
-from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute, available_bytes, available_cores, choose, devices_here, gpu_share
-from ppserve.stage.wiring import ThreadWiring
-from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import start
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -132,24 +127,6 @@ def test_int8_means_float32_for_the_rest_on_every_cpu(variant: str, monkeypatch:
     by_itself = "bfloat16" if variant == "avx512_bf16" else "float32"
     assert [compute.dtype for compute in computes] == ["float32", "bfloat16", by_itself]
     assert computes[0].kv_dtype == "bfloat16"
-
-
-def test_a_stage_says_what_it_weighs() -> None:
-    weighed: list[tuple[int, int]] = []
-
-    class Scales(Compute):
-        def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
-            weighed.append((weight_bytes, vocab_size))
-            return 1 << 20
-
-    compute = Scales(CPU, "float32", 1)
-    with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
-        stage.hear(wire.Hello)
-        weight_bytes = stage.load(StageLayout(0, 1, 0, 4)).weight_bytes
-        stage.tell(wire.Shutdown())
-    vocab_size = architecture().vocab_size
-    assert weighed == [(0, 0), (weight_bytes, vocab_size)]
 
 
 def test_devices_are_those_that_were_asked_for() -> None:

@@ -71,10 +71,21 @@ def test_threads_draw_what_the_model_draws(split: str) -> None:
         assert all(stage.told == ["ready", "served"] for stage in pipeline), "each once: after the first step"
 
 
-def test_a_stage_says_what_it_found_and_what_it_holds() -> None:
-    checkpoint = RandomCheckpoint(architecture())
+class Scales(Compute):
+    """weighed: what it was asked for the memory beside: weights, and the logits of a vocabulary."""
+
+    weighed: list[tuple[int, int]]
+
+    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
+        self.weighed.append((weight_bytes, vocab_size))
+        return 1 << 20
+
+
+def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
+    checkpoint, compute = RandomCheckpoint(architecture()), Scales(torch.device("cpu"), "float32", 1)
+    Scales.weighed = []
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, ThreadWiring(), checkpoint)
+        stage = start(threads, 0, 1, ThreadWiring(), checkpoint, compute)
         hello = stage.hear(wire.Hello)
         assert (hello.rank, hello.world_size) == (0, 1)
         assert (hello.model.architecture, hello.model.dtype) == (checkpoint.architecture, "float32")
@@ -82,6 +93,7 @@ def test_a_stage_says_what_it_found_and_what_it_holds() -> None:
         loaded = stage.load(StageLayout(0, 1, 0, 4))
         assert loaded.params == checkpoint.architecture.num_params + checkpoint.architecture.shared_params
         assert loaded.why_not == ""
+        assert compute.weighed == [(0, 0), (loaded.weight_bytes, checkpoint.architecture.vocab_size)]
         stage.tell(wire.Shutdown(7))
         assert stage.exit_code.result(WITHIN_S) == 7
 
@@ -284,11 +296,9 @@ def test_a_self_test_that_cannot_run_is_final_at_the_start_and_says_what_helps(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with failing(monkeypatch, "self-test", error) as stage:
-        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
-        while isinstance(message := stage.next(), wire.Loading):
-            pass
-        assert isinstance(message, wire.Failed)
-        reason = message.reason
+        failed = stage.assign(StageLayout(0, 1, 0, 4))
+        assert isinstance(failed, wire.Failed)
+        reason = failed.reason
         assert reason.startswith("stage 0: it cannot compute on cpu (")
         assert f": {type(error).__name__}: {error}" in reason
         assert all((remedy in reason) == (error in FULL) for remedy in REMEDIES)

@@ -20,6 +20,7 @@ from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 RANKS = "tests.e2e.forked_ranks"
 """What the fork server imports. Not to be imported in pytest's own process."""
@@ -44,16 +45,11 @@ def _start() -> None:
     with _starting:
         if _imported_with:
             return
-        before = os.environ.get("OMP_NUM_THREADS")
         # Otherwise BLAS starts threads when it is imported, and a process with threads does not fork well.
-        os.environ["OMP_NUM_THREADS"] = "1"
-        _context.set_forkserver_preload([RANKS])
-        forkserver.ensure_running()
-        _imported_with.update(os.environ)
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            _context.set_forkserver_preload([RANKS])
+            forkserver.ensure_running()
+            _imported_with.update(os.environ)
         # Waited for, after the processes that are ended with this one, so that its time counts as this one's.
         util.Finalize(None, forkserver._forkserver._stop, exitpriority=-1)  # type: ignore[attr-defined]
 

@@ -154,9 +154,9 @@ def _as_sent(token: Token) -> Logprob:
     return c_float(token.logprob or 0.0).value, tops
 
 
-def await_tokens(stream: Iterator[pb.GenerateResponse], count: int = 20) -> None:
-    """Reads until more than `count` tokens have come. They are counted, not the messages: a busy head sends
-    several tokens in one."""
+def await_tokens(stream: Iterator[pb.GenerateResponse]) -> None:
+    """Reads until more than 20 tokens have come. They are counted, not the messages: a busy head sends several
+    tokens in one."""
     heard = 0
-    while heard <= count:
+    while heard <= 20:
         heard += next(stream).num_tokens

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests import as_gpu
 from tests.forking import ForkedLauncher
@@ -110,10 +111,13 @@ class Server:
 
     def metric(self, sample_name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
+        samples = [sample for sample in self.samples() if sample.name == sample_name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def samples(self) -> list[Sample]:
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as page:
             families = text_string_to_metric_families(page.read().decode())
-            samples = [sample for family in families for sample in family.samples if sample.name == sample_name]
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+            return [sample for family in families for sample in family.samples]
 
     def wait_exit(self, timeout_s: float = END_WITHIN_S) -> int:
         return self.process.wait(timeout_s)

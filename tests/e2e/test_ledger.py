@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from ppserve.core.ledger.causes import KINDS
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -23,8 +23,6 @@ from tests.e2e.serving import Forked, Server, serving
 
 Ledger = dict[str, dict[str, float]]
 """Seconds by stage and kind."""
-
-LEDGER_FAMILIES = [f"ppserve_stage_{kind}_seconds" for kind in ("busy", "bubble", "idle")]
 
 
 @dataclass(frozen=True)
@@ -38,15 +36,13 @@ class Reading:
 
 def read(server: Server) -> Reading:
     before_s = time.monotonic()
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    samples = server.samples()
     after_s = time.monotonic()
     ledger: Ledger = {}
-    for family in text_string_to_metric_families(text):
-        if family.name in LEDGER_FAMILIES:
-            for sample in family.samples:
-                kind = sample.labels.get("phase") or sample.labels.get("cause") or "idle"
-                ledger.setdefault(sample.labels["stage"], {})[kind] = sample.value
+    for sample in samples:
+        if re.fullmatch(r"ppserve_stage_(busy|bubble|idle)_seconds_total", sample.name):
+            kind = sample.labels.get("phase") or sample.labels.get("cause") or "idle"
+            ledger.setdefault(sample.labels["stage"], {})[kind] = sample.value
     assert all(set(kinds) == set(KINDS) for kinds in ledger.values())
     return Reading(before_s, after_s, ledger)
 

@@ -28,7 +28,6 @@ log = logging.getLogger("ppserve.head")
 
 TELL_EVERY_S = 30.0
 _POLL_S = 0.25
-_PING_EVERY_S = 0.5
 _BETWEEN_HOSTS = {"latency_s": 200e-6, "return_s": 1e-3}
 _ANY_MEMORY = 1 << 62
 _WHAT = {
@@ -101,11 +100,8 @@ def wait_for_greetings(
     """What each rank says first: that of every rank, unless one cannot serve or the server stops. The engine
     receives it again. Raises StagesLost."""
     greetings: dict[int, Received] = {}
-    pinged_s = time.monotonic()
     while len(greetings) < world_size and not is_stopping():
-        if (now_s := time.monotonic()) - pinged_s > _PING_EVERY_S:
-            pinged_s = now_s  # a stage that receives nothing ends itself
-            control.send(greetings, wire.Ping(round(now_s * 1e9)))
+        control.send(greetings, wire.Ping(time.monotonic_ns()))  # a stage that receives nothing ends itself
         for event in control.poll(_POLL_S):
             if isinstance(event, Disconnected):
                 greetings.pop(event.rank, None)

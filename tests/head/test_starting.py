@@ -75,22 +75,21 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
 class TurnsControl(ScriptedControl):
     """A control plane on which turns of messages arrive as written here."""
 
-    def __init__(self, *turns: list[Event], turn_s: float) -> None:
+    def __init__(self, *turns: list[Event]) -> None:
         super().__init__()
-        self.turns, self._turn_s = deque(turns), turn_s
+        self.turns = deque(turns)
         self.put: list[Received] = []
 
     def poll(self, timeout_s: float) -> list[Event]:
-        time.sleep(self._turn_s)
         return self.turns.popleft()
 
     def put_back(self, heard: Sequence[Received]) -> None:
         self.put = list(heard)
 
 
-def wait(*turns: list[Event], limit_s: float = 1000.0, turn_s: float = 0.0) -> TurnsControl:
+def wait(*turns: list[Event], limit_s: float = 1000.0) -> TurnsControl:
     """Until all have greeted, or after the last turn: what is returned is what the engine receives again."""
-    control, limit = TurnsControl(*turns, turn_s=turn_s), WaitLimit(limit_s, time.monotonic())
+    control, limit = TurnsControl(*turns), WaitLimit(limit_s, time.monotonic())
     found = wait_for_greetings(cast("SocketControlPlane", control), 2, limit, lambda: not control.turns)
     assert [found[heard.rank] for heard in control.put] == [heard.message for heard in control.put]
     return control
@@ -114,7 +113,7 @@ def test_the_greetings_of_living_ranks_are_returned_and_put_back(
 
 
 def test_ranks_that_wait_are_pinged() -> None:
-    control = wait([hello(0)], [], [], [], [hello(1)], turn_s=0.2)
+    control = wait([hello(0)], [], [hello(1)])
     assert {(rank, type(message)) for rank, message in control.sent} == {(0, wire.Ping)}
 
 

@@ -56,6 +56,11 @@ class Notes(RequestObserver, StepObserver):
         self.in_flight.append(in_flight)
 
 
+def a_request(name: str, num_prompt: int = 9, max_tokens: int = 4) -> Request:
+    prompt, stop = prompt_of(num_prompt, len(name)), StopConditions(max_tokens, ignore_eos=True)
+    return Request(name, prompt, stop, SamplingParams())
+
+
 class Rig:
     """The last of several replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
 
@@ -96,10 +101,9 @@ class Rig:
             self.greet(rank, why_not)
         return self.join()
 
-    def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
+    def submit(self, *names: str, max_tokens: int = 6) -> None:
         for name in names:
-            stop = StopConditions(max_tokens, ignore_eos=True)
-            self.ask(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
+            self.ask(a_request(name, max_tokens=max_tokens))
 
     def ask(self, request: Request) -> None:
         self.request_queue.submit(request, self.now_ns / SECOND)

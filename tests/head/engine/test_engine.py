@@ -10,22 +10,14 @@ from dataclasses import replace
 import pytest
 
 from ppserve import wire
-from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, InvalidRequest, Overloaded, StagesLost
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.environment import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
-from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.replica_rig import EngineRig, Reader
+from tests.head.engine.replica_rig import EngineRig, Reader, a_request
 from tests.head.engine.scripted import ARCH
 from tests.hellos import hello
-
-
-def a_request(name: str, num_prompt: int = 9, max_tokens: int = 4) -> Request:
-    return Request(
-        name, prompt_of(num_prompt, len(name)), StopConditions(max_tokens, ignore_eos=True), SamplingParams()
-    )
-
 
 # ---- requests -----------------------------------------------------------------------------------------
 

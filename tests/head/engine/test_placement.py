@@ -42,19 +42,6 @@ def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], c
     assert decide(ServeConfig(), hellos).transport == chosen
 
 
-@pytest.mark.parametrize(
-    ("asked", "second", "says"),
-    [
-        ("nccl", hello(1), "--transport: nccl needs a GPU of its own for every stage"),
-        ("shm", hello(1, host="b"), "--transport: shm needs all stages on one host"),
-        ("local", hello(1), "--transport: local connects stages within one process"),
-    ],
-)
-def test_what_cannot_connect_them_is_refused(asked: str, second: wire.Hello, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        decide(ServeConfig(pipeline=PipelineSettings(transport=asked)), (hello(0), second))
-
-
 def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
     costs = [{1: PartCosts(seconds, 0.0, 0.0, 0.0)} for seconds in (1.0, 3.0)]
     measured = [hello_of(rank, 2, ARCH, costs=each) for rank, each in enumerate(costs)]
@@ -96,25 +83,40 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
         stage_addresses((at(0, "a", "10.0.0.1", LOOP), at(1, "b", LOOP, LOOP)), RankGrid(2, 1, 1))
 
 
-# ---- stages that found something else to compute are refused, by the flag's name ----
+# ---- what is refused, by the flag's name ----
 
 
 @pytest.mark.parametrize(
-    ("second", "says"),
+    ("asked", "second", "says"),
     [
-        (changed(hello(1), dtype="bfloat16"), "--dtype: stage 1 on a has dtype bfloat16 instead of float32"),
-        (changed(hello(1), quantization="int8"), "--quantization: stage 1 on a has quantization int8"),
-        (changed(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 on a has kv-dtype int8 instead of float32"),
+        ("nccl", hello(1), "--transport: nccl needs a GPU of its own for every stage"),
+        ("shm", hello(1, host="b"), "--transport: shm needs all stages on one host"),
+        ("local", hello(1), "--transport: local connects stages within one process"),
         (
+            "auto",
+            changed(hello(1), dtype="bfloat16"),
+            "--dtype: stage 1 on a has dtype bfloat16 instead",
+        ),
+        ("auto", changed(hello(1), quantization="int8"), "--quantization: stage 1 on a has quantization int8"),
+        (
+            "auto",
+            changed(hello(1), kv_dtype="int8"),
+            "--kv-dtype: stage 1 on a has kv-dtype int8 instead",
+        ),
+        (
+            "auto",
             changed(hello(1, host="b"), weights="trained on", checkpoint="/n"),
             "--model: stage 1 on b has other weights in /n, unlike stage 0 on a",
         ),
         (
+            "auto",
             changed(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
             "--model: stage 1 on a has another model in /m, unlike stage 0 on a",
         ),
     ],
 )
-def test_stages_that_differ_are_refused(second: wire.Hello, says: str) -> None:
+def test_what_cannot_be_connected_and_stages_that_differ_are_refused(
+    asked: str, second: wire.Hello, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        decide(ServeConfig(), (hello(0), second))
+        decide(ServeConfig(pipeline=PipelineSettings(transport=asked)), (hello(0), second))

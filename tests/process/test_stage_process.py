@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -87,20 +88,15 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def servers() -> Iterator[list[ForkServer]]:
-    made: list[ForkServer] = []
-    yield made
-    for server in made:
-        server.close()
+def server_of() -> Iterator[Callable[..., ForkServer]]:
+    """Of a program; without one, the real one."""
 
+    def make(*program: str, run: str = RUN) -> ForkServer:
+        command = [(sys.executable, "-c", COMMON + each + run) for each in program]
+        return ends.enter_context(closing(ForkServer(*command)))
 
-@pytest.fixture
-def server_of(servers: list[ForkServer]) -> Callable[[str], ForkServer]:
-    def make(program: str, run: str = RUN) -> ForkServer:
-        servers.append(ForkServer((sys.executable, "-c", COMMON + program + run)))
-        return servers[-1]
-
-    return make
+    with ExitStack() as ends:
+        yield make
 
 
 def lines_of(process: StageProcess) -> list[str]:
@@ -187,7 +183,7 @@ def stop_and_kill(process: StageProcess) -> None:
 def test_one_ends_that(
     server_of: Callable[..., ForkServer], program: str, act: Callable[[StageProcess], None], code: int
 ) -> None:
-    process = server_of("", program).fork()
+    process = server_of("", run=program).fork()
     act(process)
     assert await_end(process) == code
 
@@ -221,7 +217,7 @@ def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
 
 @pytest.mark.slow
 def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) -> None:
-    process = server_of("", SLOW_IMPORT + RUN).fork()
+    process = server_of(SLOW_IMPORT).fork()
     assert process.listen(30) == [""]
     assert process.listen(30) == [""]
     assert any(line.startswith("forked ") for line in lines_of(process))
@@ -243,12 +239,11 @@ def test_it_ends_when_its_keeper_does() -> None:
 
 @pytest.mark.slow
 def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
-    servers: list[ForkServer], monkeypatch: pytest.MonkeyPatch
+    server_of: Callable[..., ForkServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real one, with all that it imports. Threads do not survive a fork; locks that they held stay held."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
-    servers.append(ForkServer())
-    process = servers[-1].fork()
+    process = server_of().fork()
     stage = psutil.Process(pid_of(process))
     assert stage.name() == "ppserve.stage"
     server = psutil.Process(stage.ppid())

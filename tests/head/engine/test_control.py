@@ -66,12 +66,13 @@ class Rank:
         control.ends.callback(self.connection.close)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL)
         self._reader = wire.FrameReader(wire.FromHead)
-        while not self._is_readable():
-            control.poll(0.01)
-        (self.challenge,) = self.hear()
+        (self.challenge,) = self.hear_from(control)
 
-    def _is_readable(self) -> bool:
-        return bool(select.select([self.connection], [], [], 0)[0])
+    def hear_from(self, control: Plane) -> list[Any]:
+        """What the head says when it is polled."""
+        while not select.select([self.connection], [], [], 0)[0]:
+            control.poll(0.01)
+        return self.hear()
 
     def say(self, *messages: wire.Outgoing) -> None:
         self.connection.sendall(b"".join(map(wire.encode, messages)))
@@ -83,9 +84,8 @@ class Rank:
     def prove(self, control: Plane, rank: int) -> Rank:
         """Up to the head's Welcome."""
         self.say(self.proof(rank))
-        while not self._is_readable():
-            control.poll(0.01)
-        assert self.hear() == [wire.Welcome(make_proof("head", SECRET, rank, self.challenge.nonce, b"mine"))]
+        welcome = wire.Welcome(make_proof("head", SECRET, rank, self.challenge.nonce, b"mine"))
+        assert self.hear_from(control) == [welcome]
         return self
 
     def hear(self, number: int = 1) -> list[Any]:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,12 +18,13 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
 from ppserve.model.checkpoint import Shapes, settings
-from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.decoder import ModelParts
 from ppserve.model.gpt2 import Embedding
 from ppserve.model.weights import WeightReader
+from tests.model.checkpoint.writers import random_tensors, stored_name, write_gguf
 from tests.model.pipelines import Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint
 
@@ -138,42 +138,17 @@ def _with_an_entry() -> Iterator[None]:
     del FAMILIES["brook"]
 
 
-def named(column: int, layers: str) -> dict[str, torch.Tensor]:
-    """The weights under a format's names."""
-    found = {}
-    for name in tensor_shapes(ARCH):
-        number, own = name.split(".", 2)[1:] if name.startswith("h.") else ("", name)
-        part, _, leaf = own.rpartition(".")
-        place = f"{layers}{number}." if number else ""
-        found[f"{place}{FAMILY.names[part][column]}.{leaf}"] = RandomCheckpoint(ARCH).tensor(name)
-    return found
-
-
 def write_hugging_face(directory: Path, **more: object) -> Path:
     config = {"model_type": "brook", "rows": 64, "width": 48, "num_hidden_layers": 3, "heads": 4, "length": 96}
     config |= {"num_key_value_heads": 2, "intermediate_size": 88, "epsilon": 1e-5, "eos_token_id": 7}
     (directory / "config.json").write_text(json.dumps(config | more))
-    save_file(named(0, "brook.bends."), directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = {stored_name("brook", name, 0, "brook.bends."): of for name, of in random_tensors(ARCH).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def write_gguf(directory: Path) -> Path:
-    writer = gguf.GGUFWriter(directory / "model.gguf", "brook")
-    writer.add_block_count(3)
-    writer.add_embedding_length(48)
-    writer.add_context_length(96)
-    writer.add_feed_forward_length(88)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_eos_token_id(7)
-    for name, tensor in named(1, "blk.").items():
-        writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return directory
+def write_as_gguf(directory: Path) -> Path:
+    return write_gguf(directory / "model.gguf", ARCH, random_tensors(ARCH), model="brook")
 
 
 def plain_logits(ids: tuple[int, ...]) -> torch.Tensor:
@@ -198,7 +173,7 @@ def plain_logits(ids: tuple[int, ...]) -> torch.Tensor:
     return norm(x_TD, "ln_f") @ tensor("lm_head.weight").T
 
 
-@pytest.mark.parametrize("write", [write_hugging_face, write_gguf])
+@pytest.mark.parametrize("write", [write_hugging_face, write_as_gguf])
 def test_a_third_family_is_three_tables(tmp_path: Path, write: object) -> None:
     assert callable(write)
     checkpoint = open_checkpoint(str(write(tmp_path)))

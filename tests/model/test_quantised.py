@@ -29,13 +29,10 @@ def int8(dtype: str = "float32") -> CpuBackend:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_is_the_same_from_every_format_and_split(tmp_path: Path, dtype: str) -> None:
-    arch = writers.architecture(activation="gelu")
+    arch = writers.architecture()
     tensors = writers.random_tensors(arch)
-    places = [
-        writers.write_hf(tmp_path / "safetensors", arch, tensors, parts=2),
-        writers.write_hf(tmp_path / "bin", arch, tensors, container="bin"),
-        writers.write_nanogpt(tmp_path / "nanogpt" / "ckpt.pt", arch, tensors),
-    ]
+    kinds = ("safetensors in parts", "bin", "llm.c", "GGUF")
+    places = [writers.WRITERS[kind](tmp_path / kind, arch, tensors) for kind in kinds]
     ids = prompt(20, vocab_size=arch.vocab_size)
     first = None
     for place in places:
@@ -45,19 +42,6 @@ def test_int8_is_the_same_from_every_format_and_split(tmp_path: Path, dtype: str
             logits = pipeline.logits(pipeline.hidden(ids, 20))
             first = logits if first is None else first
             assert torch.equal(logits, first), (place, split)
-
-
-def test_llmc_in_int8_is_hugging_face_in_int8(tmp_path: Path) -> None:
-    arch = writers.architecture()
-    tensors = writers.random_tensors(arch)
-    ids = prompt(20, vocab_size=arch.vocab_size)
-    places = (
-        writers.write_hf(tmp_path / "hf", arch, tensors),
-        writers.write_llmc(tmp_path / "m.bin", arch, tensors),
-    )
-    pipelines = [Pipeline(open_checkpoint(str(place)), "3", backend=int8(), num_sequences=1) for place in places]
-    one, other = (pipeline.logits(pipeline.hidden(ids, 20)) for pipeline in pipelines)
-    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("arch", [architecture(width=96), llama(width=96)], ids=FAMILIES)
@@ -88,18 +72,14 @@ class CountingReads:
         return tensor
 
 
-@pytest.mark.parametrize(("container", "num_tensor"), [("safetensors", 2), ("bin", 1), ("nanogpt", 1)])
+@pytest.mark.parametrize(("container", "num_tensor"), [("safetensors", 2), ("bin", 1), ("nanoGPT", 1)])
 def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
     tmp_path: Path, container: str, num_tensor: int
 ) -> None:
     """The head has 20 MB, an MLP's matrices 17; of two tensor ranks each has half. The bits are the same."""
     arch = writers.architecture(num_layers=1, width=1024, inner_width=4096, vocab_size=5000)
     tensors = writers.random_tensors(arch)
-    if container == "nanogpt":
-        place = writers.write_nanogpt(tmp_path / "ckpt.pt", arch, tensors)
-    else:
-        place = writers.write_hf(tmp_path / "hf", arch, tensors, container=container)
-    checkpoint = CountingReads(open_checkpoint(str(place)))
+    checkpoint = CountingReads(open_checkpoint(str(writers.WRITERS[container](tmp_path, arch, tensors))))
     layout = StageLayout(0, 1, 0, 2, num_tensor - 1, num_tensor)
     stage = load_stage(checkpoint, layout, int8())
     assert READ_BYTES / 2 < checkpoint.largest_bytes <= READ_BYTES

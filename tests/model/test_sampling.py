@@ -264,17 +264,3 @@ def test_mixed_draws_are_those_of_each_alone() -> None:
     _, together, _ = crowd.step([crowd.slice(s, prompt(9 + s, s), 0, d) for s, d in enumerate(wanted)])
     for s, each in enumerate(wanted):
         assert alone.step([alone.slice(s, prompt(9 + s, s), 0, each)])[1][0] == together[s]
-
-
-def test_a_plan_without_draws_skips_the_head() -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture()), "2")
-
-    def refuse(hidden_RD: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the head ran")
-
-    head = pipeline.stages[0].head
-    assert head is not None
-    head.logits = refuse
-    assert pipeline.step([pipeline.slice(0, prompt(9), 0)])[1:] == ((), ())
-    with pytest.raises(AssertionError, match="the head ran"):
-        pipeline.step([pipeline.slice(0, prompt(9), 0, Draw(GREEDY))])

@@ -28,8 +28,8 @@ from ppserve.model.inputs import ALONE, Gather, build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.transport.gather import connect_ranks
+from tests.model.checkpoint.writers import WRITERS, random_tensors
 from tests.model.checkpoint.writers import architecture as small
-from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.model.test_ladder import SHAPES
@@ -224,19 +224,11 @@ def test_a_control_sums_in_another_order() -> None:
     assert not torch.equal(by_inputs[0] + by_inputs[1], whole)
 
 
-@pytest.mark.parametrize("kind", ["hf", "bin", "nanogpt", "llmc"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "nanoGPT", "llm.c", "GGUF"])
 def test_ranks_read_their_slices_of_every_format(kind: str, tmp_path: Path) -> None:
-    nanogpt = {"biases": False, "activation": "gelu"} if kind == "nanogpt" else {}
+    nanogpt = {"biases": False, "activation": "gelu"} if kind == "nanoGPT" else {}
     arch = small(padded_vocab_size=48, **nanogpt)
-    tensors = random_tensors(arch)
-    if kind == "nanogpt":
-        place = write_nanogpt(tmp_path / "ckpt.pt", arch, tensors)
-    elif kind == "llmc":
-        place = write_llmc(tmp_path / "gpt2.bin", arch, tensors, 3)
-    else:
-        place = tmp_path
-        write_hf(tmp_path, arch, tensors, container="safetensors" if kind == "hf" else "bin")
-    checkpoint = open_checkpoint(str(place))
+    checkpoint = open_checkpoint(str(WRITERS[kind](tmp_path, arch, random_tensors(arch))))
     make = BACKENDS["float32"]
     whole, cut = Pipeline(checkpoint, "3", num_sequences=1), TensorPipeline(checkpoint, "1,2", 2, make, 1)
     ids = prompt(12, vocab_size=37)

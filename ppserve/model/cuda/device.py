@@ -129,10 +129,6 @@ class _CudaMark:
             self._event.synchronize()
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class CudaTiming:
     """A step's time on the GPU itself: from when it reached the step's first work to when the last was done.
 
@@ -142,12 +138,12 @@ class CudaTiming:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         stream = torch.cuda.current_stream(device.device)
-        self._begun = stream.record_event(_timed_event())
+        self._begun = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._ended = self._begun
 
     def computed(self) -> None:
         stream = torch.cuda.current_stream(self._device.device)
-        self._ended = stream.record_event(_timed_event())
+        self._ended = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def busy_ns(self) -> tuple[int, int]:
         _CudaMark(self._device, self._ended).wait()

@@ -17,14 +17,7 @@ from typing import Any
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from tests.model.checkpoint.writers import (
-    architecture,
-    random_tensors,
-    write_gguf,
-    write_hf,
-    write_llmc,
-    write_nanogpt,
-)
+from tests.model.checkpoint.writers import WRITERS, architecture, random_tensors
 
 EXTREMES = (0, 1, -1, 2, 7, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 10**30)
 ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)
@@ -45,16 +38,7 @@ def write_originals(directory: Path) -> dict[str, Path]:
     """A small model in every format, by format."""
     arch = architecture(num_layers=1, width=8, num_heads=2, max_positions=6, vocab_size=11, inner_width=32)
     tensors = random_tensors(arch)
-    return {
-        "safetensors": write_hf(directory / "safetensors", arch, tensors),
-        "safetensors in parts": write_hf(directory / "parts", arch, tensors, parts=2),
-        "bin": write_hf(directory / "bin", arch, tensors, container="bin"),
-        "bin in parts": write_hf(directory / "bins", arch, tensors, container="bin", parts=2),
-        "legacy bin": write_hf(directory / "legacy", arch, tensors, container="legacy"),
-        "llm.c": write_llmc(directory / "llmc" / "gpt2_124M.bin", arch, tensors).parent,
-        "GGUF": write_gguf(directory / "gguf" / "model.gguf", arch, tensors).parent,
-        "nanoGPT": write_nanogpt(directory / "nanogpt" / "ckpt.pt", arch, tensors).parent,
-    }
+    return {kind: write(directory / kind, arch, tensors) for kind, write in WRITERS.items()}
 
 
 def attempt(place: Path) -> CheckpointError | None:

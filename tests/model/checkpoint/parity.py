@@ -16,7 +16,7 @@ import transformers
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint.opening import open_checkpoint
-from tests.model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+from tests.model.checkpoint.writers import architecture, random_tensors, write_llmc, write_nanogpt
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint
 from tests.reference import Reference
@@ -24,6 +24,30 @@ from tests.reference import Reference
 SPLITS = ("3", "2,1", "1,1,1")
 AT_ONCE = 20
 SIZES: dict[str, Any] = {"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211}
+GPT2_SIZES = {"n_layer": 3, "n_embd": 40, "n_head": 4, "n_positions": 96, "vocab_size": 211}
+LLAMA_SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ROTARY: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    LLAMA_3,
+)
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 """Token ids to float32 logits (T, V) after each."""
 
@@ -36,23 +60,27 @@ class Authored:
     logits: Logits
 
 
-def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1, **changes: Any) -> Authored:
+def hugging_face(
+    directory: Path, container: str = "safetensors", parts: int = 1, model: str = "GPT2", **changes: Any
+) -> Authored:
     """A random model of transformers with these config fields, saved."""
-    fields = {"n_layer": 3, "n_embd": 40, "n_head": 4, "n_positions": 96, "vocab_size": 211} | changes
+    sizes = GPT2_SIZES if model == "GPT2" else LLAMA_SIZES
+    config = getattr(transformers, f"{model}Config")(**sizes | changes, attn_implementation="eager")
     torch.manual_seed(1)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields, attn_implementation="eager")).eval()
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if ".ln_" in name and "weight" in name else 0.0, std=0.2)
+    made = getattr(transformers, f"{model}{'LMHeadModel' if model == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    for name, parameter in made.named_parameters():
+        is_norm = parameter.ndim == 1 and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.2)
     if container == "safetensors":
-        model.save_pretrained(directory, max_shard_size="5GB" if parts == 1 else "60KB")
+        made.save_pretrained(directory, max_shard_size="5GB" if parts == 1 else "60KB")
         assert len(list(directory.glob("*.safetensors"))) >= parts
     else:
-        model.config.save_pretrained(directory)
-        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+        made.config.save_pretrained(directory)
+        torch.save(made.state_dict(), directory / "pytorch_model.bin")
 
     @torch.inference_mode()
     def logits(ids: tuple[int, ...]) -> torch.Tensor:
-        return model(torch.tensor([ids])).logits[0]
+        return made(torch.tensor([ids])).logits[0]
 
     return Authored(directory, logits)
 
@@ -74,29 +102,18 @@ def nanogpt(directory: Path, **changes: Any) -> Authored:
     return recomputed(write_nanogpt(directory / "ckpt.pt", arch, random_tensors(arch)), arch)
 
 
-def own_names(directory: Path) -> Authored:
-    """Without `transformer.`, in four files of torch."""
-    arch = architecture(**SIZES)
-    place = write_hf(directory, arch, random_tensors(arch), container="bin", parts=4, prefix="")
-    return recomputed(place, arch)
-
-
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "tanh")
 
 VARIANTS: dict[str, Callable[[Path], Authored]] = {
     "safetensors": hugging_face,
     "safetensors in parts": lambda d: hugging_face(d, parts=3),
     "bin": lambda d: hugging_face(d, container="bin"),
-    "bin in parts, bare names": own_names,
     "llm.c v3": llmc,
     "llm.c v5": lambda d: llmc(d, version=5),
     "llm.c padded": lambda d: llmc(d, padded_vocab_size=256),
     "nanoGPT": nanogpt,
     "nanoGPT without biases": lambda d: nanogpt(d, biases=False),
     "untied": lambda d: hugging_face(d, tie_word_embeddings=False),
-    "17 heads": lambda d: hugging_face(d, n_embd=17 * 8, n_head=17),
-    "heads of 80": lambda d: hugging_face(d, n_embd=160, n_head=2),
-    "heads of 128": lambda d: hugging_face(d, n_embd=256, n_head=2),
     "n_inner": lambda d: hugging_face(d, n_inner=72),
     "scaled by layer, reordered": lambda d: hugging_face(
         d, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True
@@ -104,6 +121,14 @@ VARIANTS: dict[str, Callable[[Path], Authored]] = {
     "unscaled": lambda d: hugging_face(d, scale_attn_weights=False),
     "epsilon": lambda d: hugging_face(d, layer_norm_epsilon=0.1),
     **{name: lambda d, name=name: hugging_face(d, activation_function=name) for name in ACTIVATIONS},
+    "mistral": lambda d: hugging_face(d, model="Mistral", sliding_window=None),
+    **{name: lambda d, name=name: hugging_face(d, model=name) for name in ("Llama", "Qwen2", "Qwen3")},
+    **{
+        f"rotary {of['rope_type']}": lambda d, of=of: hugging_face(
+            d, model="Llama", rope_parameters={**of, "rope_theta": 5000.0}, tie_word_embeddings=True
+        )
+        for of in ROTARY
+    },
 }
 
 

@@ -51,7 +51,7 @@ def read(tmp_path: Path) -> Read:
         ({"reorder_and_upcast_attn": True}, {}),
         ({"tie_word_embeddings": False}, {"tied_embeddings": False}),
         ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_ids": (3,)}),
-        ({"eos_token_id": [5, 6]}, {"eos_ids": (5, 6)}),
+        ({"eos_token_id": [5, 6, 9999]}, {"eos_ids": (5, 6)}),
         ({"eos_token_id": 50256}, {"eos_ids": ()}),
         (dict.fromkeys(OWN, ...) | dict(zip(FAMILY.synonyms, (20, 3, 4, 24), strict=True)), {}),
         ({"n_positions": ..., "n_ctx": 24}, {}),

@@ -145,30 +145,17 @@ def test_download_then_offline(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    for environment, problem in (
-        ({"HF_HUB_OFFLINE": "1"}, "not in the local hub cache"),
-        ({"HF_ENDPOINT": hub.url}, "no such model on the hub"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be asked"),
-    ):
-        answer = open_in_a_process("someone/other", cache, **environment)
-        assert answer.startswith("refused: someone/other: ")
-        assert problem in answer
-
-
-@pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    """It accepts connections and is silent. `within` bounds the wait, whatever the library would do."""
+    """A hub may accept connections and be silent: `within` bounds the wait, whatever the library would do."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        answer = open_in_a_process("someone/model", tmp_path / "cache", HF_ENDPOINT=url)
-    assert answer.startswith("refused: someone/model: ")
-    assert "no answer within 5 s" in answer
-
-
-def test_a_bare_name_is_refused_without_asking_anyone() -> None:
-    with pytest.raises(CheckpointError, match="a model on the hub is called org/name"):
-        find_model("tinny")
+        for environment, problem in (
+            ({"HF_HUB_OFFLINE": "1"}, "not in the local hub cache"),
+            ({"HF_ENDPOINT": hub.url}, "no such model on the hub"),
+            ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be asked"),
+            ({"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}, "no answer within 5 s"),
+        ):
+            answer = open_in_a_process("someone/other", tmp_path / "cache", **environment)
+            assert answer.startswith("refused: someone/other: ")
+            assert problem in answer
 
 
 def test_without_the_extra(tmp_path: Path) -> None:
@@ -182,3 +169,5 @@ def test_names_that_are_ids() -> None:
         assert is_hub_id(name)
     for name in ("", "gpt2", "a/b/c", "/a", "./a", "../a", "a/", "a.bin", "x/ckpt.pt", "a b", "a/../b", "a\nb"):
         assert not is_hub_id(name)
+    with pytest.raises(CheckpointError, match="a model on the hub is called org/name"):
+        find_model("tinny")

@@ -6,9 +6,10 @@ Written from the formats' descriptions and independently of the readers.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint.families import tensor_shapes
+from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from tests.model.random_checkpoint import RandomCheckpoint
 from tests.model.random_checkpoint import architecture as of_random
 
@@ -157,39 +158,40 @@ def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: s
     return path
 
 
-GGUF_NAMES = {
-    "wte": "token_embd",
-    "wpe": "position_embd",
-    "ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
+def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F32", model: str = "gpt2") -> Path:
+    """A .gguf as llama.cpp's converter writes it; matrices of `kind`, e.g. `F16` or `Q4_0`.
 
-
-def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F32") -> Path:
-    """A .gguf as llama.cpp's converter writes a GPT-2; matrices of `kind`, e.g. `F16` or `Q4_0`."""
+    A Llama's has the halves of each head of queries and keys interleaved.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, "gpt2")
+    writer = gguf.GGUFWriter(path, model)
     writer.add_block_count(arch.num_layers)
     writer.add_context_length(arch.max_positions)
     writer.add_embedding_length(arch.width)
     writer.add_feed_forward_length(arch.inner_width)
     writer.add_head_count(arch.num_heads)
-    writer.add_layer_norm_eps(arch.layer_norm_epsilon)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(arch.padded_vocab_size)])
-    num_unused = arch.padded_vocab_size - arch.vocab_size
-    writer.add_token_types([1] * arch.vocab_size + [5] * num_unused)
+    if model == "gpt2":
+        writer.add_layer_norm_eps(arch.layer_norm_epsilon)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{i}" for i in range(arch.padded_vocab_size)])
+        num_unused = arch.padded_vocab_size - arch.vocab_size
+        writer.add_token_types([1] * arch.vocab_size + [5] * num_unused)
+    else:
+        writer.add_head_count_kv(arch.num_kv_heads)
+        writer.add_layer_norm_rms_eps(arch.layer_norm_epsilon)
+    if arch.rotary is not None:
+        writer.add_key_length(arch.head_size)
+        writer.add_value_length(arch.head_size)
+        writer.add_rope_dimension_count(arch.head_size)
+        writer.add_rope_freq_base(10000.0)
+    if arch.eos_id is not None:
+        writer.add_eos_token_id(arch.eos_id)
     for name, tensor in tensors.items():
-        if name == "lm_head.weight":
+        if name == "lm_head.weight" and arch.tied_embeddings:
             continue
-        prefix, own = re.sub(r"^h\.(\d+)\.", r"blk.\1.", name), re.sub(r"^h\.\d+\.", "", name)
-        module, leaf = own.rsplit(".", 1)
-        stored = prefix.removesuffix(own) + f"{GGUF_NAMES[module]}.{leaf}"
+        if model == "llama" and name.endswith(("attn.q.weight", "attn.k.weight")):
+            tensor = tensor.view(-1, 2, arch.head_size // 2, arch.width).swapaxes(1, 2).reshape(tensor.shape)
+        stored = stored_name(arch.family, name, 1, "blk.")
         if tensor.dim() == 1 or kind == "F32":
             writer.add_tensor(stored, tensor.float().numpy())
         else:
@@ -200,3 +202,23 @@ def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F3
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stored_name(family: str, name: str, column: int, layers: str) -> str:
+    """What a format calls a tensor."""
+    number, own = name.split(".", 2)[1:] if name.startswith("h.") else ("", name)
+    part, _, leaf = own.rpartition(".")
+    return f"{f'{layers}{number}.' if number else ''}{FAMILIES[family].names[part][column]}.{leaf}"
+
+
+WRITERS: dict[str, Callable[[Path, Architecture, Tensors], Path]] = {
+    "safetensors": write_hf,
+    "safetensors in parts": partial(write_hf, parts=3, prefix=""),
+    "bin": partial(write_hf, container="bin"),
+    "bin in parts": partial(write_hf, container="bin", parts=2),
+    "legacy bin": partial(write_hf, container="legacy"),
+    "llm.c": lambda directory, *of: write_llmc(directory / "gpt2_124M.bin", *of).parent,
+    "GGUF": lambda directory, *of: write_gguf(directory / "model.gguf", *of).parent,
+    "nanoGPT": lambda directory, *of: write_nanogpt(directory / "ckpt.pt", *of).parent,
+}
+"""A model in every format, each in a directory."""

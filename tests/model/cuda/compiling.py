@@ -27,13 +27,6 @@ BLOCK_AND_HEAD_SIZES = ((8, 256), (16, 64), (32, 128))
 HEADS = 2
 # Shared memory that a program may take, by compute capability, in bytes.
 SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-}
 
 
 def compile_launches(capability: int) -> None:
@@ -63,7 +56,8 @@ def compile_launches(capability: int) -> None:
 
 def type_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype]
+        name = str(value.dtype).removeprefix("torch.")
+        return "*" + name.replace("bfloat", "bf").replace("float", "fp").replace("int", "i")
     return "i32" if isinstance(value, int) else "fp32"
 
 

@@ -5,10 +5,16 @@ operators on a GPU sum in orders of their own."""
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.device import Accelerator
 from ppserve.model.cuda.operators import Operators
 
 CPU = torch.device("cpu")
@@ -18,6 +24,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 KINDS = ["reference", pytest.param("triton", marks=needs_triton)]
+
+
+def backend_of(
+    device: torch.device = DEVICE,
+    operators: Operators | None = None,
+    accelerator: Accelerator | None = None,
+    **options: Any,
+) -> CudaBackend:
+    return CudaBackend(device, "float32", DeviceOptions(**options), operators, accelerator)
 
 
 def device_of(kind: str) -> torch.device:
@@ -30,3 +45,23 @@ def operators_of(kind: str) -> Operators:
     from ppserve.model.cuda.triton_operators import TritonOperators
 
     return TritonOperators()
+
+
+class Calls(TorchDispatchMode):
+    """Notes torch's operators.
+
+    counts: how often each was called. mixed: those that took or gave tensors of the host and of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.mixed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **kwargs or {})
+        self.counts[name] += 1
+        tensors = (of for of in tree_leaves((args, kwargs, result)) if isinstance(of, torch.Tensor))
+        if len({of.device for of in tensors}) > 1:
+            self.mixed.append(name)
+        return result

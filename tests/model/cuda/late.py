@@ -13,16 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.model.backend import HostTiming
-from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.device import Accelerator
 
 NO_NUMBER = 0xFF
 """In every byte: of float64 no number, of token ids -1."""
-
-
-class WrittenTooEarly(AssertionError):
-    """The host has changed what a copy had not read yet."""
 
 
 class LateDevice(Accelerator):
@@ -49,8 +43,7 @@ class LateDevice(Accelerator):
         self._num_given += 1
 
         def check() -> None:
-            if not torch.equal(source, kept):
-                raise WrittenTooEarly
+            assert torch.equal(source, kept), "the host has changed what a copy had not read yet"
 
         if self._is_of_host(to):
             to.view(torch.uint8).fill_(NO_NUMBER)
@@ -62,9 +55,6 @@ class LateDevice(Accelerator):
     def mark(self) -> LateMark:
         self._num_given += 1
         return LateMark(self, self._num_given)
-
-    def timing(self) -> LateTiming:
-        return LateTiming(self)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self._is_recording = True
@@ -96,22 +86,3 @@ class LateMark:
         if not self.device.is_done(self.number):
             self.device.num_waits += 1
             self.device.do(self.number)
-
-
-class LateTiming(HostTiming):
-    def __init__(self, device: LateDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def computed(self) -> None:
-        super().computed()
-        self._mark = self._device.mark()
-
-    def busy_ns(self) -> tuple[int, int]:
-        self._mark.wait()
-        return super().busy_ns()
-
-
-def late_backend(dtype: str = "float32", max_rows: int = 8) -> CudaBackend:
-    options = DeviceOptions(batch_invariant=True, max_rows=max_rows, max_step_rows=max_rows + 64)
-    return CudaBackend(torch.device("cpu"), dtype, options, accelerator=LateDevice())

@@ -3,6 +3,8 @@ nothing that a device copies is used before it is there, if it does nothing unle
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,13 @@ import torch
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import StageModel
-from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.cache import bucket_sizes
 from ppserve.model.cuda.device import Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.inputs import KVCache, build_inputs
-from tests.model.cuda.here import CPU, DEVICE
-from tests.model.cuda.late import LateDevice, late_backend
+from tests.model.cuda.here import CPU, backend_of
+from tests.model.cuda.late import LateDevice
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.stage.one_stage import plan as one_row_plan
@@ -31,18 +33,13 @@ DRAWS = [
 ]
 
 
+invariant = partial(backend_of, batch_invariant=True, max_rows=8)
+
+
 class Recorded(Pipeline):
     """A pipeline whose stages are recorded after they are loaded."""
 
-    def __init__(
-        self,
-        max_rows: int,
-        split: str = "3",
-        dtype: str = "float32",
-        device: torch.device = DEVICE,
-        checkpoint: RandomCheckpoint = CHECKPOINT,
-    ) -> None:
-        backend = CudaBackend(device, dtype, DeviceOptions(batch_invariant=True, max_rows=max_rows))
+    def __init__(self, backend: CudaBackend, split: str = "3", checkpoint: RandomCheckpoint = CHECKPOINT) -> None:
         super().__init__(checkpoint, split, backend=backend)
         both = zip(self.stages, self.caches, strict=True)
         self.recorded = [backend.recorded(stage, cache) for stage, cache in both]
@@ -53,9 +50,8 @@ class Recorded(Pipeline):
         return [stage.num_replays for stage in self.recorded if isinstance(stage, RecordedStage)]
 
 
-def plain(split: str = "3", dtype: str = "float32", checkpoint: RandomCheckpoint = CHECKPOINT) -> Pipeline:
-    backend = CudaBackend(DEVICE, dtype, DeviceOptions(batch_invariant=True, graphs=False))
-    return Pipeline(checkpoint, split, backend=backend)
+def plain(split: str = "3", checkpoint: RandomCheckpoint = CHECKPOINT) -> Pipeline:
+    return Pipeline(checkpoint, split, backend=invariant(graphs=False))
 
 
 def conversation(pipeline: Pipeline, count: int) -> list[object]:
@@ -89,18 +85,18 @@ def conversation(pipeline: Pipeline, count: int) -> list[object]:
 )
 def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str, checkpoint: RandomCheckpoint) -> None:
     """Nor a bit of the hidden states. Buckets hold all, some or none of the steps."""
-    recorded = Recorded(max_rows, split, checkpoint=checkpoint)
-    expected = conversation(plain(split, checkpoint=checkpoint), 8)
+    recorded = Recorded(invariant(max_rows=max_rows), split, checkpoint)
+    expected = conversation(plain(split, checkpoint), 8)
     for ours, theirs in zip(conversation(recorded, 8), expected, strict=True):
         assert torch.equal(ours[0], theirs[0])
         assert ours[1] == theirs[1]
     assert all(count == (5 if max_rows >= 8 else 0) for count in recorded.replays)
 
 
-def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
+def test_a_decode_without_a_draw_an_empty_bucket_and_a_scored_prompt() -> None:
     """A slice of one token that draws nothing is computed like the others; the smallest bucket may be all padding
-    but one row."""
-    recorded, exact = Recorded(8), plain()
+    but one row. Scored prompts are computed as they come."""
+    recorded, exact = Recorded(invariant()), plain()
     for pipeline in (recorded, exact):
         for i in range(3):
             pipeline.step([pipeline.slice(i, prompt(10, seed=i), 0)])
@@ -111,53 +107,16 @@ def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
     assert recorded.step(slices(recorded))[1] == exact.step(slices(exact))[1]
     assert recorded.step([recorded.slice(0, (9,), 11)])[1] == ()
     assert recorded.replays == [2]
-
-
-def test_scored_prompts_are_computed_as_they_come() -> None:
-    recorded = Recorded(4)
-    scored = recorded.slice(0, (3,), 0, targets=(4,), num_prompt_logprobs=1)
-    assert recorded.step([scored])[2] == plain().step([scored])[2]
-    assert recorded.replays == [0]
-
-
-def test_a_recorded_step_leaves_no_trace_in_blocks() -> None:
-    """Recording runs the stage, but keeps no key; so does every padded row."""
-    recorded = Recorded(8)
-    for cache in recorded.caches:
-        assert not cache.keys_LBpHd.any()
-    recorded.step([recorded.slice(0, (3,), 0, GREEDY_DRAW)])
-    written = [cache.keys_LBpHd.flatten(3).any(3).sum().item() for cache in recorded.caches]
-    assert written == [3], "one position in each layer"
-
-
-def test_hidden_states_that_are_sent_are_not_overwritten() -> None:
-    """What a stage hands on stays as it is while the next step is computed."""
-    recorded = Recorded(4, "1,2")
-    stage, cache, layout = recorded.stages[0], recorded.caches[0], recorded.layouts[0]
-
-    def forward(token_id: int) -> torch.Tensor:
-        plan = StepPlan(0, 0, 0, (recorded.slice(0, (token_id,), 0),))
-        return stage.forward(build_inputs(plan, layout, cache), None)
-
-    first = forward(3)
-    kept = first.clone()
-    second = forward(4)
-    assert torch.equal(first, kept)
-    assert not torch.equal(first, second)
+    scored = recorded.slice(3, (3,), 0, targets=(4,), num_prompt_logprobs=1)
+    assert recorded.step([scored])[2] == exact.step([scored])[2]
+    assert recorded.replays == [2]
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:
-    assert bucket_sizes(1) == (1,)
-    assert bucket_sizes(2) == (1, 2)
-    assert bucket_sizes(7) == (1, 2, 4, 7)
-    assert bucket_sizes(256) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert [bucket_sizes(most) for most in (1, 2, 7)] == [(1,), (1, 2), (1, 2, 4, 7)]
 
 
 # ---- a device that is late ---------------------------------------------------------------------------------
-
-
-def numbers(first: int, count: int = 8) -> dict[str, np.ndarray]:
-    return {"ids": np.arange(first, first + count, dtype=np.int32)}
 
 
 def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
@@ -165,7 +124,8 @@ def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
     device = LateDevice()
     staging = Staging(device)
     for count in (8, 300_000, 8, 8, 600_000, 8, 8, 8):
-        assert staging.copy(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
+        numbers = np.arange(count, 2 * count, dtype=np.int32)
+        assert staging.copy({"ids": numbers})["ids"].tolist() == numbers.tolist()
     assert device.num_waits == 5, "three copies are under way before the first wait"
     device.mark().wait()
 
@@ -182,21 +142,20 @@ def test_what_is_read_too_early_is_no_number() -> None:
 
 @pytest.mark.parametrize("split", ["3", "1,2"])
 def test_recorded_and_other_steps_draw_the_same(split: str) -> None:
-    late = Pipeline(CHECKPOINT, split, backend=late_backend())
-    both = zip(late.stages, late.caches, strict=True)
-    late.stages = [stage.backend.recorded(stage, cache) for stage, cache in both]  # type: ignore[misc]
-    exact = Recorded(8, split, device=CPU)
-    for ours, theirs in zip(conversation(late, 8), conversation(exact, 8), strict=True):
-        assert torch.equal(ours[0], theirs[0])
-        assert ours[1] == theirs[1]
+    late = invariant(CPU, accelerator=LateDevice())
+    ours, theirs = (conversation(Recorded(backend, split), 8) for backend in (late, invariant(CPU)))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1] == other[1]
 
 
 def test_steps_may_be_given_faster_than_they_are_done() -> None:
-    """Prompts and recorded steps of a first stage, which nobody waits for."""
-    backend = late_backend()
+    """Prompts and recorded steps of a first stage, which nobody waits for. What it hands on stays as it is while
+    the next steps are computed."""
+    backend = invariant(CPU, accelerator=LateDevice())
     pipeline = Pipeline(CHECKPOINT, "1,2", backend=backend)
     stage = backend.recorded(pipeline.stages[0], pipeline.caches[0])
-    exact = Recorded(8, "1,2", device=CPU)
+    exact = Recorded(invariant(CPU), "1,2")
 
     def forward(model: StageModel, cache: KVCache, number: int) -> torch.Tensor:
         ids = prompt(1 if number % 3 else 30, seed=number)

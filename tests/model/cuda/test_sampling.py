@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,9 @@ from ppserve.core.architecture import Cut, Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
-from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
 from ppserve.model.inputs import ALONE, build_inputs
-from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
+from tests.model.cuda.here import CPU, KINDS, backend_of, device_of, operators_of
 from tests.model.random_checkpoint import architecture
 
 VOCABULARY = 1009
@@ -25,11 +25,16 @@ ARCHITECTURE = architecture(vocab_size=VOCABULARY, max_positions=4096)
 
 def results(plan: StepPlan, logits: torch.Tensor, kind: str, at_once: int = 256) -> tuple:
     """As a last stage would draw and score them."""
-    backend = CudaBackend(device_of(kind), "float32", operators=operators_of(kind))
+    backend = backend_of(device_of(kind), operators_of(kind))
     (layout,) = stage_layouts(Split.parse("2"))
     inputs = build_inputs(plan, layout, backend.make_cache(ARCHITECTURE, layout, 4, 16))
     pieces = iter(logits.to(backend.device).split(at_once))
     return backend.read_logits(inputs, pieces, Cut((logits.shape[1],), 0))()
+
+
+def plan_of(draws: Iterable[Draw], start: int = 0) -> StepPlan:
+    """A step of one row for each draw."""
+    return StepPlan(0, 0, 0, tuple(Slice(i, start, (1,), (0,), draw) for i, draw in enumerate(draws)))
 
 
 def scores(count: int, seed: int) -> torch.Tensor:
@@ -40,22 +45,19 @@ def scores(count: int, seed: int) -> torch.Tensor:
 def any_draw(chance: random.Random) -> Draw:
     """Every option, in combinations that chance makes."""
     params = SamplingParams(seed=chance.getrandbits(64), temperature=chance.choice([0.0, 0.5, 1.0, 1.7]))
-    history = {}
-    for option in chance.sample(range(7), 3):
-        if option == 0:
-            params = replace(params, top_k=chance.choice([1, 7, 50, 5000]))
-        elif option == 1:
-            params = replace(params, top_p=chance.choice([1e-9, 0.3, 0.9, 0.999]))
-        elif option == 2:
-            params = replace(params, min_p=chance.choice([0.01, 0.2, 1.0]))
-        elif option == 3:
-            params = replace(params, logit_bias=((chance.randrange(VOCABULARY), 9.5), (VOCABULARY + 3, 100.0)))
-        elif option == 4:
-            params = replace(params, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
-            ids = tuple(chance.randrange(VOCABULARY) for _ in range(30))
-            history = {"prompt_ids": ids[:10], "output_ids": (*ids[10:], *ids[12:15])}
-        elif option == 5:
-            history["banned"] = tuple(chance.sample(range(VOCABULARY), 40))
+    ids = tuple(chance.randrange(VOCABULARY) for _ in range(30))
+    options = [
+        {"top_k": chance.choice([1, 7, 50, 5000])},
+        {"top_p": chance.choice([1e-9, 0.3, 0.9, 0.999])},
+        {"min_p": chance.choice([0.01, 0.2, 1.0])},
+        {"logit_bias": ((chance.randrange(VOCABULARY), 9.5), (VOCABULARY + 3, 100.0))},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    ]
+    for option in chance.sample(options, 2):
+        params = replace(params, **option)
+    history = {"prompt_ids": ids[:10], "output_ids": (*ids[10:], *ids[12:15])}
+    if chance.random() < 0.4:
+        history["banned"] = tuple(chance.sample(range(VOCABULARY), 40))
     return Draw(params, chance.randrange(4), chance.choice([None, None, 0, 5]), **history)
 
 
@@ -98,12 +100,10 @@ def test_plain_draws_are_those_of_the_cpu(kind: str) -> None:
     count = 30 if kind == "triton" and device_of(kind) == CPU else 400
     logits = torch.cat([scores(count, 9), scores(count, 10) * 0.01])
     draws = [Draw(SamplingParams(seed=i, temperature=(0.3, 1.0, 2.5)[i % 3])) for i in range(2 * count)]
-    slices = tuple(Slice(i, 7, (1,), (0,), draw) for i, draw in enumerate(draws))
-    plan = StepPlan(0, 0, 0, slices)
+    plan = plan_of(draws, 7)
     drawn, _ = results(plan, logits, kind)
     assert [of.token_id for of in drawn] == [of.token_id for of in draws_alone(plan, logits)]
-    others = tuple(replace(s, start=8) for s in slices)
-    elsewhere, _ = results(StepPlan(0, 0, 0, others), logits, kind)
+    elsewhere, _ = results(plan_of(draws, 8), logits, kind)
     assert sum(a.token_id != b.token_id for a, b in zip(drawn, elsewhere, strict=True)) > count
 
 
@@ -117,8 +117,7 @@ def test_ties_and_numbers_that_are_none(wrong: float, kind: str) -> None:
     greedy, steep = SamplingParams(temperature=0), SamplingParams(top_p=0.0005)
     everything = Draw(SamplingParams(), banned=tuple(range(VOCABULARY)))
     draws = [Draw(greedy, num_logprobs=4), Draw(greedy), Draw(steep), everything, Draw(SamplingParams(top_k=1))]
-    plan = StepPlan(0, 0, 0, tuple(Slice(i, 0, (1,), (0,), draw) for i, draw in enumerate(draws)))
-    drawn, _ = results(plan, logits, kind)
+    drawn, _ = results(plan_of(draws), logits, kind)
     assert [of.token_id for of in drawn[:4]] == [17, None, 17, None]
     assert drawn[4].token_id in (17, 40, 90)
     assert drawn[0].logprobs is not None
@@ -131,8 +130,7 @@ def test_a_penalty_leaves_huge_scores_finite(kind: str) -> None:
     logits[:, 5] = 1e38
     params = SamplingParams(repetition_penalty=0.01, top_k=3)
     draws = [Draw(each, prompt_ids=(5,)) for each in (params, replace(params, temperature=0))]
-    plan = StepPlan(0, 0, 0, tuple(Slice(i, 0, (1,), (0,), draw) for i, draw in enumerate(draws)))
-    drawn, _ = results(plan, logits, kind)
+    drawn, _ = results(plan_of(draws), logits, kind)
     assert [of.token_id for of in drawn] == [5, 5]
 
 

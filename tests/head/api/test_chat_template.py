@@ -23,6 +23,7 @@ SPECIAL = (
 )
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATS = {
+    "begun": [("user", "hi "), ("assistant", "Once upon a ")],
     "one": [("user", " What is  the capital?\n")],
     "long": [
         ("system", "Be brief. "),
@@ -49,7 +50,8 @@ def template(request: pytest.FixtureRequest) -> Iterator[ChatTemplate]:
 
 
 def render(template: ChatTemplate, messages: list[dict[str, str]], **variables: Any) -> list[str]:
-    return template.render(messages, {"add_generation_prompt": True, **variables}, SPECIAL, False)
+    continues = variables.pop("continue_final_message", False)
+    return template.render(messages, {"add_generation_prompt": not continues, **variables}, SPECIAL, continues)
 
 
 def test_there_are_templates_of_twenty_models() -> None:
@@ -60,8 +62,10 @@ def test_there_are_templates_of_twenty_models() -> None:
 def test_templates_render_as_with_transformers(template: ChatTemplate, chat: str) -> None:
     """Or refuse, in the same words."""
     messages = messages_of(CHATS[chat])
-    for variables in VARIABLES:
-        given: dict[str, Any] = {"add_generation_prompt": True, **variables, **TOKENS}
+    continued = {"continue_final_message": True} if chat == "begun" else {}
+    for each in VARIABLES:
+        variables = each | continued
+        given: dict[str, Any] = {"add_generation_prompt": not continued, **variables, **TOKENS}
         try:
             ((expected,), _) = transformers.utils.chat_template_utils.render_jinja_template(
                 [messages], chat_template=template.source, **given
@@ -112,7 +116,10 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         "{{ '%9999999999d' % 1 }}",
         "{{ 'x' | center(9999999999) }}",
         "{{ (messages | length) ** (10 ** 11) }}",
+        "{{ range(10**9) | list }}",
+        "{{ 1 / 0 }}",
         "{{ messages.nothing.more }}",
+        "{{ ''.__class__.__mro__ }}",
         "{{ messages.__class__ }}{{ messages.clear() }}",
     ],
 )

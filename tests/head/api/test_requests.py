@@ -143,7 +143,6 @@ def test_max_tokens_and_context(prompt: int, asked: int | None, granted: int, by
         (65, {"max_tokens": 0}, "65 tokens do not fit the context of 64"),
         (64, {"max_tokens": 1}, "64 tokens do not fit the context of 64 together with a generated one"),
         (64, {}, "64 tokens do not fit the context of 64 together with a generated one"),
-        (1000, {"max_tokens": 5}, "1000 tokens do not fit the context of 64"),
     ],
 )
 def test_prompt_beyond_context(prompt: int, given: dict[str, object], problem: str) -> None:

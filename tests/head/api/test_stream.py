@@ -110,15 +110,18 @@ def test_a_resumed_request_has_one_sequence() -> None:
 
 @pytest.mark.parametrize("by_the_engine", [True, False])
 def test_an_error_comes_after_what_was_generated(by_the_engine: bool) -> None:
+    """It waits neither for the interval's end nor for the prompt's scores."""
     error = StagesLost("stage 1 is gone")
-    pending = RequestStream(a_request(output=OutputOptions(stream_interval=9)), "")
-    pending.push([a_token(0), a_token(1)])
+    options = OutputOptions(stream_interval=9, prompt_logprobs=0)
+    pending = RequestStream(a_request(num_sequences=2, output=options), "")
+    pending.push([a_token(0, index=1), a_token(1, index=1)])
     if by_the_engine:
         pending.push([TokenOutput(0, 0, error=error)])
     else:
         pending.fail(error)
     reading = pending.pop_deltas()
-    assert next(reading).text == "ab"
+    first = next(reading)
+    assert (first.index, first.text) == (1, "ab")
     with pytest.raises(StagesLost):
         next(reading)
     assert not pending.is_complete
@@ -141,13 +144,3 @@ def test_no_sequence_begins_before_the_prompt_s_scores() -> None:
     first, second = popped(pending, a_token(0, prompt_logprobs=SCORES, finish=END))
     assert (first.index, len(first.prompt_scores)) == (0, 3)
     assert (second.index, len(second.tokens)) == (1, 2)
-
-
-def test_an_error_does_not_wait_for_the_prompt_s_scores() -> None:
-    pending = RequestStream(a_request(num_sequences=2, output=SCORED), "")
-    pending.push([a_token(0, index=1)])
-    pending.fail(StagesLost("gone"))
-    reading = pending.pop_deltas()
-    assert next(reading).index == 1
-    with pytest.raises(StagesLost):
-        next(reading)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 
+import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc import aio
 from grpc_status import rpc_status
@@ -27,6 +28,13 @@ def run(scenario: Callable[[FakeEngine, GenerationServiceStub], Awaitable[None]]
 
 def ask(max_tokens: int = 5, text: str = "hello", **fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, stop=pb.StopConditions(max_tokens=max_tokens), **fields)
+
+
+async def failure_of(call: AsyncIterable[object]) -> aio.AioRpcError:
+    """With what a stream fails."""
+    with pytest.raises(aio.AioRpcError) as failure:
+        [message async for message in call]
+    return failure.value
 
 
 def details(error: aio.AioRpcError) -> list[object]:

@@ -13,7 +13,7 @@ from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import CARD, FakeEngine, code_of, served, texts_until_failure
-from tests.head.api.grpc.asking import ask, details, run
+from tests.head.api.grpc.asking import ask, details, failure_of, run
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
 
@@ -21,10 +21,9 @@ GENERATE = "/ppserve.v1.GenerationService/Generate"
 def test_refusal_names_every_field() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(wrong)]
-        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        reason, bad = details(failure.value)
+        failure = await failure_of(stub.Generate(wrong))
+        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+        reason, bad = details(failure)
         assert (reason.reason, reason.domain) == ("INVALID_REQUEST", "ppserve")
         assert [violation.field for violation in bad.field_violations] == ["sampling.top_p", "sampling.n"]
         assert engine.requests == []
@@ -34,10 +33,9 @@ def test_refusal_names_every_field() -> None:
 
 def test_full_queue_says_when_to_retry() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(ask())]
-        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        reason, retry = details(failure.value)
+        failure = await failure_of(stub.Generate(ask()))
+        assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reason, retry = details(failure)
         assert (reason.reason, retry.retry_delay.ToTimedelta().total_seconds()) == ("QUEUE_FULL", 1.5)
 
     run(scenario, refusal=Overloaded("the queue is full", 1.5))
@@ -45,11 +43,10 @@ def test_full_queue_says_when_to_retry() -> None:
 
 def test_unforeseen_errors_tell_clients_nothing() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(ask())]
-        assert failure.value.code() is grpc.StatusCode.INTERNAL
-        assert "secret" not in str(failure.value.details())
-        assert "secret" not in str(failure.value.trailing_metadata())
+        failure = await failure_of(stub.Generate(ask()))
+        assert failure.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in str(failure.details())
+        assert "secret" not in str(failure.trailing_metadata())
 
     run(scenario, refusal=ValueError("secret"))
 
@@ -95,32 +92,23 @@ def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
         run(scenario)
 
 
-def test_bytes_that_are_no_message_are_refused_and_counted() -> None:
+def test_bytes_that_are_no_message_are_refused_and_counted_and_none_is_decompressed() -> None:
+    """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
+
     async def main() -> None:
         engine = FakeEngine()
         async with served(engine) as (_, target), aio.insecure_channel(target) as channel:
-            generate = channel.unary_stream(GENERATE)
+            generate, good = channel.unary_stream(GENERATE), ask().SerializeToString()
             for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
                 call = generate(raw)
                 assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
                 assert (await call.details()).startswith("not a GenerateRequest")
             assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"] * 3
             assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
-
-    asyncio.run(main())
-
-
-def test_a_message_is_not_decompressed() -> None:
-    """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
-
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
-            generate = channel.unary_stream(GENERATE)
-            for raw in (ask().SerializeToString(), b"\x00" * (8 << 20)):
+            for raw in (good, b"\x00" * (8 << 20)):
                 compressed = generate(raw, compression=grpc.Compression.Gzip)
                 assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
-            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
+            assert await code_of(generate(good)) is grpc.StatusCode.OK
 
     asyncio.run(main())
 

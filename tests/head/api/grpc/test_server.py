@@ -24,6 +24,7 @@ from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import FakeEngine, code_of, generation, handler_of, served, stub_of
+from tests.head.api.grpc.asking import failure_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -256,10 +257,9 @@ def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
                 stopping = group.create_task(door.stop(20))
                 while await health_of(channel) == SERVING:
                     await asyncio.sleep(0)
-                with pytest.raises(aio.AioRpcError) as refusal:
-                    [message async for message in stub.Generate(pb.GenerateRequest())]
-                assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
-                assert "shutting down" in str(refusal.value.details())
+                refusal = await failure_of(stub.Generate(pb.GenerateRequest()))
+                assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+                assert "shutting down" in str(refusal.details())
                 assert not stopping.done()
                 next(iter(engine.sinks.values())).push([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
                 assert [message.text async for message in running] == ["A"]

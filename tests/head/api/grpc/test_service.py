@@ -71,19 +71,22 @@ def test_n_sequences_echo_logprobs_and_timings() -> None:
     run(scenario)
 
 
-def test_what_matched_is_named() -> None:
+def test_what_ended_a_sequence_is_told_with_what_was_made() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        call = stub.Generate(ask(sampling=pb.SamplingParams(n=2)))
+        call = stub.Generate(ask(sampling=pb.SamplingParams(n=3)))
         await engine.until(lambda engine: bool(engine.sinks))
         next(iter(engine.sinks.values())).push(
             [
                 TokenOutput(0, 0, 104, "h", finish=FinishReason.STOP_STRING, matched="stop!"),
                 TokenOutput(1, 0, 256, "", finish=FinishReason.EOS, matched=256),
+                TokenOutput(2, 0, 65, "A", finish=FinishReason.DEADLINE),
             ]
         )
-        finishes = {message.index: message.finish async for message in call}
+        ends = {message.index: message async for message in call}
+        finishes = [ends[index].finish for index in range(3)]
         assert (finishes[0].reason, finishes[0].stop) == (pb.Finish.STOP_STRING, "stop!")
         assert (finishes[1].reason, finishes[1].token_id) == (pb.Finish.EOS, 256)
+        assert (ends[2].text, finishes[2].reason) == ("A", pb.Finish.DEADLINE)
 
     run(scenario, by_hand=True)
 
@@ -97,17 +100,6 @@ def test_cancelling_and_the_deadline_reach_the_engine() -> None:
         assert await code_of(stub.Generate(ask(), timeout=0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
         await engine.until(lambda engine: len(engine.cancelled) == 2)
         assert list(engine.cancelled.values()) == [FinishReason.CANCELLED, FinishReason.DEADLINE]
-
-    run(scenario, by_hand=True)
-
-
-def test_an_end_at_the_deadline_is_told_with_what_was_made() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        call = stub.Generate(ask())
-        await engine.until(lambda engine: bool(engine.requests))
-        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.DEADLINE)])
-        (answer,) = [message async for message in call]
-        assert (answer.text, answer.finish.reason) == ("A", pb.Finish.DEADLINE)
 
     run(scenario, by_hand=True)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from openai import AsyncOpenAI
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
-from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
+from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.http.asking import Served, served_http
 
 CHAT = "/v1/chat/completions"
@@ -138,46 +136,22 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
     run(template, scenario)
 
 
-ELABORATE = """\
-{{ strftime_now('%Y') }} {{ mood }} {{ documents | default([]) | tojson(ensure_ascii=True) }}
-{%- for message in messages %}
-{% generation %}
-<{{ message.role }}>{{ message.content SHOWN }}{{ eos_token }}
-{% endgeneration %}
-{% if loop.index == 3 %}{% break %}{% endif %}
-{% endfor %}
-{% if add_generation_prompt %}<assistant>{% endif %}"""
-
-
-@pytest.mark.parametrize("shown", ["", "| trim"])
-@pytest.mark.parametrize("continues", [False, True])
-def test_templates_bring_the_prompt_that_transformers_makes_of_them(
-    tmp_path: Path, shown: str, continues: bool
-) -> None:
+def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
+    """What templates make of it: `test_chat_template`."""
     path = tmp_path / "chat.jinja"
-    path.write_text(ELABORATE.replace("SHOWN", shown))
-    messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Once upon a "}]
-    kwargs = {"mood": "blue"}
-    documents = [{"title": "ä"}]
-    ((expected,), _) = transformers.utils.chat_template_utils.render_jinja_template(
-        [messages], documents=documents, chat_template=path.read_text(), continue_final_message=continues,
-        add_generation_prompt=not continues, eos_token="<|end|>", **kwargs,
-    )  # fmt: skip
-    first, *more = expected.split("<|end|>")
-    ids = [*first.encode(), *(token_id for part in more for token_id in (EOS, *part.encode()))]
+    path.write_text("{{ mood }} {{ documents[0].title }} " + TEMPLATE)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once upon"}]
+    body = {"messages": messages, "max_tokens": 1, "documents": [{"title": "ä"}]}
 
     async def scenario(served: Served) -> None:
-        parsed = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs, "documents": documents}
-        answer = await served.ask(CHAT, {**parsed, "continue_final_message": continues})
-        assert answer.status == 200, answer.body
-        assert list(served.engine.requests[0].prompt_ids) == ids
+        for continues, end in ((False, [EOS, *b"\na:"]), (True, [])):
+            more = {"chat_template_kwargs": {"mood": "blue"}, "continue_final_message": continues}
+            answer = await served.ask(CHAT, {**body, **more})
+            assert answer.status == 200, answer.body
+            said = [*"blue ä u:hi".encode(), EOS, *b"\na:Once upon", *end]
+            assert list(served.engine.requests[-1].prompt_ids) == said
 
-    async def main() -> None:
-        description = replace(CARD, max_context=400)
-        async with served_http(FakeEngine(description=description), chat_template=path) as served:
-            await scenario(served)
-
-    asyncio.run(main())
+    run(path, scenario)
 
 
 def test_a_chat_as_a_whole_is_bounded(template: Path) -> None:
@@ -200,20 +174,6 @@ def test_without_a_template_the_reason_is_told() -> None:
         assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
 
     run(None, scenario)
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ range(10**9) | list }}", "{{ 1 / 0 }}"],
-)
-def test_a_template_is_confined(tmp_path: Path, source: str) -> None:
-    path = tmp_path / "chat.jinja"
-    path.write_text(source)
-
-    async def scenario(served: Served) -> None:
-        assert (await served.refusal(CHAT, messages=HELLO))[:2] == (400, "messages")
-
-    run(path, scenario)
 
 
 @pytest.mark.parametrize("content", [b"{% for %}", b"\xff\xfe", None])

@@ -136,12 +136,7 @@ def test_scoring_as_the_evaluation_harness_reads_it() -> None:
         scored = await served.complete(prompt=[104, 105], max_tokens=0, logprobs=0, echo=True)
         assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -105.0]
         assert scored["choices"][0]["text"] == "hi"
-
-    run(scenario)
-
-
-def test_a_prompt_that_ends_inside_a_character_is_a_text_of_its_own() -> None:
-    async def scenario(served: Served) -> None:
+        # A prompt that ends inside a character is a text of its own.
         answer = await served.complete(prompt=[104, 0xC3], max_tokens=2, logprobs=0, echo=True)
         (choice,) = answer["choices"]
         assert choice["text"][:2] == "h\ufffd"
@@ -164,16 +159,17 @@ def test_top_logprobs_hold_the_drawn_token_besides() -> None:
     assert list(named["top_logprobs"][0]) == ["token_id:2", "token_id:3", "token_id:1"]
 
 
-@pytest.mark.parametrize(
-    ("finish", "matched", "expected"),
-    [
-        (FinishReason.EOS, EOS, ("stop", None)),
-        (FinishReason.STOP_TOKEN, 65, ("stop", 65)),
-        (FinishReason.STOP_STRING, "\n\n", ("stop", "\n\n")),
-        (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
-        (FinishReason.CANCELLED, None, ("abort", None)),
-    ],
-)
+ENDS = [
+    (FinishReason.EOS, EOS, ("stop", None)),
+    (FinishReason.STOP_TOKEN, 65, ("stop", 65)),
+    (FinishReason.STOP_STRING, "\n\n", ("stop", "\n\n")),
+    (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
+    (FinishReason.CANCELLED, None, ("abort", None)),
+]
+"""What ended a sequence, what it matched, and the words of OpenAI's and vLLM's interfaces for both."""
+
+
+@pytest.mark.parametrize(("finish", "matched", "expected"), ENDS)
 def test_how_a_sequence_ended(finish: FinishReason, matched: int | str | None, expected: object) -> None:
     async def scenario(served: Served) -> None:
         asking = asyncio.create_task(served.complete(prompt="hello"))

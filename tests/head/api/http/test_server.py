@@ -125,8 +125,6 @@ def test_names_come_back() -> None:
             unfit = await served.ask("/version", x_request_id=wrong)
             assert (unfit.status, unfit.json["error"]["param"]) == (400, "x-request-id")
             assert unfit.headers["x-request-id"].startswith("req-")
-        other = await served.ask("/version", traceparent="nonsense")
-        assert "traceparent" not in other.headers
 
     run(scenario)
 

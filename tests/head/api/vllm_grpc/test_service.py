@@ -24,6 +24,8 @@ from ppserve.head.engine.streams import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.fake_engine import CARD, EOS, FakeEngine, code_of, drawn_token, served
+from tests.head.api.grpc.asking import failure_of
+from tests.head.api.http.test_completions import ENDS
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 OK, NOTHING = grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED
@@ -120,16 +122,7 @@ def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("reason", "matched", "said"),
-    [
-        (FinishReason.EOS, EOS, ("stop", None)),
-        (FinishReason.STOP_TOKEN, 7, ("stop", 7)),
-        (FinishReason.STOP_STRING, "end", ("stop", "end")),
-        (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
-        (FinishReason.CANCELLED, None, ("abort", None)),
-    ],
-)
+@pytest.mark.parametrize(("reason", "matched", "said"), ENDS)
 def test_ends_have_the_protocols_words(reason: FinishReason, matched: int | str | None, said: object) -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         call = stub.Generate(ask(False))
@@ -183,10 +176,9 @@ def text(**fields: object) -> pb.GenerateRequest:
 )
 def test_what_is_wrong_is_named_as_the_protocol_names_it(wrong: pb.GenerateRequest, field: str) -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        with pytest.raises(aio.AioRpcError) as failure:
-            await answers_to(stub, wrong)
-        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert failure.value.details().startswith(f"{field}: ")
+        failure = await failure_of(stub.Generate(wrong))
+        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert str(failure.details()).startswith(f"{field}: ")
         assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"]
 
     run(scenario)
@@ -230,24 +222,29 @@ def test_what_the_engine_is_and_how_full() -> None:
 @pytest.mark.parametrize(
     ("differences", "kind", "architecture"),
     [
-        ({}, "llama", "LlamaForCausalLM"),
-        ({"qkv_biases": True}, "qwen2", "Qwen2ForCausalLM"),
-        ({"qk_norms": True}, "qwen3", "Qwen3ForCausalLM"),
+        ({}, "gpt2", "GPT2LMHeadModel"),
+        ({"family": "llama"}, "llama", "LlamaForCausalLM"),
+        ({"family": "llama", "qkv_biases": True}, "qwen2", "Qwen2ForCausalLM"),
+        ({"family": "llama", "qk_norms": True}, "qwen3", "Qwen3ForCausalLM"),
     ],
 )
-def test_a_model_says_its_family_and_all_its_ends(
-    tmp_path: Path, differences: dict[str, bool], kind: str, architecture: str
+def test_a_model_says_its_family_and_all_its_ends_and_its_tokenizer_is_an_archive_with_a_digest(
+    tmp_path: Path, differences: dict[str, object], kind: str, architecture: str
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
-    arch = replace(CARD.architecture, family="llama", eos_ids=(EOS, 7), **differences)
+    arch = replace(CARD.architecture, eos_ids=(EOS, 7), **differences)  # type: ignore[arg-type]
 
     async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         model = await stub.GetModelInfo(pb.GetModelInfoRequest())
         assert (model.model_type, list(model.architectures)) == (kind, [architecture])
         assert (list(model.eos_token_ids), model.bos_token_id) == ([EOS, 7], EOS)
-        config = json.loads((await archive_of(stub)).read("config.json"))
+        archive = await archive_of(stub)
+        config = json.loads(archive.read("config.json"))
         assert (config["model_type"], config["eos_token_id"]) == (kind, [EOS, 7])
+        assert archive.read("tokenizer.json") == b"{}"
+        assert archive.read("chat_template.jinja") == b"{{ messages }}"
+        assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
 
     run(scenario, FakeEngine(description=replace(CARD, architecture=arch)), chat_template=template)
 
@@ -258,20 +255,6 @@ async def archive_of(stub: VllmEngineStub) -> zipfile.ZipFile:
     content = b"".join(part.data for part in parts)
     assert [part.sha256 for part in parts] == [""] * (len(parts) - 1) + [hashlib.sha256(content).hexdigest()]
     return zipfile.ZipFile(io.BytesIO(content))
-
-
-def test_the_tokenizer_comes_as_an_archive_with_its_digest(tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages }}")
-
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        archive = await archive_of(stub)
-        assert archive.read("tokenizer.json") == b"{}"
-        assert archive.read("chat_template.jinja") == b"{{ messages }}"
-        assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
-        assert json.loads(archive.read("config.json"))["eos_token_id"] == [EOS]
-
-    run(scenario, chat_template=template)
 
 
 def test_without_a_tokenizer_there_is_no_archive() -> None:

@@ -257,7 +257,7 @@ BUDGET = {
     "ppserve/model/*.py": (1_565, 1_550),
     "ppserve/model/compiled/*.py": (600, 600),
     "ppserve/model/cpu/**/*.py": (3_605, 3_600),
-    "ppserve/model/cuda/*.py": (1_318, 1_300),
+    "ppserve/model/cuda/*.py": (1_314, 1_300),
     "ppserve/model/checkpoint/*.py": (1_690, 1_690),
     "ppserve/tokenizer/*.py": (685, 640),
     "ppserve/library/*.py": (545, 500),

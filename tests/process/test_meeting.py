@@ -7,6 +7,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,14 +126,9 @@ def test_a_directory_that_others_can_open_is_refused(place: Path, is_link: bool)
 # ---- several hosts -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def secret_file(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_text("  sixteen letters!\n")
-    return path
-
-
-def test_ranks_of_several_hosts_meet_beside_the_launchers_port(secret_file: Path) -> None:
+def test_ranks_of_several_hosts_meet_beside_the_launchers_port(tmp_path: Path) -> None:
+    secret_file = tmp_path / "secret"
+    secret_file.write_text("  sixteen letters!\n")
     expected = wire.Meeting(wire.TcpAddress("head-host", 29501), secret_file, is_ours=False)
     assert read_secret(expected) == b"sixteen letters!"
     assert [meeting(rank, secret_file=secret_file) for rank in TWO_HOSTS] == [expected] * 2
@@ -178,17 +174,13 @@ def test_a_rank_that_is_connected_already_is_tried_again_until_the_time_is_over(
 
 
 def test_a_head_that_comes_later_is_found(tmp_path: Path) -> None:
-    meeting, connections = place_of(tmp_path), []
+    meeting = place_of(tmp_path)
     with pytest.raises(ConnectionError, match="head"):
         connect_to_head(meeting, 0, within_s=0)
-    waiting = threading.Thread(
-        target=lambda: connections.append(connect_to_head(meeting, 0, WITHIN_S)), daemon=True
-    )
-    waiting.start()
-    with head(tmp_path):
-        waiting.join(WITHIN_S)
-    (connection,) = connections
-    connection.close()
+    with ThreadPoolExecutor(1) as waiting:
+        found = waiting.submit(connect_to_head, meeting, 0, WITHIN_S)
+        with head(tmp_path):
+            found.result(WITHIN_S).close()
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["made up", "the rank's own proof, sent back"])

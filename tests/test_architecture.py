@@ -264,7 +264,7 @@ BUDGET = {
     "ppserve/client/*.py": (600, 600),
     "ppserve/bench/*.py": (800, 800),
     "ppserve/cli/*.py": (1_360, 1_340),
-    "tests/**/*.py": (28_222, 28_600),
+    "tests/**/*.py": (28_222, 28_100),
     "benchmarks/**/*.py": (2_500, 2_500),
     "README.md": (180, 180),
 }

@@ -28,24 +28,23 @@ def event(text: str, ids: list[int], finish: str | None = None) -> bytes:
     return b"data: " + json.dumps({"seed": 7, "choices": [choice]}).encode() + b"\n\n"
 
 
-def say(handler: BaseHTTPRequestHandler, *events: bytes) -> None:
-    handler.send_response(200)
-    handler.send_header("content-type", "text/event-stream")
+def say(handler: BaseHTTPRequestHandler, *parts: bytes, status: int = 200) -> None:
+    handler.send_response(status)
+    handler.send_header("content-type", "text/event-stream" if status == 200 else "application/json")
     handler.end_headers()
-    for part in events:
+    for part in parts:
         handler.wfile.write(part)
 
 
-def short(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-    say(handler, event("end", [3], "stop"))
+def saying(*events: bytes) -> Answer:
+    return lambda handler, _body: say(handler, *events)
 
 
-def refuse(handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
-    content = json.dumps({"error": {"message": message}}).encode()
-    handler.send_response(status)
-    handler.send_header("content-length", str(len(content)))
-    handler.end_headers()
-    handler.wfile.write(content)
+def refusing(status: int, message: str) -> Answer:
+    return lambda handler, _body: say(handler, json.dumps({"error": {"message": message}}).encode(), status=status)
+
+
+SHORT = saying(event("end", [3], "stop"))
 
 
 @contextmanager
@@ -101,16 +100,8 @@ def test_what_was_said_is_sent_again_until_it_is_reset() -> None:
 
 
 def test_a_server_that_went_away_continues_the_same_answer() -> None:
-    def breaks(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        say(handler, event("Pa", [11]), event("r", [12]))
-
-    def starts(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        refuse(handler, 503, "not serving")
-
-    def rest(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        say(handler, event("is", [13], "stop"))
-
-    with answering(breaks, starts, rest) as (url, bodies):
+    breaks, rest = saying(event("Pa", [11]), event("r", [12])), saying(event("is", [13], "stop"))
+    with answering(breaks, refusing(503, "not serving"), rest) as (url, bodies):
         done = chat(url, "where?\n")
     assert (done.returncode, done.stdout) == (0, "Paris\n")
     assert done.stderr.count("the server is away") == 1
@@ -119,10 +110,7 @@ def test_a_server_that_went_away_continues_the_same_answer() -> None:
 
 
 def test_a_refusal_is_one_line_and_not_the_end() -> None:
-    def no(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
-        refuse(handler, 400, "messages: too\nlong")
-
-    with answering(no, short) as (url, bodies):
+    with answering(refusing(400, "messages: too\nlong"), SHORT) as (url, bodies):
         done = chat(url, "a\nb\n")
     assert (done.returncode, done.stdout.split()) == (0, ["end"])
     assert done.stderr == "ppserve: error: messages: too long\n"
@@ -147,7 +135,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
         except OSError:
             pass
 
-    with answering(endless, short) as (url, bodies):
+    with answering(endless, SHORT) as (url, bodies):
         process = subprocess.Popen(command(url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -176,7 +164,7 @@ def test_ctrl_c_at_the_prompt_begins_the_line_anew() -> None:
                 unless()
         shown = shown.partition(text)[2]
 
-    with answering(short) as (url, bodies):
+    with answering(SHORT) as (url, bodies):
         process = subprocess.Popen(
             command(url), stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"}
         )
@@ -201,7 +189,7 @@ def test_an_https_server_is_asked_where_its_authority_is_trusted(tmp_path: Path)
     make_certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
-    with answering(short, tls=context) as (url, bodies):
+    with answering(SHORT, tls=context) as (url, bodies):
         done = chat(url, "hi\n", "--tls-ca", str(tmp_path / "ca.pem"))
         assert (done.returncode, done.stdout) == (0, "end\n")
         unknown = chat(url, "hi\n", "--retry", "0")

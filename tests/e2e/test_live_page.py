@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from ppserve.core.ledger.causes import KINDS
-from ppserve.v1 import generation_pb2 as pb
 from tests import browser
 from tests.e2e.asking import ask
 from tests.e2e.serving import Forked, Server, serving
+from tests.e2e.test_losing_stages import long_requests
 
 pytestmark = [
     pytest.mark.skipif(browser.EXECUTABLE is None, reason="needs chromium, which is not installed"),
@@ -40,21 +40,13 @@ def streams(server: Server) -> Iterator[None]:
 
     def load() -> None:
         while not enough.is_set():
-            ask(server.grpc, [_long_request(seed) for seed in range(32)], at_once=32)
+            ask(server.grpc, long_requests(32, max_tokens=48), at_once=32)
 
     thread = threading.Thread(target=load)
     thread.start()
     yield
     enough.set()
     thread.join()
-
-
-def _long_request(seed: int) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(text="Once upon a time there was a boat")
-    request.stop.max_tokens = 48
-    request.stop.ignore_eos = True
-    request.sampling.seed = seed
-    return request
 
 
 def tile(name: str) -> str:

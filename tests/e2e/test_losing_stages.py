@@ -27,17 +27,15 @@ TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 
 
 def long_requests(count: int, max_tokens: int = 100) -> list[pb.GenerateRequest]:
-    requests = []
-    for number in range(count):
-        request = pb.GenerateRequest(text=f"Once upon a time, {number} small boats")
-        request.sampling.seed = number
-        request.sampling.temperature = 0.9
-        request.stop.max_tokens = max_tokens
-        request.stop.ignore_eos = True
-        request.output.token_ids = True
-        request.output.logprobs = 2
-        requests.append(request)
-    return requests
+    return [
+        pb.GenerateRequest(
+            text=f"Once upon a time, {number} small boats",
+            sampling=pb.SamplingParams(seed=number, temperature=0.9),
+            stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+            output=pb.OutputOptions(token_ids=True, logprobs=2),
+        )
+        for number in range(count)
+    ]
 
 
 STREAMS = long_requests(8)

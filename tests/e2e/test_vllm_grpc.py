@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-import pytest
 
 from ppserve.v1 import generation_pb2 as v1
 from ppserve.vllm import engine_pb2 as pb
@@ -18,12 +17,6 @@ from tests.e2e.test_http import ENDS
 
 # All numbers of a sequence: its tokens, scores of them and of the prompt, its end.
 Said = tuple[list[int], list[Logprob], list[Logprob], str, int | str | None]
-
-
-@pytest.fixture(scope="module")
-def channel(shared_server: Server) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(shared_server.grpc) as opened:
-        yield opened
 
 
 def as_vllm(request: v1.GenerateRequest, stream: bool) -> pb.GenerateRequest:
@@ -89,12 +82,12 @@ def expected(request: v1.GenerateRequest, answers: Sequence[Answer]) -> list[Sai
     ]
 
 
-def test_it_says_what_our_own_protocol_says(shared_server: Server, channel: grpc.Channel) -> None:
+def test_it_says_what_our_own_protocol_says(shared_server: Server) -> None:
     requests = requests_with_everything(48, seed=15)
     by_ours = ask_all(shared_server.grpc, requests, at_once=8)
     spoken = list(map(expected, requests, by_ours))
-    stub = VllmEngineStub(channel)
-    with ThreadPoolExecutor(8) as pool:
+    with grpc.insecure_channel(shared_server.grpc) as channel, ThreadPoolExecutor(8) as pool:
+        stub = VllmEngineStub(channel)
         for stream in (True, False):
             asked = [as_vllm(request, stream) for request in requests]
             assert list(pool.map(lambda request: ask_vllm(stub, request), asked)) == spoken

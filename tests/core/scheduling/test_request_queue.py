@@ -71,7 +71,7 @@ class Replicas:
 # ---- where a request goes ---------------------------------------------------------------------------------
 
 
-def test_a_request_goes_where_its_prefix_is_cached() -> None:
+def test_a_request_goes_where_its_prefix_is_cached_unless_it_waits_longer_there() -> None:
     replicas = Replicas(2)
     replicas.submit("one", salt=1, num_prompt=16)
     replicas.submit("two", salt=2, num_prompt=16)
@@ -79,16 +79,13 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
     replicas.drain()
     replicas.submit("like two", salt=2, num_prompt=16)
     assert replicas.at(1) == {"like two"}
-    replicas.submit("like one", salt=1, num_prompt=16)
+    replicas.submit("like one", salt=1, num_prompt=16, max_tokens=500)
     assert replicas.at(0) == {"like one"}
-
-
-def test_a_short_cached_prefix_does_not_outweigh_a_long_wait() -> None:
-    replicas = Replicas(2)
-    replicas.submit("one", salt=1, num_prompt=16, max_tokens=500)
+    replicas.drain()
+    replicas.submit("one again", salt=1, num_prompt=16, max_tokens=500)
     replicas.turn()
-    replicas.submit("like one", salt=1, num_prompt=16)
-    assert replicas.at(1) == {"like one"}
+    replicas.submit("like it", salt=1, num_prompt=16)
+    assert replicas.at(1) == {"like it"}
 
 
 def test_one_without_room_is_passed_over_and_the_first_that_fits_nowhere_holds_up_the_rest() -> None:

@@ -38,6 +38,7 @@ _END_WITHIN_S = 10.0
 
 Count = Annotated[int, Meta(ge=1)]
 
+
 class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name. None: unset.
 

@@ -69,9 +69,7 @@ def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool) -> pre_tokenizers
 PRE_TOKENIZERS = {
     "gpt-2": _split(by_gpt2=True),
     "smollm": _split(pre_tokenizers.Digits(individual_digits=True), by_gpt2=True),
-    "llama-bpe": _split(
-        pre_tokenizers.Split(tokenizers.Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False
-    ),
+    "llama-bpe": _split(pre_tokenizers.Split(tokenizers.Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False),
     "qwen2": _split(pre_tokenizers.Split(tokenizers.Regex(_WORDS % ""), "isolated"), by_gpt2=False),
 }
 """How a text is split into words, by the name in a GGUF."""

@@ -19,6 +19,7 @@ from ppserve.model.checkpoint.torch_save import read_state_dict
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+
 def open_directory(directory: Path) -> FileCheckpoint:
     """Open config.json and the weights beside it. Raises CheckpointError."""
     arch = read_config(directory)

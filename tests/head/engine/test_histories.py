@@ -72,10 +72,10 @@ class RemembersLostSteps(Replica):
 
 
 class ThreeLossesConvict(PoisonIsolation):
-    """Whoever was in flight at three losses without a token between them is convicted."""
+    """Convicts the first request that was in flight at three losses without a token between them."""
 
     def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> str | None:
-        for request in in_flight:
+        for request in sorted(in_flight):
             self._losses[request] = self._losses.get(request, 0) + 1
             if self._losses[request] == 3:
                 return request
@@ -107,7 +107,7 @@ class BlamesNobody(Replica):
 
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
     "forms for ever": ({"members": TriesForEver}, NEVER_HEAL),
-    "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(60)),
+    "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(120)),
     "many killers end the server": ({"replica": HasNoProbes}, range(150)),
     "remembers lost steps": ({"replica": RemembersLostSteps}, range(60)),
     "from replica to replica": ({"replica": BlamesNobody}, range(3, 100, 4)),

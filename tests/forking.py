@@ -34,7 +34,7 @@ _imported_with: dict[str, str] = {}
 
 
 def fork(function: Any, *args: Any) -> ForkServerProcess:
-    """A process that calls the function, which is pickled by its name; ended by whoever started it."""
+    """A process that calls the function, which is pickled by its name; ended by its caller."""
     _start()
     process = _context.Process(target=function, args=args, daemon=True)
     process.start()

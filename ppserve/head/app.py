@@ -218,8 +218,9 @@ class HeadProcess:
     async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
-            if self._engine.is_healthy != request_handler.is_serving:
-                request_handler.set_serving(self._engine.is_healthy)
+            healthy = self._engine.is_healthy
+            if healthy != request_handler.is_serving:
+                request_handler.set_serving(healthy)
 
     def _begin_draining(self) -> float:
         """Returns the seconds that running streams have; none if the pipeline has failed."""

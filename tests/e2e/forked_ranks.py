@@ -1,6 +1,6 @@
 """A launcher, ranks and stages that are forked, where torchrun and keepers start fresh interpreters.
 
-Whoever imports this module imports what head and stages import, once, and may fork from then on. Here a rank's
+Importing this module imports what head and stages import, once, and may fork from then on. Here a rank's
 keeper forks its stages itself, where a real one has a fork server, `python -m ppserve.stage`; nothing else
 differs. A stage is a child of its keeper, and has its own end of a socket and no other descriptor. It dies with
 its keeper, by the kernel's doing, and its keeper waits for it and kills it.

@@ -1,4 +1,4 @@
-"""SIGHUP: the head reads its certificates again, whoever is told; a terminal that is closed ends the server."""
+"""SIGHUP: the head reads its certificates again, in any process; a terminal that is closed ends the server."""
 
 from __future__ import annotations
 

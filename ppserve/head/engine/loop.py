@@ -98,9 +98,7 @@ class Engine(threading.Thread):
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
-        self._call(
-            lambda: self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s()),
-        )
+        self._call(lambda: self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended, or

@@ -263,7 +263,7 @@ class OpenStreams:
             self._hand_over(lambda: _push(outputs))
 
     def fail_all(self, error: RequestError, now_s: float) -> None:
-        """Ends every stream. Events that are not published yet are lost: whoever resumes computes them again."""
+        """Ends every stream. Events that are not published yet are lost: resuming computes them again."""
         opened, self._open = self._open, {}
         for each in opened.values():
             self.add_output(each, each.fail(error), now_s)

@@ -117,7 +117,7 @@ class History:
         self._check_the_end()
 
     def _await_the_end(self) -> None:
-        """What never heals is not tried for ever: the server ends, and says why to whoever waits."""
+        """What never heals is not tried for ever: the server ends, and says why to those that wait."""
         until_s = self.world.now_ns / SECOND + _ENDS_WITHIN_S
         while not self._has_failed:
             self._step(until_s)

@@ -59,7 +59,7 @@ class Plane(SocketControlPlane):
 
 
 class Rank:
-    """The other end of a connection, whoever that may be."""
+    """The other end of a connection: a rank, or a stranger."""
 
     def __init__(self, control: Plane) -> None:
         self.connection = socket.create_connection(("127.0.0.1", control.port), timeout=WITHIN_S)
@@ -234,7 +234,7 @@ def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in(control: P
 
 
 def test_without_free_descriptors_ranks_are_served_and_nothing_spins(control: Plane) -> None:
-    """Once there are descriptors again, whoever waited gets in."""
+    """Once there are descriptors again, those that waited get in."""
     rank, stranger = control.greeted(0), Rank(control)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:

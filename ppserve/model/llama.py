@@ -22,9 +22,11 @@ class TokenEmbedding:
     def __init__(self, read: WeightReader) -> None:
         self._columns = read.layout.cut(read.arch.width)
         self._tokens_Vd = read.embedding("wte.weight", self._columns.own)
+        self._dtype = read.backend.precision.hidden
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        return inputs.gather.all(self._tokens_Vd[inputs.token_ids_T], self._columns)
+        own_Td = self._tokens_Vd[inputs.token_ids_T].to(self._dtype)
+        return inputs.gather.all(own_Td, self._columns)
 
 
 def _attention(read: WeightReader, layer: int) -> Sublayer:

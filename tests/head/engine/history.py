@@ -5,8 +5,8 @@ After every turn of the engine all invariants are checked. When the faults are o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -70,6 +70,8 @@ class History:
         self._kinds = members, replica, poison_isolation
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
+        self.losses: Counter[str] = Counter()
+        """At which a request was in flight, since its latest token."""
         self._start_head()
         numbers = range(self.num_replicas)
         self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
@@ -85,7 +87,8 @@ class History:
         decided, numbers = decision(self.num_stages, **self._settings), range(self.num_replicas)
         self.members = [members(self.grid, "here", lambda _: decided, self.control, number) for number in numbers]
         self.request_queue = RequestQueue()
-        self.request_queue.poison_isolation = poison_isolation()
+        self.request_queue.poison_isolation = isolation = poison_isolation()
+        vars(isolation)["record_loss"] = partial(self._count_loss, isolation.record_loss)
         self.replicas = [
             replica(each, self.control, (), lambda: world.now_ns, self.request_queue) for each in self.members
         ]
@@ -203,7 +206,7 @@ class History:
             self.world.after(1.0, lambda: self.ask_on(number + 1))
 
     def _submit(self, request: Request) -> None:
-        caller = Caller(request, self, losses_before=self.num_losses)
+        caller = Caller(request, self)
         self.callers.append(caller)
         self._ask(caller, request)
 
@@ -240,10 +243,12 @@ class History:
         """The process that lives now of a rank."""
         return self.hosts[self.grid.place(rank).replica].processes[rank]
 
-    @property
-    def num_losses(self) -> int:
-        """Of epochs, since this head began; one that forms counts too."""
-        return sum(members.epoch - members.formed for members in self.members)
+    def _count_loss(
+        self, record: Callable[..., str | None], in_flight: Set[str], failed: Set[Hashable]
+    ) -> str | None:
+        if failed:
+            self.losses.update(name.partition("/")[0] for name in in_flight)
+        return record(in_flight, failed)
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")
@@ -309,8 +314,6 @@ class Caller:
     ends: dict[int, str] = field(default_factory=dict)
     is_refused: bool = False
     waits_for_server: bool = False
-    losses_before: int = 0
-    """Those before its latest token."""
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
@@ -326,14 +329,14 @@ class Caller:
         if output.token_id is not None:
             assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
             self.tokens[index].append(output.token_id)
-            self.losses_before = self.history.num_losses
+            self.history.losses.pop(self.request.id, None)
         if output.error is not None:
             self.ends[index] = type(output.error).__name__
             assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
             all_kill = self.history.hosts[0].dies_of_requests is not None
             kills = self.request.sampling.seed == POISON_SEED or all_kill
             # Four faults one after the other, without a token between them, look like the request's own.
-            lost = self.history.num_losses - self.losses_before
+            lost = self.history.losses[self.request.id]
             assert kills or lost >= _CONVICTED_AFTER_LOSSES, f"{name}: convicted, and innocent"
         elif output.finish is not None:
             self._check_end(name, index, output.finish)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import signal
 import sys
@@ -35,10 +34,8 @@ from ppserve.head.servers import Servers
 from ppserve.head.starting import WaitLimit, choose_shape, find_missing
 from ppserve.process.environment import (
     EXIT_USAGE,
-    LAUNCHER_GRACE,
     RankEnvironment,
     die_with_launcher,
-    launcher_grace_s,
     set_up_logging,
     survive_full_disks,
 )
@@ -53,8 +50,6 @@ log = logging.getLogger("ppserve.head")
 _HEALTH_EVERY_S = 0.1
 _WATCH_EVERY_S = 1.0
 _STAGES_END_WITHIN_S = 5.0
-# Usual time from the end of the last stream to the exit of a rank.
-_ENDING_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
@@ -79,16 +74,6 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def warn_of_short_grace(config: ServeConfig) -> None:
-    """Logs a warning if torchrun would kill this rank before running streams had --shutdown-timeout to finish."""
-    timeout_s, grace_s = config.server.shutdown_timeout_s, launcher_grace_s()
-    if grace_s is not None and timeout_s + _ENDING_S > grace_s:
-        log.warning(
-            "--shutdown-timeout is %g s, but torchrun kills ranks %g s after a SIGTERM: set %s=%d",
-            *(timeout_s, grace_s, LAUNCHER_GRACE, math.ceil(timeout_s + 2 * _ENDING_S)),
-        )
 
 
 def read_chat_template(
@@ -137,7 +122,6 @@ class HeadProcess:
         again."""
         try:
             self._listen_to_signals()
-            warn_of_short_grace(self._config)
             self._keeper_thread.start()
             mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
             self._make_engine()

@@ -29,7 +29,6 @@ EXIT_FAILED = 76
 
 # torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_LAUNCHER_GRACE_S = 30
 
 # Enough for every connection that the head accepts. Programs that close all possible descriptors stay fast.
 _OPEN_FILES = 65_536
@@ -124,11 +123,6 @@ def open_many_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def launcher_grace_s() -> float | None:
-    """Seconds that torchrun gives its ranks to end; None under another launcher. Raises LauncherError."""
-    return number_of(LAUNCHER_GRACE, _LAUNCHER_GRACE_S) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def this_machine() -> str:

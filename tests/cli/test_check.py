@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
 import socket
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -16,7 +13,6 @@ from ppserve.cli.check import check
 from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
-from ppserve.head.app import warn_of_short_grace
 from tests.commands import run
 
 FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
@@ -70,24 +66,6 @@ def test_a_port_in_use_or_wanted_twice() -> None:
                 check(ServeConfig(server=dataclasses.replace(FREE, **{field: port})), 1)
     with pytest.raises(UsageError, match=r"--metrics-port: .* is taken by --port"):
         check(ServeConfig(server=ServerSettings(port=port, metrics_port=port)), 1)
-
-
-@pytest.mark.parametrize(
-    ("environment", "timeout_s", "warns"),
-    [
-        ({}, 600.0, False),
-        ({"TORCHELASTIC_RUN_ID": "x"}, 25.0, False),
-        ({"TORCHELASTIC_RUN_ID": "x"}, 26.0, True),
-        ({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}, 60.0, False),
-        ({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}, 25.0, True),
-    ],
-)
-def test_a_launcher_that_would_cut_the_drain_short(
-    environment: dict[str, str], timeout_s: float, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mock.patch.dict(os.environ, environment), caplog.at_level(logging.WARNING):
-        warn_of_short_grace(ServeConfig(server=dataclasses.replace(FREE, shutdown_timeout_s=timeout_s)))
-    assert ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in caplog.text) == warns
 
 
 def test_a_number_of_ranks_that_cannot_be() -> None:

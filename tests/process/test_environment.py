@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppserve.errors import LauncherError
-from ppserve.process.environment import LAUNCHER_GRACE, RankEnvironment, launcher_grace_s, open_many_files
+from ppserve.process.environment import RankEnvironment, open_many_files
 
 NO_LIMIT = resource.RLIM_INFINITY
 SURVIVES = "from ppserve.process.environment import survive_full_disks; survive_full_disks()"
@@ -39,7 +39,7 @@ def test_the_soft_limit_of_open_files_is_raised_and_never_lowered(
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCHER_GRACE):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     return monkeypatch
@@ -74,15 +74,6 @@ def test_a_launchers_mistake_names_the_variable(
         launcher.setenv(name, value)
     with pytest.raises(LauncherError, match=says):
         RankEnvironment.from_environ()
-
-
-def test_torchruns_grace_is_a_number_of_seconds(launcher: pytest.MonkeyPatch) -> None:
-    assert launcher_grace_s() == 30
-    launcher.setenv(LAUNCHER_GRACE, "7")
-    assert launcher_grace_s() == 7
-    launcher.setenv(LAUNCHER_GRACE, "soon")
-    with pytest.raises(LauncherError, match=f"{LAUNCHER_GRACE}: 'soon' is not"):
-        launcher_grace_s()
 
 
 # ---- the log ----

@@ -114,7 +114,7 @@ def _conditions(arch: Architecture, sheet: CostSheet) -> Conditions:
     over = sheet.overheads
     around_s = over.prepare_s + over.sending_s
     return Conditions(
-        stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.from_plan(step.plan)),
+        stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.from_plan(step)),
         latency_s=over.transfer_s or LATENCY_S,
         return_s=over.return_s + over.head_s + over.control_s,
     )

@@ -14,7 +14,6 @@ fitted again, because negative coefficients extrapolate badly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ppserve.core.plan import StepPlan
 
@@ -74,14 +73,6 @@ class Coefficients:
         return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
 
 
-class CostModel(Protocol):
-    """Predicts what a step costs on one stage."""
-
-    def seconds(self, size: StepSize) -> float:
-        """Zero before anything was observed."""
-        ...
-
-
 class StageCost:
     """One stage's coefficients, fitted online. Zero until the first observation."""
 
@@ -92,6 +83,7 @@ class StageCost:
         self._fit_at = 1
 
     def seconds(self, size: StepSize) -> float:
+        """Predicted. Zero before anything was observed."""
         return self.coefficients.seconds(size)
 
     def observe(self, size: StepSize, seconds: float) -> None:

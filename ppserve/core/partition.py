@@ -8,9 +8,8 @@ either way the same hidden states cross. The best split is the one whose heavies
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import astuple, dataclass
-from itertools import product
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
@@ -21,26 +20,14 @@ from ppserve.errors import ConfigError
 
 # A layer is cut only where that makes the heaviest stage lighter by more than this share.
 _WORTH_A_CUT = 0.01
+# In the search for the least cost of the heaviest stage: to 2^-40 of it.
+_HALVINGS = 40
 
 BUSY_DECODES = 16
 """Sequences that decode in a step, where only the balance of stages matters."""
 BLOCK_SIZE = 16
 """Of the KV blocks in an expected step."""
 _MAX_PROMPT_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedStep:
-    """A step that a busy server computes all the time."""
-
-    plan: StepPlan
-    new_tokens: float
-    """Tokens of answers that such a step brings on average; less than it decodes where prompts are long."""
-
-    @property
-    def drawn_share(self) -> float:
-        """How many of its draws there are on average, 0 to 1."""
-        return self.new_tokens / sum(piece.num_draws for piece in self.plan.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +55,30 @@ class ExpectedWorkload:
         """
         return max(1, round(self.callers * num_tensor / world_size))
 
-    def step(self, max_positions: int, num_decodes: int = BUSY_DECODES) -> ExpectedStep:
+    def step(self, max_positions: int, num_decodes: int = BUSY_DECODES) -> StepPlan:
         """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile.
 
-        Fewer sequences decode where those are too many prompt tokens for one step. Long prompts with short answers
-        have less than one decode in such a step: then the step has one, and `new_tokens` is below 1.
+        Fewer sequences decode where those are too many prompt tokens for one step, but always one.
         """
         prompt = max(1, min(self.prompt, max_positions - 1))
         context = min(prompt + self.new // 2, max_positions - 1)
-        num_prompt_tokens = min(num_decodes * prompt / self.new, _MAX_PROMPT_TOKENS)
-        new_tokens = num_prompt_tokens * self.new / prompt
-        pieces = [(context, 1)] * min(num_decodes, max(1, round(new_tokens)))
-        left = round(num_prompt_tokens)
+        num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))
+        pieces = [(context, 1)] * num_decodes
+        left = min(round(num_decodes * prompt / self.new), _MAX_PROMPT_TOKENS)
         while left:
             num_tokens = min(left, prompt)
             pieces.append(((prompt - num_tokens) // 2, num_tokens))
             left -= num_tokens
-        return ExpectedStep(_plan(pieces), new_tokens)
+        return _plan(pieces, num_decodes)
 
 
-def _plan(pieces: list[tuple[int, int]]) -> StepPlan:
-    """A step of one slice per (start, tokens), each with blocks of its own; single tokens are drawn from."""
+def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:
+    """A step of one slice per (start, tokens), each with blocks of its own; the first ones are drawn from."""
     slices, num_blocks = [], 0
     for number, (start, num_tokens) in enumerate(pieces):
         table = tuple(range(num_blocks, num_blocks - (-(start + num_tokens) // BLOCK_SIZE)))
         num_blocks += len(table)
-        draw = Draw(SamplingParams(seed=number, temperature=0.8)) if num_tokens == 1 else None
+        draw = Draw(SamplingParams(seed=number, temperature=0.8)) if number < num_draws else None
         slices.append(Slice(number, start, (1,) * num_tokens, table, draw))
     return StepPlan(0, 0, 0, tuple(slices))
 
@@ -155,8 +140,16 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
         layers = counted(num_layers, "layer")
         raise ConfigError("--layers", f"{num_stages} stages cannot share {layers}; each needs at least one")
     whole = _whole_layers(parts, num_layers, num_stages)
-    cut = _cut_layers(parts, num_layers, num_stages)
-    return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * max(parts.costs(whole)) else whole
+    too_low, limit = 0.0, (1 - _WORTH_A_CUT) * max(parts.costs(whole))
+    if (best := _fill(parts, num_layers, num_stages, limit)) is None:
+        return whole
+    for _ in range(_HALVINGS):
+        middle = (too_low + limit) / 2
+        if (found := _fill(parts, num_layers, num_stages, middle)) is None:
+            too_low = middle
+        else:
+            best, limit = found, middle
+    return best
 
 
 def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
@@ -168,17 +161,6 @@ def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
         sublayers[lightest] += 2
         costs[lightest] += parts.layer
     return Split(tuple(sublayers))
-
-
-def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
-    """The best of all cuts between sublayers: stages are filled in turn up to the least limit that holds all."""
-    stages, sizes = {0, num_stages - 1}, range(2, 2 * num_layers + 1)
-    layouts = (StageLayout(*place) for place in product(stages, (num_stages,), (0, 1), sizes))
-    limits = sorted(set(map(parts.stage_cost, layouts)))
-    least = bisect_left(limits, True, key=lambda limit: _fill(parts, num_layers, num_stages, limit) is not None)
-    found = _fill(parts, num_layers, num_stages, limits[least])
-    assert found is not None, "a stage with all sublayers is among the limits"
-    return found
 
 
 def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split | None:

@@ -17,7 +17,7 @@ from typing import Any
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import ExpectedStep
+from ppserve.core.plan import StepPlan
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast
 
@@ -29,7 +29,7 @@ LATENCY_S = 50e-6
 class Conditions:
     """What is equal for all shapes that are compared."""
 
-    stage_s: Callable[[StageLayout, ExpectedStep], float]
+    stage_s: Callable[[StageLayout, StepPlan], float]
     """What a rank of a stage computes in a step."""
     latency_s: float = LATENCY_S
     """Between ranks. Only latencies count: what ranks exchange in a step is small."""
@@ -106,7 +106,7 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
     # Ranks that share cores take turns.
     in_turn_s = replicas * slots * grid.tensor * sum(seconds) / under.num_cores
     round_s = max(round_seconds(seconds, slots, return_s), in_turn_s)
-    new_tokens = min(slots * step.new_tokens, fitting)
+    new_tokens = min(slots * sum(piece.num_draws for piece in step.slices), fitting)
     return Prospect(grid, plan, min(replicas * new_tokens, workload.callers) / round_s, round_s)
 
 

@@ -27,7 +27,7 @@ import torch
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import StageLayout
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import BLOCK_SIZE, ExpectedStep, PartCosts
+from ppserve.core.partition import BLOCK_SIZE, PartCosts
 from ppserve.core.plan import StepPlan
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
@@ -93,7 +93,7 @@ def measure_costs(
 
 
 def part_costs(
-    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, tensor: int = 0, num_tensor: int = 1
+    checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
     """Seconds of each part in this step; read from the file where it was measured before.
 
@@ -121,10 +121,10 @@ def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int]) -> PartCosts:
-    bare, attention, layer = _stages(checkpoint, compute, rank, step.plan)
-    undrawn = replace(step.plan, slices=tuple(replace(piece, draw=None) for piece in step.plan.slices))
-    steps = [(bare, undrawn), (bare, step.plan), (attention, undrawn), (layer, undrawn)]
+def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tuple[int, int]) -> PartCosts:
+    bare, attention, layer = _stages(checkpoint, compute, rank, step)
+    undrawn = replace(step, slices=tuple(replace(piece, draw=None) for piece in step.slices))
+    steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
     # CPU time where one thread computes: ranks that measure at the same time may share cores.
     has_one_thread = compute.device.type == "cpu" and compute.threads == 1
     clock = time.thread_time if has_one_thread else time.perf_counter
@@ -142,7 +142,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank:
     head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
     both_s = max(layer_s - bare_s, _LEAST_SHARE * layer_s)
     mlp_s = min(max(layer_s - attention_s, _LEAST_SHARE * both_s), (1 - _LEAST_SHARE) * both_s)
-    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=step.drawn_share * head_s)
+    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=head_s)
 
 
 def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:

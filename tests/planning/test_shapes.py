@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
-from ppserve.core.partition import ExpectedStep, ExpectedWorkload
+from ppserve.core.partition import ExpectedWorkload
+from ppserve.core.plan import StepPlan
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import (
     Conditions,
@@ -24,14 +25,14 @@ GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 LAYER_S = 1e-3
 
 
-def reads(layout: StageLayout, step: ExpectedStep) -> float:
+def reads(layout: StageLayout, step: StepPlan) -> float:
     """Reading the weights takes all of a step's time; the head has those of 5.45 layers."""
     return (layout.layer_weights + 5.45 * layout.is_last) * LAYER_S / layout.num_tensor
 
 
-def computes(layout: StageLayout, step: ExpectedStep) -> float:
+def computes(layout: StageLayout, step: StepPlan) -> float:
     """Computing does: each row costs the same."""
-    return reads(layout, step) * step.plan.num_tokens / 16
+    return reads(layout, step) * step.num_tokens / 16
 
 
 BUSY_READING = Conditions(reads, latency_s=0.0, return_s=0.0)

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppserve.core.cost_model import CostModel, StepSize
+from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.scheduling.sequence import Sequence
 
 # Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
@@ -46,7 +46,7 @@ class Pick(NamedTuple):
     draft_ids: tuple[int, ...] = ()
 
 
-def slowest_s(costs: Seq[CostModel], size: StepSize) -> float:
+def slowest_s(costs: Seq[StageCost], size: StepSize) -> float:
     """What a step costs on the slowest stage; zero where no stage's costs are known."""
     return max((cost.seconds(size) for cost in costs), default=0.0)
 
@@ -54,7 +54,7 @@ def slowest_s(costs: Seq[CostModel], size: StepSize) -> float:
 class Composer:
     """Chooses the sequences of a step. Changes nothing; the scheduler makes the slices."""
 
-    def __init__(self, prefill_chunk: int | None, max_auto_chunk: int, costs: Seq[CostModel] = ()) -> None:
+    def __init__(self, prefill_chunk: int | None, max_auto_chunk: int, costs: Seq[StageCost] = ()) -> None:
         """prefill_chunk: prompt tokens per step; None = automatic, up to `max_auto_chunk`."""
         self._prefill_chunk = prefill_chunk
         self._max_auto_chunk = max_auto_chunk

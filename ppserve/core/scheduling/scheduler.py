@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as Seq
 
-from ppserve.core.cost_model import CostModel
+from ppserve.core.cost_model import StageCost
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
@@ -47,7 +47,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        costs: Seq[CostModel] = (),
+        costs: Seq[StageCost] = (),
         request_queue: RequestQueue | None = None,
         new_drafter: Callable[[Sequence], Drafter] = PromptLookup,
     ) -> None:

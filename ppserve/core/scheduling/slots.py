@@ -24,7 +24,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ppserve.core.cost_model import CostModel, StepSize
+from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.sequence import Sequence
@@ -154,7 +154,7 @@ class _MeasuredSteps:
 class SlotCount:
     """The number of slots of one replica: as many as its stages, or one more."""
 
-    def __init__(self, costs: Seq[CostModel]) -> None:
+    def __init__(self, costs: Seq[StageCost]) -> None:
         """costs: of each stage, as estimated now."""
         self.num_slots = self._num_stages = num_stages = len(costs)
         self._costs = costs

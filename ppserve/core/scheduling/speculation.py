@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from ppserve.core.cost_model import CostModel, StepSize
+from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.scheduling.composer import Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
@@ -51,7 +51,7 @@ class Speculation:
     """Adds draft tokens to the sequences of a step."""
 
     def __init__(
-        self, config: SchedulerConfig, costs: Seq[CostModel], new_drafter: Callable[[Sequence], Drafter]
+        self, config: SchedulerConfig, costs: Seq[StageCost], new_drafter: Callable[[Sequence], Drafter]
     ) -> None:
         self._forced = config.speculate
         self._max_rows = config.max_step_tokens

@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from ppserve.core.cost_model import CostModel
+from ppserve.core.cost_model import StageCost
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
@@ -32,7 +32,7 @@ class SchedulerRig:
 
     config: SchedulerConfig
     num_blocks: int = 48
-    costs: Seq[CostModel] = ()
+    costs: Seq[StageCost] = ()
     new_drafter: Callable[[Sequence], Drafter] = PromptLookup
     skips: Callable[[], bool] = lambda: True  # whether the pipeline hears in time of a cancelled step
     request_queue: RequestQueue | None = None

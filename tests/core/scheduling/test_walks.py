@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
@@ -53,10 +53,11 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
     return request
 
 
-class RandomCosts:
+class RandomCosts(StageCost):
     """Random predictions: they may make steps slow, but no token wrong."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._rng = random.Random(seed)
 
     def seconds(self, size: StepSize) -> float:

@@ -253,7 +253,7 @@ class Abandon(_Message, frozen=True, tag=True):
 
 
 class Plan(_Message, frozen=True, tag=True):
-    """A step. sampling: what the last stage alone must know of how its slices draw."""
+    """A step. sampling: what the last stage must know of how its slices draw."""
 
     plan: StepPlan
     sampling: SamplingUpdate = NO_UPDATE

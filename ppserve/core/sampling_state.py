@@ -1,7 +1,7 @@
 """The sampling state: how long draws travel. It is sent once, when a sequence first draws in an epoch.
 
 A `Draw` may hold a thousand biases and the sequence's whole history. In plans KEPT stands in place of such draws.
-The first one of a sequence goes to the last stage alone, in a `SamplingUpdate`. That stage puts it back into each
+The first one of a sequence goes beside the plan, in a `SamplingUpdate`. The last stage puts it back into each
 later plan, with the tokens that it has seen in slices since. Both sides see the same plans in the same order, and
 each epoch begins anew.
 """
@@ -38,8 +38,8 @@ class SamplingEncoder:
         self._sent: set[int] = set()
 
     def encode(self, plan: StepPlan, running: Set[int]) -> tuple[StepPlan, SamplingUpdate]:
-        """The plan without its long draws, and what goes to the last stage. running: ids of sequences that may
-        draw again."""
+        """The plan without its long draws, and what the last stage needs beside it. running: ids of sequences
+        that may draw again."""
         ended = self._sent - running
         long = {s.sequence_id: s.draw for s in plan.slices if s.draw is not None and s.draw.is_long}
         first_draws = tuple((key, draw) for key, draw in long.items() if key not in self._sent)

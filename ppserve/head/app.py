@@ -171,15 +171,10 @@ class HeadProcess:
     async def _await_pipeline(self) -> None:
         """Until it has formed, has failed, or a signal arrives."""
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
-        in_terminal = sys.stderr.isatty()
         while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
             seen, missing = find_missing(self._members)
-            if in_terminal:  # one line, which the next one replaces
-                print(f"\x1b[K{missing}", end="\r", file=sys.stderr, flush=True)
             if reason := limit.check(seen, missing, time.monotonic()):
                 self._engine.give_up(reason)
-        if in_terminal:
-            print("\x1b[K", end="", file=sys.stderr, flush=True)
 
     async def _serve(self) -> None:
         """Until a signal, after which running streams may finish, or until the pipeline has failed."""

@@ -15,8 +15,8 @@ from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
-from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import NO_UPDATE, SamplingEncoder
+from ppserve.core.plan import StepResult
+from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -166,7 +166,8 @@ class Replica:
             # A stage that has not begun one of these steps skips it.
             self._control.send(self.members.ranks, wire.Cancel(cancelled))
         while (plan := scheduler.schedule(self._now_s())) is not None:
-            self._send(plan, scheduler)
+            message = wire.Plan(*self._sampling.encode(plan, scheduler.running_ids))
+            self._control.send(self.members.ranks, message)
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
             self._account_for_result()
             self._account.dispatched(step)
@@ -174,16 +175,6 @@ class Replica:
             for observer in self._observers:
                 observer.on_step_sent(self.number, step)
         self._account_for_result()
-
-    def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """Sends a plan to every stage. Long draws go to the last stage alone: no other needs them."""
-        bare, sampling = self._sampling.encode(plan, scheduler.running_ids)
-        ranks = self.members.ranks
-        if sampling is not NO_UPDATE:
-            num_others = len(ranks) - self.members.grid.tensor
-            self._control.send(ranks[num_others:], wire.Plan(bare, sampling))
-            ranks = ranks[:num_others]
-        self._control.send(ranks, wire.Plan(bare))
 
     def report_load(self) -> None:
         """Tells the observers how full everything is, also while the pipeline is lost."""

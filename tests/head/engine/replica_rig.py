@@ -11,7 +11,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder
+from ppserve.core.sampling_state import SamplingDecoder
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -110,14 +110,13 @@ class Rig:
         self.replica.note_demand(True)
 
     def refill(self) -> list[StepPlan]:
-        """The plans of a turn; every rank was sent each of them, in order, the last one with long draws."""
+        """The plans of a turn; every rank was sent each of them, in order."""
         self.control.sent.clear()
         self.request_queue.admit(self.now_ns / SECOND)
         self.replica.refill(self.now_ns)
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
-        assert all(m.sampling == NO_UPDATE for rank in self.ranks[:-1] for m in sent[rank])
         return [self.draws.decode(m.plan, m.sampling) for m in sent[self.ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:

@@ -249,7 +249,7 @@ BUDGET = {
     "ppserve/core/ledger/*.py": (850, 850),
     "ppserve/planning/*.py": (551, 550),
     "ppserve/process/*.py": (1_094, 1_094),
-    "ppserve/stage/*.py": (1_257, 1_250),
+    "ppserve/stage/*.py": (1_254, 1_250),
     "ppserve/stage/transport/*.py": (1_000, 1_000),
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_759, 2_700),
     "ppserve/head/api/**/*.py": (2_900, 2_600),

@@ -128,8 +128,7 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
-    # Without a head nothing is left to do.
-    link = HeadLink(connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE), on_overdue=os._exit)
+    link = HeadLink(connection, end=os._exit)
     stage = StageLoop(start, found, link, ProcessGroupWiring(start.config.network.stage_ports), route)
     return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))
 

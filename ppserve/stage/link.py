@@ -13,6 +13,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.errors import WireError
+from ppserve.process.environment import EXIT_HEAD_GONE
 
 # Longer than the head waits for a silent stage, so that it is the head who decides.
 _SILENCE_S = 15.0
@@ -68,24 +69,22 @@ class Link(ABC):
 class HeadLink(Link):
     """A socket to the head, read from its start on by a thread that stamps each message as it arrives.
 
-    on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s` (it pings
-    twice a second), or sends what is not in the schema.
-    on_overdue: called with the code of a Shutdown if the process has not ended `end_within_s` later.
+    end: called with EXIT_HEAD_GONE, perhaps by both threads, when the head is gone, has said nothing for
+    `silence_s` (it pings twice a second), or sends what is not in the schema; and with the code of a Shutdown if
+    the process has not ended `end_within_s` later.
     """
 
     def __init__(
         self,
         connection: socket.socket,
-        on_lost: Callable[[], object],
-        on_overdue: Callable[[int], object] = lambda _code: None,
+        end: Callable[[int], object],
         silence_s: float = _SILENCE_S,
         end_within_s: float = _END_WITHIN_S,
     ) -> None:
         super().__init__()
         connection.settimeout(silence_s)
         self._connection = connection
-        self._on_lost = on_lost
-        self._on_overdue = on_overdue
+        self._end = end
         self._end_within_s = end_within_s
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
 
@@ -99,16 +98,15 @@ class HeadLink(Link):
             with self._sending:
                 self._connection.sendall(frame)
         except OSError:
-            self._on_lost()
+            self._end(EXIT_HEAD_GONE)
 
     def _read(self) -> None:
         try:
             code = self._handle_until_shutdown()
-        except (OSError, WireError):
-            self._on_lost()
-        else:
             time.sleep(self._end_within_s)
-            self._on_overdue(code)
+        except (OSError, WireError):
+            code = EXIT_HEAD_GONE
+        self._end(code)
 
     def _handle_until_shutdown(self) -> int:
         """Handles the head's messages; returns the code of its Shutdown, after which only the connection's end

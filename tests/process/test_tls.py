@@ -42,7 +42,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> wire.StageTls:
 
 def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: wire.StageTls) -> None:
     with head(tmp_path, tls=tls) as running, connect_to_head(running.meeting, 1, WITHIN_S) as connection:
-        link = HeadLink(connection, lambda: None)
+        link = HeadLink(connection, lambda _code: None)
         link.start(lambda _: None)
         link.send(hello(1))
         assert running.next_event().message == hello(1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ppserve import wire
+from ppserve.process.environment import EXIT_HEAD_GONE
 from ppserve.stage.link import HeadLink
 from tests.stage.one_stage import WITHIN_S, plan
 
@@ -24,8 +25,7 @@ class Ends:
 
     link: HeadLink
     head: socket.socket
-    lost: threading.Event
-    overdue: queue.SimpleQueue[int]
+    ended: queue.SimpleQueue[int]
     abandoned: queue.SimpleQueue[tuple[int, int, bool]]
     reader: wire.FrameReader = field(default_factory=lambda: wire.FrameReader(wire.FromStage))
 
@@ -45,15 +45,11 @@ class Ends:
 def ends() -> Iterator[Ends]:
     head, stage = socket.socketpair()
     head.settimeout(WITHIN_S)
-    lost, overdue, abandoned = (
-        threading.Event(),
-        queue.SimpleQueue[int](),
-        queue.SimpleQueue[tuple[int, int, bool]](),
-    )
+    ended, abandoned = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, int, bool]]()
     with head, stage:
-        link = HeadLink(stage, lost.set, overdue.put, end_within_s=0.1)
+        link = HeadLink(stage, ended.put, end_within_s=0.1)
         link.start(lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())))
-        yield Ends(link, head, lost, overdue, abandoned)
+        yield Ends(link, head, ended, abandoned)
 
 
 def test_a_ping_is_answered_at_once_and_plans_wait_in_order_with_their_times(ends: Ends) -> None:
@@ -101,12 +97,11 @@ def test_a_frame_that_breaks_the_schema_is_the_end(ends: Ends, frame: bytes) -> 
     ends.head.sendall(frame)
     if not frame:
         ends.head.close()
-    assert ends.lost.wait(WITHIN_S)
+    assert ends.ended.get(timeout=WITHIN_S) == EXIT_HEAD_GONE
     assert ends.link.inbox.empty()
-    ends.lost.clear()
     if not frame:
         ends.link.send(wire.Ready(1))
-        assert ends.lost.is_set()
+        assert ends.ended.get_nowait() == EXIT_HEAD_GONE
 
 
 def test_after_shutdown_the_end_of_the_connection_means_nothing_and_a_stage_that_goes_on_is_ended(
@@ -115,8 +110,8 @@ def test_after_shutdown_the_end_of_the_connection_means_nothing_and_a_stage_that
     ends.tell(wire.Shutdown(76))
     assert ends.inbox() == wire.Shutdown(76)
     ends.head.close()
-    assert ends.overdue.get(timeout=WITHIN_S) == 76
-    assert not ends.lost.is_set()
+    assert ends.ended.get(timeout=WITHIN_S) == 76
+    assert ends.ended.empty()
 
 
 def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> None:
@@ -134,17 +129,17 @@ def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> 
         heard += ends.hear()
     blocked.join(WITHIN_S)
     assert [message for message in heard if isinstance(message, wire.Broken)] == [result] * count
-    assert not ends.lost.is_set()
+    assert ends.ended.empty()
 
 
 def test_a_head_that_falls_silent_is_lost_and_one_that_speaks_is_not() -> None:
     head, stage = socket.socketpair()
-    lost = threading.Event()
+    ended = queue.SimpleQueue[int]()
     with head, stage:
-        link = HeadLink(stage, lost.set, silence_s=0.3)
+        link = HeadLink(stage, ended.put, silence_s=0.3)
         link.start(lambda epoch: None)
         head.sendall(wire.encode(wire.Abandon(1)))
         assert link.inbox.get(timeout=WITHIN_S)[1] == wire.Abandon(1)
-        assert lost.wait(WITHIN_S)
+        assert ended.get(timeout=WITHIN_S) == EXIT_HEAD_GONE
     with pytest.raises(queue.Empty):
         link.inbox.get_nowait()

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -73,17 +74,29 @@ class Decoder:
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = parts.embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, parts, layer) for layer in self.layout.layers]
+        self._computed: Sequence[Sublayer] = self.blocks
         self.linears = read.linears
         """Those of the blocks, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        halves = [half for block in self.blocks for half in (block.attention, block.mlp)]
+        return [half for half in halves if half is not None]
+
+    def computing(self, *sublayers: Sublayer) -> Decoder:
+        """The same stage with these in place of its blocks."""
+        other = copy(self)
+        other._computed = sublayers
+        return other
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
-        for block in self.blocks:
-            x_TD = block(x_TD, inputs)
+        for compute in self._computed:
+            x_TD = compute(x_TD, inputs)
         return x_TD
 
     @torch.inference_mode()

@@ -154,8 +154,7 @@ def _through_layer(
     stage: Decoder, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
     """The stage's first two sublayers, step by step, on a cache of its own: sequence number → all rows."""
-    halves = [half for block in stage.blocks[:2] for half in (block.attention, block.mlp)]
-    sublayers = [half for half in halves if half is not None][:2]
+    sublayers = stage.sublayers[:2]
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)

@@ -15,7 +15,6 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -154,7 +153,5 @@ def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], pla
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=compute.device),))
-    bare, half = copy(whole), copy(whole)
-    bare.blocks, half.blocks = [], [copy(whole.blocks[0])]
-    half.blocks[0].mlp = None
-    return [Stage(model, cache, alone) for model in (bare, half, whole)]
+    models = (whole.computing(*whole.sublayers[:number]) for number in range(3))
+    return [Stage(model, cache, alone) for model in models]

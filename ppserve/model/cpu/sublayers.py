@@ -53,28 +53,41 @@ class CpuSublayer:
         share its inputs and the results. kept: what the table has the addresses of."""
         shape = inner.size, columns.size, columns.first, columns.width
         projection = PROJECT, as_table(second.weights, shape)
-        self._both = Jobs(first, projection, kept=(kept, second))
-        self._first, self._second = Jobs(first, kept=kept), Jobs(projection, kept=second)
-        self._inner, self._columns, self._is_alone = inner, columns, len(columns.widths) == 1
-        self._run = thread_pool.run
+        self.jobs, self.kept, self.thread_pool = (first, projection), (kept, second), thread_pool
+        self._first, self._second = (Jobs(job, kept=self.kept) for job in self.jobs)
+        self._inner, self._columns = inner, columns
+        self._alone = LoneSublayers([self]) if len(columns.widths) == 1 else None
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
-        x_TD = x_TD.contiguous()
-        if not self._is_alone:
-            return self._with_ranks(x_TD, inputs)
-        out_TD = torch.empty_like(x_TD)
-        self._run(self._both.address, 2, inputs.step, x_TD.data_ptr(), 0, out_TD.data_ptr())
-        return out_TD
+        return self._alone(x_TD, inputs) if self._alone else self._with_ranks(x_TD.contiguous(), inputs)
 
     def _with_ranks(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         x, step = x_TD.data_ptr(), inputs.step
         own_Tk = torch.empty(len(x_TD), self._inner.width)
-        self._run(self._first.address, 1, step, x, own_Tk.data_ptr(), 0)
+        run = self.thread_pool.run
+        run(self._first.address, 1, step, x, own_Tk.data_ptr(), 0)
         inner_TK = inputs.gather.all(own_Tk, self._inner)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
-        self._run(self._second.address, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
+        run(self._second.address, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
         return inputs.gather.all(own_Td, self._columns)
+
+
+class LoneSublayers:
+    """Sublayers of a rank that computes its stage alone, one after the other in one call of the kernels."""
+
+    def __init__(self, sublayers: list[CpuSublayer]) -> None:
+        self._jobs = Jobs(
+            *(job for each in sublayers for job in each.jobs), kept=[each.kept for each in sublayers]
+        )
+        self._run = sublayers[0].thread_pool.run
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
+        x_TD = x_TD.contiguous()
+        out_TD = torch.empty_like(x_TD)
+        self._run(self._jobs.address, self._jobs.count, inputs.step, x_TD.data_ptr(), 0, out_TD.data_ptr())
+        return out_TD
 
 
 def attention_sublayer(of: AttentionWeights, thread_pool: ThreadPool) -> CpuSublayer:

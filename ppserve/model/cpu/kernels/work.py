@@ -8,7 +8,8 @@
     LINEAR   rows: pack | outputs: product
     OUTPUT   as LINEAR, with the LM head's product, as READ has it
 
-An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather. At each bar
+An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather. What PROJECT
+puts out is what the job behind it begins with. At each bar
 the threads wait for each other; at the one in parentheses, where several heads of queries read one of keys. Rows,
 outputs and heads are partitioned evenly. What a job works on stands in tables of int64 numbers, which Python fills
 with `as_table`: one for each job, once, and one for each step.
@@ -305,13 +306,13 @@ def _expand(product, stored, single, table, step, x, out, context, following):
 
 
 @inlined
-def _project(product, stored, single, table, step, x, inner, out, context):
+def _project(product, stored, single, table, step, x, inner, out, context, following):
     """out = x + inner Wᵀ + b for a rank's own columns. inner: float32 rows of all ranks."""
     weights, scratch = _weights_at(table), _scratch_at(step)
     table += _WEIGHTS
     depth, width, column, own = load_int(table, 0), load_int(table, 1), load_int(table, 2), load_int(table, 3)
     _pack_rows(product, single, weights, scratch, inner, depth, context)
-    _multiply(product, weights, scratch, scratch.y, context, 0)
+    _multiply(product, weights, scratch, scratch.y, context, following)
     first, end = _partition(context, scratch.num_rows, 1)
     size = stored.element_bytes
     for row in range(first, end):
@@ -331,14 +332,15 @@ def _linear(product, single, table, step, x, out, context):
 def _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
     """One of a list of jobs."""
     job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
-    if number + 1 < num_jobs:  # PROJECT, whose table begins with its weights
-        following = _first_panel(product, _weights_at(load_int(jobs, 2 * number + 3)), context)
+    if number + 1 < num_jobs:
+        weights = load_int(jobs, 2 * number + 3) + (_NORM if job == PROJECT else 0)
+        following = _first_panel(product, _weights_at(weights), context)
     if job == HEADS:
         _heads(product, attention, stored, single, table, step, x, inner, context, following)
     elif job == EXPAND:
         _expand(product, stored, single, table, step, x, inner, context, following)
     elif job == PROJECT:
-        _project(product, stored, single, table, step, x, inner, out, context)
+        _project(product, stored, single, table, step, x, inner, out, context, following)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
         _norm_rows(head, stored, norm, weights, scratch, x, context)
@@ -375,6 +377,10 @@ def work(
             inner = _scratch_at(step).inner
         for number in range(num_jobs):
             _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context)
-            barrier(job_queue, thread, num_threads)
+            kind = load_int(jobs, 2 * number)
+            if kind != EXPAND or number + 1 == num_jobs:  # PROJECT packs the rows that the same thread activated
+                barrier(job_queue, thread, num_threads)
+            if kind == PROJECT:
+                x = out
         if thread == 0:
             return

@@ -79,8 +79,8 @@ class ChatTemplate:
         return marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:
-        """Ends the processes that have no chat; the others end with the head."""
-        while not self._idle.empty():
+        """Ends the processes. No chat is rendered any more."""
+        for _ in range(MAX_RENDERERS):
             if process := self._idle.get():
                 _end(process)
 

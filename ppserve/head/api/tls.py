@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
@@ -27,19 +28,26 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
         if beside := [flag for flag, path in given.items() if path is not None]:
             raise ConfigError("--tls-cert" if cert is None else "--tls-key", f"needed beside {beside[0]}")
         return None
+    chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # A session that is taken up again would go by certificates that may have been replaced since.
     context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
-    flag, problem = "--tls-cert", f"{cert} and {key} are not a PEM certificate with its key"
     try:  # a server would only log what is wrong, and refuse every handshake
         context.load_cert_chain(cert, key, password=lambda: "")
-        if client_ca is not None:
-            flag, problem = "--tls-client-ca", f"{client_ca} holds no PEM certificate"
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
+    authority = None if client_ca is None else _read("--tls-client-ca", client_ca)
+    if authority is not None:
+        try:
             context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        authority = None if client_ca is None else client_ca.read_bytes()
-        chain, secret = cert.read_bytes(), key.read_bytes()
-    except (OSError, ValueError) as error:
-        why = f": {error.strerror}" if isinstance(error, FileNotFoundError | PermissionError) else ""
-        raise ConfigError(flag, problem + why) from error
+        except ssl.SSLError as error:
+            raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(chain, secret, authority, context)
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(flag, f"cannot read {path}: {error.strerror}") from error

@@ -12,16 +12,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ppserve.errors import (
-    DeadlinePassed,
-    Draining,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    RequestFailed,
-    StagesLost,
-    Unauthenticated,
-)
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Unauthenticated
 
 encode = msgspec.json.Encoder().encode
 
@@ -76,11 +67,14 @@ class HttpError(RequestError):
 
     status = "INVALID_ARGUMENT"
 
-    def __init__(self, code: int, reason: str, message: str, param: str = "") -> None:
+    def __init__(
+        self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code  # the HTTP status
         self.reason = reason
         self.param = param  # the wrong field
+        self.headers = headers or {}  # of the answer
 
 
 def error_response(error: RequestError) -> Response:
@@ -104,13 +98,18 @@ def status_of(error: RequestError) -> int:
 def _headers_of(error: RequestError) -> Mapping[str, str]:
     """Whether and when to try again, and what to bring."""
     match error:
+        case HttpError(headers=headers):
+            return headers
         case Unauthenticated():
             return {"www-authenticate": "Bearer"}
         case RequestFailed() | DeadlinePassed():
             # It would fail again, and openai-python repeats every 5xx unless told not to.
             return {"x-should-retry": "false"}
-        case Overloaded() | Draining() | StagesLost():
-            seconds = getattr(error, "retry_after_s", _RETRY_UNAVAILABLE_S)
-            # In whole seconds, as the standard has it, and exactly, as openai-python also reads it.
-            return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
-    return {}
+        case Overloaded(retry_after_s=seconds):
+            return _retry_after(seconds)
+    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else {}
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    """In whole seconds, as the standard has it, and exactly, as openai-python also reads it."""
+    return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

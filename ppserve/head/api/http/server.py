@@ -9,9 +9,11 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import NoReturn
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,7 +39,6 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
@@ -67,12 +68,10 @@ class HttpServer:
         self._paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
         app = Starlette(
             routes=[
-                *(
-                    Route(path, partial(self._answer, endpoint), methods=[method])
-                    for method, path, endpoint in endpoints
-                ),
-                Route("/{path:path}", partial(self._answer, self._missing), methods=_METHODS),
+                Route(path, partial(self._answer, endpoint), methods=[method])
+                for method, path, endpoint in endpoints
             ],
+            exception_handlers={HTTPException: self._missing},
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
         app.router.redirect_slashes = False
@@ -102,10 +101,17 @@ class HttpServer:
 
     # ---- around every path ----------------------------------------------------------------------------
 
-    @staticmethod
-    async def _missing(_request: Request, _handler: RequestHandler) -> NoReturn:
-        """The answer to what is not served. Callers without a key do not learn what is."""
-        raise HttpError(404, "NOT_FOUND", "this server has no such path, or not with this method")
+    async def _missing(self, request: Request, error: Exception) -> Response:
+        """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
+        assert isinstance(error, HTTPException)
+        phrase = HTTPStatus(error.status_code).phrase
+        reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
+        missing = HttpError(error.status_code, reason, message, headers=error.headers)
+
+        async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
+            raise missing
+
+        return await self._answer(refuse, request)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The endpoint's answer, or its error as one; counted, and with the call's names."""

@@ -58,8 +58,9 @@ def test_paths_and_methods_that_there_are_not() -> None:
         slash = await served.ask("/v1/completions/", {"prompt": "a"})
         assert slash.status == 404, "nobody is sent to an address made of the caller's own Host"
         wrong = await served.ask("/v1/completions")
-        assert (wrong.status, wrong.json["error"]["code"]) == (404, "not_found")
-        assert served.counted == {("other", 404): 2, ("/v1/completions", 404): 1}
+        assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json["error"]["code"] == "method_not_allowed"
+        assert served.counted == {("other", 404): 2, ("/v1/completions", 405): 1}
         assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
         named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
         assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)

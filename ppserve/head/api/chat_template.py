@@ -15,6 +15,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ class ChatTemplate:
         return marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:
-        """Ends the processes. No chat is rendered any more."""
-        for _ in range(MAX_RENDERERS):
-            if process := self._idle.get():
-                _end(process)
+        """Ends the processes that have no chat; the others end with the head."""
+        with suppress(queue.Empty):
+            while True:
+                if process := self._idle.get_nowait():
+                    _end(process)
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequest."""

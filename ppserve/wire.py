@@ -276,22 +276,14 @@ class Shutdown(_Message, frozen=True, tag=True):
 
 
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
-FromStranger = Proof
-FromKeeper = Start
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
-
-Outgoing = FromStage | FromStranger | FromKeeper | FromHead
 
 
 # Paths in the configuration are strings in frames.
 _encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
-_decoders = {
-    kind: msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text))
-    for kind in (FromStage, FromStranger, FromKeeper, FromHead)
-}
 
 
-def encode(message: Outgoing) -> bytes:
+def encode(message: _Message) -> bytes:
     """The frame of a message, length prefix included."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
@@ -300,10 +292,10 @@ def encode(message: Outgoing) -> bytes:
 
 
 class FrameReader:
-    """Decodes the messages of one direction from a byte stream."""
+    """Decodes messages from a byte stream. kind: one of them, or a union."""
 
-    def __init__(self, direction: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._decoder = _decoders[direction]  # type: ignore[index]
+    def __init__(self, kind: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text))
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 

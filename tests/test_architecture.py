@@ -243,7 +243,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_125, 1_010),
+    "ppserve/*.py": (1_116, 1_010),
     "ppserve/core/*.py": (1_112, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
@@ -260,7 +260,7 @@ BUDGET = {
     "ppserve/model/cuda/*.py": (1_314, 1_300),
     "ppserve/model/checkpoint/*.py": (1_690, 1_690),
     "ppserve/tokenizer/*.py": (685, 640),
-    "ppserve/library/*.py": (545, 500),
+    "ppserve/library/*.py": (535, 500),
     "ppserve/client/*.py": (600, 600),
     "ppserve/bench/*.py": (800, 800),
     "ppserve/cli/*.py": (1_360, 1_340),

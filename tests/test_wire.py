@@ -52,7 +52,7 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Broken(1, "gone"),
         wire.Failed("no"),
     ],
-    wire.FromStranger: [wire.Proof(3, b"\0\1", b"\xff")],
+    wire.Proof: [wire.Proof(3, b"\0\1", b"\xff")],
     wire.FromHead: [
         wire.Challenge(b"\0\xff"),
         wire.Welcome(b"\0\xff"),
@@ -66,7 +66,7 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Ping(2**60),
         wire.Shutdown(2),
     ],
-    wire.FromKeeper: [
+    wire.Start: [
         wire.Start(ServeConfig(), 1, 2),
         wire.Start(ServeConfig(), 1, 2, wire.Meeting("/run/head", Path("/run/secret"), True)),
         wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.TcpAddress("h", 3), Path("s"), False)),
@@ -94,7 +94,7 @@ def test_all_messages_are_covered() -> None:
 
 
 def test_a_stranger_has_four_kilobytes() -> None:
-    reader, (proof,) = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES), MESSAGES[wire.FromStranger]
+    reader, (proof,) = wire.FrameReader(wire.Proof, wire.MAX_GREETING_BYTES), MESSAGES[wire.Proof]
     assert reader.feed(wire.encode(proof)) == [proof]
     with pytest.raises(WireError, match="beyond the limit of 4096"):
         reader.feed(struct.pack("<I", 4097))

@@ -38,10 +38,6 @@ class LocalLink(Link):
         self.start(lambda _epoch: None)
         self._head.put(Disconnected(self._rank, cause))
 
-    def deliver(self, message: wire.FromHead) -> None:
-        """From the head, in the engine's thread."""
-        self.handle_message(time.monotonic_ns(), message)
-
 
 class LocalControlPlane:
     """The head's end of the control plane (`engine.control.ControlPlane`)."""
@@ -63,7 +59,7 @@ class LocalControlPlane:
 
     def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         for rank in ranks:
-            self.links[rank].deliver(message)
+            self.links[rank].handle_message(time.monotonic_ns(), message)
 
     def drop(self, rank: int, cause: str) -> None:
         """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""

@@ -113,7 +113,7 @@ class Stream(Iterator[Chunk]):
         return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
     def _chunk(self, name: str, pending: RequestStream, delta: Delta) -> Chunk:
-        request, last, times = pending.request, delta.last, delta.last.timings
+        request, last = pending.request, delta.last
         lists_tokens = request.output.token_ids or request.output.logprobs is not None
         usage = Usage(len(request.prompt_ids), delta.num_generated, last.cached_tokens)
         return Chunk(
@@ -127,7 +127,7 @@ class Stream(Iterator[Chunk]):
             seed=request.sampling.seed if delta.is_first or last.finish is not None else None,
             finish=None if last.finish is None else Finish(last.finish.value, last.matched),
             usage=None if last.finish is None else usage,
-            timings=None if times is None or not request.output.timings else times,
+            timings=last.timings if request.output.timings else None,
         )
 
     def _token(self, token_id: int, score: Score) -> Token:

@@ -134,7 +134,7 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
 
 
 def _read_start(life: int) -> wire.Start:
-    reader = wire.FrameReader(wire.FromKeeper)
+    reader = wire.FrameReader(wire.Start)
     while True:
         received = os.read(life, 1 << 16)
         if not received:

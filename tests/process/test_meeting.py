@@ -191,7 +191,7 @@ def test_a_listener_without_the_secret_is_found_out(tmp_path: Path, recorded: bo
     def speak() -> None:
         with listener, listener.accept()[0] as connection:
             connection.sendall(wire.encode(wire.Challenge(b"c" * 32)))
-            (answer,) = wire.FrameReader(wire.FromStranger).feed(connection.recv(4096))
+            (answer,) = wire.FrameReader(wire.Proof).feed(connection.recv(4096))
             connection.sendall(wire.encode(wire.Welcome(answer.proof if recorded else b"p" * 32)))
             connection.recv(1)
 

@@ -35,7 +35,7 @@ def be_stage(life, parent):
     return live(life)
 main.be_stage = be_stage
 def told(life):
-    return (wire.FrameReader(wire.FromKeeper).feed(os.read(life, 1 << 16)) or sys.exit(75))[0]
+    return (wire.FrameReader(wire.Start).feed(os.read(life, 1 << 16)) or sys.exit(75))[0]
 """
 STAGE = """
 def live(life):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ class OneStage:
     told: list[str] = field(default_factory=list)
 
     def tell(self, message: wire.FromHead) -> None:
-        self.link.deliver(message)
+        self.link.handle_message(time.monotonic_ns(), message)
 
     def next(self) -> wire.FromStage:
         """What the stage says next, whatever it is."""

@@ -178,7 +178,7 @@ class SocketControlPlane:
             prepare(connection)
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
-        peer = _Peer(connection, wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES))
+        peer = _Peer(connection, wire.FrameReader(wire.Proof, wire.MAX_GREETING_BYTES))
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:

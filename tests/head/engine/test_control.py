@@ -73,7 +73,7 @@ class Rank:
             control.poll(0.01)
         return self.hear()
 
-    def say(self, *messages: wire.Outgoing) -> None:
+    def say(self, *messages: wire.FromStage | wire.Proof) -> None:
         self.connection.sendall(b"".join(map(wire.encode, messages)))
 
     def proof(self, rank: int, secret: bytes = SECRET) -> wire.Proof:

@@ -24,11 +24,10 @@ class Tokenizer:
         self.source = source
         self._library = library
         # Of a text in parts, with special tokens between, some libraries put a space before the first part only.
-        first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
-        document = library.to_str()
         self._continuing = library
-        if first in document:
-            self._continuing = tokenizers.Tokenizer.from_str(document.replace(first, never))
+        if "prepend_scheme=first" in repr(library.pre_tokenizer):
+            first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
+            self._continuing = tokenizers.Tokenizer.from_str(library.to_str().replace(first, never))
             self._continuing.encode_special_tokens = True
         spelled = library.get_vocab(with_added_tokens=True)
         self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)

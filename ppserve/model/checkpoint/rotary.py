@@ -35,7 +35,7 @@ def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: i
 
 KNOWN = frozenset(
     """rope_theta rope_type type factor low_freq_factor high_freq_factor original_max_position_embeddings
-    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate""".split()  # noqa: SIM905
+    attention_factor beta_fast beta_slow""".split()  # noqa: SIM905
 )
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
@@ -67,22 +67,13 @@ def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     def feature(num_turns: float) -> float:
         return count * math.log(original / (num_turns * 2 * math.pi)) / math.log(base)
 
-    low = feature(float(of.get("beta_fast") or 32))
-    high = feature(float(of.get("beta_slow") or 1))
-    if of.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * count - 1)
+    low = max(math.floor(feature(float(of.get("beta_fast") or 32))), 0)
+    high = min(math.ceil(feature(float(of.get("beta_slow") or 1))), 2 * count - 1)
     stretched = np.clip((np.arange(count) - low) / max(high - low, 0.001), 0, 1)
     scaled = frequencies * (1 - stretched + stretched / factor)
     if of.get("attention_factor") is not None:
         return scaled, float(of["attention_factor"])
-    if of.get("mscale") and of.get("mscale_all_dim"):
-        return scaled, _growth(factor, float(of["mscale"])) / _growth(factor, float(of["mscale_all_dim"]))
-    return scaled, _growth(factor, 1.0)
-
-
-def _growth(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
+    return scaled, 0.1 * math.log(max(factor, 1.0)) + 1
 
 
 SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

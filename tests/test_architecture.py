@@ -258,7 +258,7 @@ BUDGET = {
     "ppserve/model/compiled/*.py": (600, 600),
     "ppserve/model/cpu/**/*.py": (3_622, 3_600),
     "ppserve/model/cuda/*.py": (1_314, 1_300),
-    "ppserve/model/checkpoint/*.py": (1_680, 1_690),
+    "ppserve/model/checkpoint/*.py": (1_680, 1_680),
     "ppserve/tokenizer/*.py": (682, 640),
     "ppserve/library/*.py": (535, 500),
     "ppserve/client/*.py": (600, 600),

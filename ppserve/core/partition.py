@@ -71,6 +71,12 @@ class ExpectedWorkload:
             left -= num_tokens
         return _plan(pieces, num_decodes)
 
+    def drawn_share(self, max_positions: int) -> float:
+        """Of the draws of such steps, how many there are on average: below 1 where a prompt takes more steps than
+        its answer has tokens."""
+        prompt = max(1, min(self.prompt, max_positions - 1))
+        return min(1.0, _MAX_PROMPT_TOKENS * self.new / prompt)
+
 
 def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:
     """A step of one slice per (start, tokens), each with blocks of its own; the first ones are drawn from."""

@@ -106,7 +106,8 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
     # Ranks that share cores take turns.
     in_turn_s = replicas * slots * grid.tensor * sum(seconds) / under.num_cores
     round_s = max(round_seconds(seconds, slots, return_s), in_turn_s)
-    new_tokens = min(slots * sum(piece.num_draws for piece in step.slices), fitting)
+    drawn = sum(piece.num_draws for piece in step.slices) * workload.drawn_share(plan.max_model_len)
+    new_tokens = min(slots * drawn, fitting)
     return Prospect(grid, plan, min(replicas * new_tokens, workload.callers) / round_s, round_s)
 
 

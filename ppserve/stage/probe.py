@@ -79,16 +79,18 @@ def measure_costs(
     """By the number of tensor ranks: for `--parallel auto` of every shape, for `--layers auto` of this one.
     tensor: which of its stage's tensor ranks this is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
-    if config.pipeline.parallel == "auto":
-        counts = [n for n in range(1, min(grid.size, arch.num_kv_heads) + 1) if grid.size % n == 0]
-        steps = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}
-        return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
     # Too many stages for the model: the head says so.
     divisible = 1 < grid.pipeline <= arch.num_layers
-    if not divisible or config.pipeline.layers is not None:
-        return {}
-    step = workload.step(arch.max_positions)
-    return {grid.tensor: part_costs(checkpoint, compute, step, tensor, grid.tensor)}
+    if config.pipeline.parallel == "auto":
+        counts = [n for n in range(1, min(grid.size, arch.num_kv_heads) + 1) if grid.size % n == 0]
+        steps, tensor = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}, 0
+    elif divisible and config.pipeline.layers is None:
+        steps = {grid.tensor: workload.step(arch.max_positions)}
+    else:
+        steps = {}
+    costs = {n: part_costs(checkpoint, compute, step, tensor, n) for n, step in steps.items()}
+    share = workload.drawn_share(arch.max_positions)
+    return {n: replace(each, head=share * each.head) for n, each in costs.items()}
 
 
 def part_costs(

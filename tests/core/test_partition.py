@@ -129,6 +129,8 @@ def test_a_step_has_tokens_of_prompts_and_answers_in_their_ratio(
     context = min(workload.prompt + workload.new // 2, 1023)
     assert found == [(context, 1)] * decodes + prompts
     assert sum(s.num_draws for s in step.slices) == decodes
+    # Of a prompt of 1023 and one token, 128 prompt tokens come with an eighth of a decode.
+    assert workload.drawn_share(1024) == pytest.approx(0.125 if workload.new == 1 else 1, rel=0.01)
     assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in step.slices)
     least = workload.step(1)  # of a model of one position
     assert {(s.start, len(s.token_ids)) for s in least.slices} == {(0, 1)}

@@ -26,6 +26,8 @@ from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
+# A stage opens its checkpoint and measures before it connects, so it answers and sends `Hello` at once.
+_GREETING_TIMEOUT_S = 10.0
 # Connections that have not said Hello, beyond one for each rank. A further one takes the place of the oldest.
 _MAX_STRANGERS = 16
 # Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
@@ -76,6 +78,7 @@ class _Peer:
 
     connection: socket.socket
     reader: wire.FrameReader
+    since_s: float = field(default_factory=time.monotonic)
     challenge: bytes = field(default_factory=new_nonce)  # what it must answer to
     rank: int | None = None  # None until it has proved to know the secret
     unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
@@ -98,7 +101,9 @@ class SocketControlPlane:
         world_size: int,
         secret: bytes,
         tls: ssl.SSLContext | None = None,
+        greeting_timeout_s: float = _GREETING_TIMEOUT_S,
     ) -> None:
+        self._greeting_timeout_s = greeting_timeout_s
         self._world_size = world_size
         self._secret = secret
         self._tls = tls
@@ -138,6 +143,9 @@ class SocketControlPlane:
                     self._send_to(key.data, b"")
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
+        for peer in tuple(self._strangers):
+            if time.monotonic() - peer.since_s > self._greeting_timeout_s:
+                self._end(peer, "said nothing")
         if self._accepts_from_ns and time.monotonic_ns() > self._accepts_from_ns:
             self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)

@@ -26,6 +26,7 @@ SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
 HEARTBEAT = wire.Heartbeat(1, 2)
+SOON, LATE = {"greeting_timeout_s": 0.5}, {"greeting_timeout_s": AGES_S}
 # Of the sockets' buffers: systems differ, and let them grow to many megabytes.
 _SMALL = 1 << 18
 Events = list[Received | Disconnected]
@@ -34,12 +35,12 @@ Events = list[Received | Disconnected]
 class Plane(SocketControlPlane):
     """The head's end, on a free port of this host. It has two ranks."""
 
-    def __init__(self, ends: ExitStack) -> None:
+    def __init__(self, ends: ExitStack, **settings: float) -> None:
         self.ends = ends
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)
         self.port = listener.getsockname()[1]
-        super().__init__(listener, 2, SECRET)
+        super().__init__(listener, 2, SECRET, **settings)
         ends.callback(self.close, 0)
 
     def proven(self, rank: int) -> Rank:
@@ -108,9 +109,10 @@ def hello(rank: int) -> wire.Hello:
 
 
 @pytest.fixture
-def control() -> Iterator[Plane]:
+def control(request: pytest.FixtureRequest) -> Iterator[Plane]:
+    """Its settings are the fixture's parameter."""
     with ExitStack() as ends:
-        yield Plane(ends)
+        yield Plane(ends, **getattr(request, "param", {}))
 
 
 def until(control: Plane, condition: Callable[[Events], bool]) -> Events:
@@ -200,9 +202,17 @@ def test_strangers_are_cut_off_and_ranks_stay(control: Plane, says: Says) -> Non
 
 @pytest.mark.parametrize("is_proven", [False, True])
 @pytest.mark.parametrize(
-    "words", [wire.encode(HEARTBEAT), wire.encode(hello(1))], ids=["no greeting", "another rank's"]
+    ("words", "control"),
+    [
+        (b"", SOON),
+        (wire.encode(hello(0))[:-1], SOON),
+        (wire.encode(HEARTBEAT), LATE),
+        (wire.encode(hello(1)), LATE),
+    ],
+    indirect=["control"],
+    ids=["nothing", "a part", "no greeting", "another rank's"],
 )
-def test_who_does_not_send_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
+def test_who_does_not_finish_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
     control: Plane, words: bytes, is_proven: bool
 ) -> None:
     silent = control.greeted(1)
@@ -212,6 +222,7 @@ def test_who_does_not_send_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
     assert control.serves(1, silent)
 
 
+@pytest.mark.parametrize("control", [LATE], indirect=True)
 def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in(control: Plane) -> None:
     strangers = [Rank(control) for _ in range(40)]
     rank = control.greeted(0)

@@ -126,7 +126,8 @@ class Loaded(_Message, frozen=True, tag=True):
     """The weights are in memory. block_bytes: of one KV block on this stage. kv_bytes: available for KV blocks.
 
     why_not: the check of the self-test that failed, empty if all passed. kernels: the kernel variants in use;
-    stages with different kernels may compute different bits from the same numbers.
+    stages with different kernels may compute different bits from the same numbers. variants: those that the CPU
+    can run, weakest first.
     """
 
     device: str
@@ -136,6 +137,7 @@ class Loaded(_Message, frozen=True, tag=True):
     kv_bytes: int
     why_not: str
     kernels: str = ""
+    variants: tuple[str, ...] = ()
 
 
 class StoreOpened(_Message, frozen=True, tag=True):

@@ -167,12 +167,18 @@ def why_not_deterministic(members: Iterable[Member]) -> list[str]:
     reasons = list(dict.fromkeys(f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not))
     kernels = dict.fromkeys(of.kernels for _, of in loaded)
     if len(kernels) > 1:
-        reasons.append(
+        problem = (
             f"ranks compute with different kernels ({'; '.join(kernels)}): other requests, chunks and lost stages"
-            " change nothing, but other layers per stage, another host or another replica may give other tokens;"
-            " set PPSERVE_CPU_KERNELS to what every host has"
+            " change nothing, but other layers per stage, another host or another replica may give other tokens"
         )
+        reasons.append(problem + _remedy([of.variants for _, of in loaded]))
     return reasons
+
+
+def _remedy(variants: Sequence[Sequence[str]]) -> str:
+    """What gives all ranks the same kernels; empty where one is no CPU. variants: that each can run."""
+    common = [name for name in variants[0] if all(name in others for others in variants)]
+    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer]:

@@ -66,6 +66,12 @@ class Compute:
         return CudaBackend(self.device, dtype, self.options)
 
     @property
+    def kernel_variants(self) -> tuple[str, ...]:
+        """Those of which PPSERVE_CPU_KERNELS may name one, weakest first."""
+        ours = self.device.type == "cpu" and not self.reference
+        return variants.available(variants.features()) if ours else ()
+
+    @property
     def doubt(self) -> str:
         """Why passing the self-test proves nothing here; empty where it does."""
         if self.device.type == "cpu" or self.options.batch_invariant:

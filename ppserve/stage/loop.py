@@ -157,6 +157,7 @@ class StageLoop:
                 kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes, drawn_from),
                 why_not=why_not,
                 kernels=backend.describe(),
+                variants=compute.kernel_variants,
             )
         )
 

@@ -34,12 +34,16 @@ def test_the_load_is_of_the_replicas_that_serve(
     assert (load.kv_tokens, load.kv_usage) == (kv_tokens, kv_usage)
 
 
-def on(stage: int, kernels: str) -> Any:
-    return SimpleNamespace(stage=stage, loaded=SimpleNamespace(kernels=kernels, why_not=""))
+def on(stage: int, kernels: str, *variants: str) -> Any:
+    return SimpleNamespace(stage=stage, loaded=SimpleNamespace(kernels=kernels, variants=variants, why_not=""))
 
 
 def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:
-    (told,) = why_not_deterministic((on(0, "fma"), on(1, "dots")))
+    old = on(0, "fma", "portable", "avx2", "avx512")
+    new = on(1, "dots", "portable", "avx2", "avx512", "avx512_bf16", "amx")
+    (told,) = why_not_deterministic((old, new))
     assert "(fma; dots)" in told
-    assert "PPSERVE_CPU_KERNELS" in told
-    assert not why_not_deterministic((on(0, "fma"), on(1, "fma")))
+    assert told.endswith("; set PPSERVE_CPU_KERNELS=avx512 on every host")
+    (told,) = why_not_deterministic((old, on(1, "torch")))
+    assert "PPSERVE_CPU_KERNELS" not in told
+    assert not why_not_deterministic((old, on(1, "fma", "portable")))

@@ -78,7 +78,7 @@ def test_hosts_with_unlike_kernels_keep_the_promise_or_say_that_they_do_not(numb
         assert stream(client) == tokens
         logs = agents.everything()
     if "dtype" in numbers and micro_kernels("bfloat16", best, features())[0].operation == "bf16_tiles":
-        assert "set PPSERVE_CPU_KERNELS to" in logs
+        assert "set PPSERVE_CPU_KERNELS=" in logs
     else:
         # Log-probabilities go over the wire as float32.
         ours = [(token.id, np.float32(token.logprob)) for token in alone]

@@ -39,10 +39,6 @@ _END_WITHIN_S = 10.0
 Count = Annotated[int, Meta(ge=1)]
 
 
-def _one_of(names: Sequence[str]) -> Meta:
-    return Meta(pattern=rf"^({'|'.join(names)})\Z")
-
-
 class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name. None: unset.
 
@@ -51,9 +47,9 @@ class Settings(TypedDict, total=False):
     threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence (unset: where they pay).
     """
 
-    dtype: Annotated[str, _one_of(cfg.DTYPES)]
-    quantization: Annotated[str, _one_of(cfg.QUANTIZATIONS)]
-    kv_dtype: Annotated[str, _one_of(cfg.KV_DTYPES)]
+    dtype: str
+    quantization: str
+    kv_dtype: str
     force_cpu: bool
     max_model_len: Count
     layers: str
@@ -254,6 +250,7 @@ def _as_prompts(given: Any) -> list[Prompt]:
 
 
 _KINDS = {"stages": Count, **get_type_hints(Settings, include_extras=True)}
+_CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": cfg.KV_DTYPES}
 
 
 def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
@@ -266,6 +263,9 @@ def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) 
             given["layers"] = Split.parse(given["layers"])
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
+    for name, choices in _CHOICES.items():
+        if given.get(name, choices[0]) not in choices:
+            raise ConfigError(name, f"{given[name]!r} is none of {', '.join(choices)}")
     stages = given.pop("stages", None)
     config = cfg.ServeConfig.from_flags({"path": os.fspath(model), **given})
     ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas

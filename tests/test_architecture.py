@@ -254,7 +254,7 @@ BUDGET = {
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_773, 2_700),
     "ppserve/head/api/**/*.py": (2_916, 2_600),
     "ppserve/head/observe/*.py": (786, 786),
-    "ppserve/model/*.py": (1_583, 1_550),
+    "ppserve/model/*.py": (1_577, 1_550),
     "ppserve/model/compiled/*.py": (600, 600),
     "ppserve/model/cpu/**/*.py": (3_622, 3_600),
     "ppserve/model/cuda/*.py": (1_314, 1_300),

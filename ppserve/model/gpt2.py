@@ -21,11 +21,9 @@ class Embedding:
         self._tokens_Vd, self._positions_Pd = (
             read.embedding(name, self._columns.own) for name in ("wte.weight", "wpe.weight")
         )
-        self._dtype = read.backend.precision.hidden
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        own_Td = self._tokens_Vd[inputs.token_ids_T].to(self._dtype)
-        own_Td += self._positions_Pd[inputs.positions_T]
+        own_Td = self._tokens_Vd[inputs.token_ids_T].add_(self._positions_Pd[inputs.positions_T])
         return inputs.gather.all(own_Td, self._columns)
 
 

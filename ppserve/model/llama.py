@@ -22,11 +22,9 @@ class TokenEmbedding:
     def __init__(self, read: WeightReader) -> None:
         self._columns = read.layout.cut(read.arch.width)
         self._tokens_Vd = read.embedding("wte.weight", self._columns.own)
-        self._dtype = read.backend.precision.hidden
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        own_Td = self._tokens_Vd[inputs.token_ids_T].to(self._dtype)
-        return inputs.gather.all(own_Td, self._columns)
+        return inputs.gather.all(self._tokens_Vd[inputs.token_ids_T], self._columns)
 
 
 def _attention(read: WeightReader, layer: int) -> Sublayer:

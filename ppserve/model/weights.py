@@ -86,12 +86,10 @@ class WeightReader:
         self._total_bytes = stage_params(self.arch, layout) * stored.itemsize
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """These columns of an embedding, as hidden states are or as narrow as they are stored. No other tensor is
-        as large: its parts are read one after the other."""
+        """These columns of an embedding. No other tensor is as large: its parts are read one after the other."""
         num_rows, _ = self._shapes[name]
-        stored = self._checkpoint.tensor(name, TensorPart((slice(1),), columns)).dtype
-        dtype = min(self.backend.precision.hidden, stored, key=lambda dtype: dtype.itemsize)
-        kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=self.backend.device)
+        dtype, device = self.backend.precision.hidden, self.backend.device
+        kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
         for begin in range(0, num_rows, _EMBEDDING_ROWS):
             rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))
             kept_Vd[rows] = self._tensor(name, TensorPart((rows,), columns))

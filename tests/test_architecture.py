@@ -353,7 +353,6 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
             target = line.targets[0] if isinstance(line, ast.Assign) else None
             if isinstance(target, ast.Name) and re.fullmatch("[A-Z]+[a-z]+[A-Za-z]*", target.id):
                 meanings.setdefault(target.id, set()).add(ast.unparse(line.value))
-    # A send in progress, and all messages that are sent.
     assert [name for name, found in meanings.items() if len(found) > 1] == []
 
 

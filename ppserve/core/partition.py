@@ -60,7 +60,7 @@ class ExpectedWorkload:
 
         Fewer sequences decode where those are too many prompt tokens for one step, but always one.
         """
-        prompt = max(1, min(self.prompt, max_positions - 1))
+        prompt = self._prompt(max_positions)
         context = min(prompt + self.new // 2, max_positions - 1)
         num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))
         pieces = [(context, 1)] * num_decodes
@@ -74,8 +74,10 @@ class ExpectedWorkload:
     def drawn_share(self, max_positions: int) -> float:
         """Of the draws of such steps, how many there are on average: below 1 where a prompt takes more steps than
         its answer has tokens."""
-        prompt = max(1, min(self.prompt, max_positions - 1))
-        return min(1.0, _MAX_PROMPT_TOKENS * self.new / prompt)
+        return min(1.0, _MAX_PROMPT_TOKENS * self.new / self._prompt(max_positions))
+
+    def _prompt(self, max_positions: int) -> int:
+        return max(1, min(self.prompt, max_positions - 1))
 
 
 def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:

@@ -9,6 +9,7 @@ so has each group of 32 inputs (`four_bits`), and the LM head has int8 weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -123,7 +124,7 @@ class CpuBackend:
         assert isinstance(model, Decoder)
         if model.layout.num_tensor > 1:
             return model
-        return model.computing(LoneSublayers([each for each in model.sublayers if isinstance(each, CpuSublayer)]))
+        return model.computing(LoneSublayers(cast("list[CpuSublayer]", model.sublayers)))
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         results = read_logits(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)

@@ -59,13 +59,12 @@ class CpuSublayer:
         self._alone = LoneSublayers([self]) if len(columns.widths) == 1 else None
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        if self._alone is not None:
+            return self._alone(x_TD, inputs)
         assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
-        return self._alone(x_TD, inputs) if self._alone else self._with_ranks(x_TD.contiguous(), inputs)
-
-    def _with_ranks(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
-        x, step = x_TD.data_ptr(), inputs.step
+        x_TD = x_TD.contiguous()
+        x, step, run = x_TD.data_ptr(), inputs.step, self.thread_pool.run
         own_Tk = torch.empty(len(x_TD), self._inner.width)
-        run = self.thread_pool.run
         run(self._first.address, 1, step, x, own_Tk.data_ptr(), 0)
         inner_TK = inputs.gather.all(own_Tk, self._inner)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)

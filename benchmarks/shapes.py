@@ -34,11 +34,11 @@ from ppserve.core.figures import table
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import ExpectedWorkload
 from ppserve.model.checkpoint.opening import read_architecture
-from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.variants import VARIABLE, available, features, in_use
 from ppserve.planning.shapes import shape_name, shapes
 from tests.e2e.asking import Answer, ask_all, requests_with_everything
 from tests.e2e.serving import Forked, serving, torchrun
+from tests.model.cpu.products import arithmetic
 
 PRECISIONS = {
     "float32": (),
@@ -161,10 +161,10 @@ class Run:
         return f"{self.precision} {shape_name(self.grid)} {self.setting}"
 
     @property
-    def sums_by_tiles(self) -> bool:
-        """In another order than all other kernels."""
-        kernels = micro_kernels("bfloat16", self.kernels or in_use(), features())
-        return "bfloat16" in self.precision and kernels[0].operation == "bf16_tiles"
+    def arithmetic(self) -> str:
+        """Equal for runs that are to give the same bits: AMX sums bfloat16 in an order of its own."""
+        precision = "bfloat16" if "bfloat16" in self.precision else "float32"
+        return arithmetic(precision, self.kernels or in_use())
 
     def answers(self, num_requests: int, at_once: int, times: int = 1) -> list[list[tuple[Answer, ...]]]:
         grid = ("--tensor-parallel", str(self.grid.tensor), "--replicas", str(self.grid.data), "--threads", "1")
@@ -198,18 +198,17 @@ def equal(model: str, num_requests: int, minutes: float, precisions: tuple[str, 
     began_s = time.monotonic()
     differ, left = [], 0
     for precision in precisions:
-        alone: dict[bool, list[tuple[Answer, ...]]] = {}
+        alone: dict[str, list[tuple[Answer, ...]]] = {}
         for run in all_runs(model, precision):
             if time.monotonic() - began_s > 60 * minutes:
                 left += 1
                 continue
-            if run.sums_by_tiles not in alone:
+            if run.arithmetic not in alone:
                 one = Run(model, precision, RankGrid(1, 1, 1), "one at a time", kernels=run.kernels)
-                (alone[run.sums_by_tiles],) = one.answers(num_requests, at_once=1)
+                (alone[run.arithmetic],) = one.answers(num_requests, at_once=1)
             first, again = run.answers(num_requests, AT_ONCE, times=2)
-            num_equal = sum(
-                own == other for own, other in zip(first + again, alone[run.sums_by_tiles] * 2, strict=True)
-            )
+            expected = alone[run.arithmetic] * 2
+            num_equal = sum(own == other for own, other in zip(first + again, expected, strict=True))
             if num_equal < len(first + again):
                 differ.append(run.name)
             took_s = time.monotonic() - began_s

@@ -56,10 +56,8 @@ class ExpectedWorkload:
         return max(1, round(self.callers * num_tensor / world_size))
 
     def step(self, max_positions: int, num_decodes: int = BUSY_DECODES) -> StepPlan:
-        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile.
-
-        Fewer sequences decode where those are too many prompt tokens for one step, but always one.
-        """
+        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile. Where
+        those are too many for one step, fewer sequences decode, but always one."""
         prompt = self._prompt(max_positions)
         context = min(prompt + self.new // 2, max_positions - 1)
         num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))

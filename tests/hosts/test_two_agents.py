@@ -12,9 +12,9 @@ import pytest
 from ppserve import Pipeline
 from ppserve.answers import Token
 from ppserve.client import Client, RetryPolicy
-from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.variants import available, features
 from tests.hosts.two_agents import TwoAgents, two_agents
+from tests.model.cpu.products import arithmetic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -77,7 +77,7 @@ def test_hosts_with_unlike_kernels_keep_the_promise_or_say_that_they_do_not(numb
         tokens = stream(client, lambda: os.kill(agents.stage_pid(1), signal.SIGKILL))
         assert stream(client) == tokens
         logs = agents.everything()
-    if "dtype" in numbers and micro_kernels("bfloat16", best, features())[0].operation == "bf16_tiles":
+    if "dtype" in numbers and arithmetic("bfloat16", best) != arithmetic("bfloat16", "portable"):
         assert "set PPSERVE_CPU_KERNELS=" in logs
     else:
         # Log-probabilities go over the wire as float32.

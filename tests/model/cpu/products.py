@@ -10,13 +10,20 @@ from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
-from ppserve.model.cpu.kernels.products import PackedRows, multiply
+from ppserve.model.cpu.kernels.operations import OPERATIONS
+from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels, multiply
 from ppserve.model.cpu.kernels.rows import pack_row, read_row
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
+from ppserve.model.cpu.kernels.variants import features
 from ppserve.model.cpu.linear import PackedWeights
 
 Floats = NDArray[np.float32]
+
+
+def arithmetic(precision: str, variant: str) -> str:
+    """Equal for the kernel variants of this CPU that compute the same bits."""
+    return OPERATIONS[micro_kernels(precision, variant, features())[0].operation].arithmetic
 
 
 @kernel

@@ -13,31 +13,29 @@ from ppserve.model.inputs import build_inputs
 from tests.model.random_checkpoint import RandomCheckpoint
 
 ARCH = Architecture(3, 48, 4, 64, 211, 211, 192)
-FIRST, ALL = (1, 4), (0, 6)
-"""Stages, by their first sublayer and how many: one that begins and ends within a layer, and the whole model."""
+MIDDLE, WHOLE = StageLayout(1, 3, 1, 4), StageLayout(0, 1, 0, 6)
+"""A stage that begins and ends within a layer, and the model in one stage."""
 
 
-@pytest.mark.parametrize("sublayers", [FIRST, ALL])
+@pytest.mark.parametrize("layout", [MIDDLE, WHOLE], ids=["middle", "whole"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("precision", [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")]
+)
 def test_one_call_computes_what_a_call_for_each_sublayer_does(
-    precision: tuple[str, str], threads: int, sublayers: tuple[int, int]
+    dtype: str, quantization: str, threads: int, layout: StageLayout
 ) -> None:
-    dtype, quantization = precision
     backend = CpuBackend(dtype, threads, quantization)
-    layout = StageLayout(0 if sublayers == ALL else 1, 1 if sublayers == ALL else 3, *sublayers)
     model = load_stage(RandomCheckpoint(ARCH), layout, backend)
-    seen = []
-    for joins in (False, True):
-        cache = backend.make_cache(ARCH, layout, 16, 4)
-        stage = backend.recorded(model, cache) if joins else model
-        assert (stage is model) == (not joins)
-        for start, count in ((0, 7), (7, 1), (8, 1)):
-            slices = tuple(Slice(i, start, (11 + i,) * count, tuple(range(4 * i, 4 * i + 4))) for i in range(3))
-            received_TD = torch.linspace(-2, 2, 3 * count * 48).view(-1, 48).to(backend.precision.hidden)
-            inputs = build_inputs(StepPlan(0, 0, 0, slices), layout, cache)
-            seen.append(stage.forward(inputs, None if layout.is_first else received_TD).clone())
-            assert torch.equal(received_TD, torch.linspace(-2, 2, 3 * count * 48).view(-1, 48).to(received_TD))
-    for apart, joined in zip(seen[:3], seen[3:], strict=True):
-        assert torch.equal(apart, joined)
+    apart_cache, cache = (backend.make_cache(ARCH, layout, 16, 4) for _ in range(2))
+    joined = backend.recorded(model, cache)
+    assert joined is not model
+    for start, count in ((0, 7), (7, 1), (8, 1)):
+        slices = tuple(Slice(i, start, (11 + i,) * count, tuple(range(4 * i, 4 * i + 4))) for i in range(3))
+        plan = StepPlan(0, 0, 0, slices)
+        received_TD = torch.linspace(-2, 2, 3 * count * 48).view(-1, 48).to(backend.precision.hidden)
+        before_TD, given_TD = received_TD.clone(), None if layout.is_first else received_TD
+        apart = model.forward(build_inputs(plan, layout, apart_cache), given_TD)
+        assert torch.equal(joined.forward(build_inputs(plan, layout, cache), given_TD), apart)
         assert apart.isfinite().all()
+        assert torch.equal(received_TD, before_TD)

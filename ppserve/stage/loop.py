@@ -187,7 +187,7 @@ class StageLoop:
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
             of = self._start.config.cache
-            # Memory that the operator has set aside is taken at once, any other as the load grows.
+            # Memory that the operator has set aside is taken from now on, any other as the load grows.
             shape = model.arch, model.layout, num_blocks, of.block_size
             cache = model.backend.make_cache(*shape, populate=of.kv_cache_memory is not None)
             model = self._model = model.backend.recorded(model, cache)

@@ -22,7 +22,7 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.cpu.kernels.attention import StepSlices
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
-from ppserve.model.cpu.kernels.memory import address, huge_pages
+from ppserve.model.cpu.kernels.memory import address, huge_pages, start_populating
 from ppserve.model.cpu.kernels.work import CacheShape, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.inputs import Gather, StepInputs, StepRows
@@ -70,15 +70,18 @@ class CpuCache:
         *,
         populate: bool,
     ) -> None:
-        """blocks: their number and size. populate: all memory is provided now, not as it is written."""
+        """blocks: their number and size. populate: its memory is taken from now on, not as it is written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
         self._turns = None if arch.rotary is None else Turns(arch.rotary)
         cells = cell_bytes(arch.head_size, self.block_size, kind.element_bytes)
         shape = len(layout.attentions), self.num_blocks, layout.kv_heads(arch).width
         self.keys_LBHc, self.values_LBHc = (
-            torch.from_numpy(huge_pages(math.prod(shape) * cell, populate)).view(*shape, cell) for cell in cells
+            torch.from_numpy(huge_pages(math.prod(shape) * cell)).view(*shape, cell) for cell in cells
         )
+        if populate:
+            for cells_LBHc in (self.keys_LBHc, self.values_LBHc):
+                start_populating(cells_LBHc.numpy().reshape(-1))
         self._shape = CacheShape(
             keys=self.keys_LBHc.data_ptr(),
             values=self.values_LBHc.data_ptr(),

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ppserve.model.compiled.jit import kernel
+from ppserve.model.cpu.kernels.atomics import add_shared
+
 LINE_BYTES = 64
 PAGE_BYTES = 2 << 20
-# Linux's numbers; the second is of 5.14 and not in `mmap`: it clears the pages now.
-_HUGE_PAGES, _POPULATE_WRITE = 14, 23
-_POPULATED_AT_ONCE = 32 << 20
+_SMALL_PAGE_BYTES = 4096
+_HUGE_PAGES = 14  # Linux's number
 # What an arena takes at once. Memory that is never written costs nothing.
 _REGION_BYTES = 64 << 20
 
@@ -39,12 +42,8 @@ def address(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
-def huge_pages(num_bytes: int, populate: bool = False) -> NDArray[np.uint8]:
-    """Zeros from the beginning of a huge page. The array keeps the memory. Raises MemoryError.
-
-    populate: the system provides all pages now, so that no later write waits while one is cleared; a system that
-    cannot do so provides them as they are written.
-    """
+def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros from the beginning of a huge page. The array keeps the memory. Raises MemoryError."""
     size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     try:
         memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -52,13 +51,24 @@ def huge_pages(num_bytes: int, populate: bool = False) -> NDArray[np.uint8]:
         raise MemoryError(f"the system has no {size >> 20} MB: {error}") from None
     with contextlib.suppress(OSError):
         memory.madvise(_HUGE_PAGES)
-    # Each call holds the interpreter's lock; between two, another thread answers the head.
-    for begin in range(0, len(memory) * populate, _POPULATED_AT_ONCE):
-        with contextlib.suppress(OSError):
-            memory.madvise(_POPULATE_WRITE, begin, min(_POPULATED_AT_ONCE, len(memory) - begin))
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % PAGE_BYTES
     return whole[start : start + num_bytes]
+
+
+def start_populating(array: NDArray[np.uint8]) -> threading.Thread:
+    """Has the system provide this memory, in a thread that this returns: few writes will wait while a page is
+    cleared. What is written meanwhile stays."""
+    thread = threading.Thread(target=_touch, args=(array, 0), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+@kernel
+def _touch(array: NDArray[np.uint8], zero: int) -> None:
+    """Adds zero in each page. If it were a constant, the compiler would leave the addition out."""
+    for offset in range(0, len(array), _SMALL_PAGE_BYTES):
+        add_shared(array.ctypes.data + offset, zero)  # type: ignore[call-arg]
 
 
 class Arena:

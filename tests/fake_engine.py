@@ -36,7 +36,7 @@ from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest, Sink, TokenOutput
 from ppserve.head.servers import grpc_server
-from ppserve.tokenizer import no_tokenizer
+from ppserve.tokenizer import ChatFormat, no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.hellos import hello
 
@@ -50,11 +50,11 @@ CARD = ModelDescription(
     dtype="float32",
     quantization="none",
     max_context=64,
-    eos_id=EOS,
     has_tokenizer=True,
     deterministic=True,
     why_not="",
     version="0",
+    chat_format=ChatFormat(tokens={"bos_token": "<eos>", "eos_token": "<eos>"}),
 )
 _HELLO = hello(0, 1, CARD.architecture)
 _LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
@@ -224,7 +224,7 @@ def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> Re
     key_file = settings.api_key_file if settings else None
     keys = ApiKeys(key_file) if key_file else None
     chats = settings.chat_template if settings else None
-    template = ChatTemplate.read(chats, {"bos_token": "<eos>", "eos_token": "<eos>"}) if chats else None
+    template = ChatTemplate.read(chats, CARD.chat_format.tokens, ByteCodec.special_ids) if chats else None
     return RequestHandler(engine, engine.description, tokenizer, keys, engine.refused.append, template)
 
 

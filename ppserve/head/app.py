@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ppserve.config import ServeConfig
@@ -23,7 +23,6 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
-from ppserve.head.engine.members import Members
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
@@ -43,7 +42,7 @@ from ppserve.process.keeper import Keeper
 from ppserve.process.meeting import close_meeting, find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
-from ppserve.tokenizer import Tokenizer, read_chat_format
+from ppserve.tokenizer import ChatFormat, Tokenizer
 
 log = logging.getLogger("ppserve.head")
 
@@ -76,23 +75,12 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
     os._exit(code)
 
 
-def read_chat_template(
-    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer
-) -> ChatTemplate | None:
-    """The operator's, else the model's own; None where there is neither. Raises UsageError."""
-    decision, hello = replicas[0].decision, replicas[0].first.hello
-    assert decision is not None
-    assert hello is not None
-    own, eos_id = read_chat_format(hello.model.checkpoint), decision.architecture.eos_id
-    tokens: Mapping[str, str] = own.tokens
-    if not tokens and eos_id is not None:
-        # As for GPT-2, whose texts begin and end with the same token.
-        end = tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
-        tokens = {"bos_token": end, "eos_token": end}
-    if config.server.chat_template is not None:
-        return ChatTemplate.read(config.server.chat_template, tokens)
+def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The operator's, else the model's own; None where there is neither. Raises ConfigError."""
+    if path is not None:
+        return ChatTemplate.read(path, own.tokens, tokenizer.special_ids)
     try:
-        return None if own.template is None else ChatTemplate(own.template, tokens)
+        return None if own.template is None else ChatTemplate(own.template, own.tokens, tokenizer.special_ids)
     except ValueError as error:
         log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
         return None
@@ -183,7 +171,7 @@ class HeadProcess:
         if not description.has_tokenizer:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        template = read_chat_template(self._config, self._members, tokenizer)
+        template = read_chat_template(settings.chat_template, description.chat_format, tokenizer)
         on_refused = self._metrics.requests.on_refused
         request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
         servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))

@@ -16,7 +16,7 @@ from ppserve.core.ledger.advice import advise
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import ReplicaReading
-from ppserve.tokenizer import Tokenizer, load_tokenizer
+from ppserve.tokenizer import ChatFormat, Tokenizer, load_tokenizer, read_chat_format
 
 MAX_REQUEST_ID_BYTES = 128
 
@@ -77,7 +77,6 @@ class ModelDescription:
     dtype: str  # resolved, never `auto`
     quantization: str
     max_context: int  # tokens of prompt and output together
-    eos_id: int | None  # None where the model has no end-of-text token
     has_tokenizer: bool
     deterministic: bool
     why_not: str  # empty when `deterministic`
@@ -85,6 +84,7 @@ class ModelDescription:
     limits: Limits = field(default_factory=Limits)
     kernels: str = ""  # those of all stages, in words
     kv_dtype: str = "float32"  # of keys and values
+    chat_format: ChatFormat = field(default_factory=ChatFormat)  # with all special tokens that have names
 
     @property
     def numbers(self) -> str:
@@ -188,7 +188,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     assert hello is not None
     # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
     tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
-    arch, limits = decision.architecture, Limits()
+    chats, arch, limits = read_chat_format(hello.model.checkpoint), decision.architecture, Limits()
     members = [member for replica in replicas for member in replica.all]
     reasons = why_not_deterministic(members)
     description = ModelDescription(
@@ -199,7 +199,6 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         dtype=decision.dtype,
         quantization=config.model.quantization,
         max_context=decision.scheduling.max_model_len,
-        eos_id=arch.eos_id,
         has_tokenizer=tokenizer.vocab_size > 0,
         deterministic=not reasons,
         why_not="; ".join(reasons),
@@ -207,8 +206,16 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
         kv_dtype=hello.model.kv_dtype,
+        chat_format=replace(chats, tokens={**_name_end(arch, tokenizer), **chats.tokens}),
     )
     return description, tokenizer
+
+
+def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
+    """The end-of-text token, by its name in templates. A GPT-2's texts begin and end with the same one."""
+    names = ("bos_token", "eos_token") if arch.family == "gpt2" else ("eos_token",)
+    text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
+    return dict.fromkeys(names, text) if text else {}
 
 
 def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:

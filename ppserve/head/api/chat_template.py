@@ -24,59 +24,54 @@ from ppserve.head.api.template_process import parse
 
 MAX_RENDERERS = 4
 
-Chat = tuple[Sequence[Mapping[str, str]], Mapping[str, Any], Collection[str], bool]
-"""The arguments of `ChatTemplate.render`."""
-
 
 class ChatTemplate:
     """A template, and the processes that render it, each started when all others have a chat.
 
-    tokens: the texts of special tokens, by their names in templates. A template may name the day
+    tokens: the texts of special tokens that have names in templates; special: of all. A template may name the day
     (`strftime_now`): then the same messages are another prompt tomorrow.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], special: Collection[str]) -> None:
         """Raises ValueError for what is no template."""
         parse(source)
-        self.source, self.tokens = source, tokens
+        self.source, self._tokens, self._special = source, tokens, special
         self._idle = queue.LifoQueue[subprocess.Popen[str] | None]()
         for _ in range(MAX_RENDERERS):
             self._idle.put(None)  # to be started
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
-    def read(cls, path: Path, tokens: Mapping[str, str] | None = None) -> ChatTemplate:
+    def read(cls, path: Path, tokens: Mapping[str, str], special: Collection[str]) -> ChatTemplate:
         """The template that the operator gives. Raises ConfigError."""
         try:
-            return cls(path.read_text("utf-8"), tokens or {})
+            return cls(path.read_text("utf-8"), tokens, special)
         except OSError as error:
             raise ConfigError("--chat-template", f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
-    async def render_in_turn(self, caller: str, chat: Chat) -> list[str]:
+    async def render_in_turn(
+        self, caller: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], continues: bool
+    ) -> list[str]:
         """A chat, once the caller's chats before it are rendered: those that take long are in the way of their own
         caller's alone. Is not to be cancelled."""
         async with self._turns.setdefault(caller, asyncio.Lock()):
-            return await asyncio.to_thread(self.render, *chat)
+            return await asyncio.to_thread(self.render, messages, variables, continues)
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        variables: Mapping[str, Any],
-        special: Collection[str],
-        continues: bool,
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], continues: bool = False
     ) -> list[str]:
-        """All messages as texts and special tokens in turn. special: the texts of all special tokens. continues:
-        it ends inside the last message. Raises InvalidRequest for messages that the template does not take."""
-        marks = _Marks(special)
+        """All messages as texts and special tokens in turn. continues: it ends inside the last message. Raises
+        InvalidRequest for messages that the template does not take."""
+        marks = _Marks(self._special)
         # A role is checked to be a word, and the template compares it.
         shown = [{**marks.put(message), "role": message["role"]} for message in messages]
         # With a space, as transformers has it: a template that strips messages shows itself.
         end = secrets.token_hex(16) + " "
         if continues:
             shown[-1]["content"] += end
-        text = self._ask({**marks.put(dict(variables)), **self.tokens, "messages": shown})
+        text = self._ask({**marks.put(dict(variables)), **self._tokens, "messages": shown})
         return marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:

@@ -178,20 +178,6 @@ class RequestHandler:
             len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
         )
 
-    @property
-    def end_of_text(self) -> str:
-        """The text of the end-of-text token; nothing where there is none."""
-        eos_id = self.description.eos_id
-        return "" if eos_id is None else self.tokenizer.token_bytes(eos_id).decode("utf-8", "replace")
-
-    @property
-    def named_tokens(self) -> dict[str, str]:
-        """Texts of known special tokens, by their names in templates and configs. A GPT-2's texts begin and end
-        with the same one."""
-        names = ("bos_token", "eos_token") if self.description.architecture.family == "gpt2" else ("eos_token",)
-        known = dict.fromkeys(names, self.end_of_text) if self.end_of_text else {}
-        return {**known, **(self.template.tokens if self.template else {})}
-
     def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
         if not request.output.echo:
             return ""

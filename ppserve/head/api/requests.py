@@ -44,7 +44,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     tokens by every protocol. Raises InvalidRequest, naming every field that is outside the limits.
     """
     given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
-    ids = tuple(prompt_ids) or (() if description.eos_id is None else (description.eos_id,))
+    ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
         _wrong_prompt(ids, given, description),

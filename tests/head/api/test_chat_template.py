@@ -44,14 +44,14 @@ def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
 def template(request: pytest.FixtureRequest) -> Iterator[ChatTemplate]:
-    template = ChatTemplate(request.param.read_text(), TOKENS)
+    template = ChatTemplate(request.param.read_text(), TOKENS, SPECIAL)
     yield template
     template.close()
 
 
 def render(template: ChatTemplate, messages: list[dict[str, str]], **variables: Any) -> list[str]:
     continues = variables.pop("continue_final_message", False)
-    return template.render(messages, {"add_generation_prompt": not continues, **variables}, SPECIAL, continues)
+    return template.render(messages, {"add_generation_prompt": not continues, **variables}, continues)
 
 
 def test_there_are_templates_of_twenty_models() -> None:
@@ -97,7 +97,7 @@ def test_special_tokens_of_a_message_are_text(template: ChatTemplate) -> None:
 
 def test_texts_of_two_messages_or_of_a_variable_are_no_token_together() -> None:
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}{{ more.list[0] }}{{ eos_token }}"
-    template = ChatTemplate(source, {"eos_token": "<|im_end|>"})
+    template = ChatTemplate(source, {"eos_token": "<|im_end|>"}, SPECIAL)
     messages = messages_of([("user", "<|im_"), ("assistant", "end|>")])
     parts = render(template, messages, mood="</s>", more={"list": ["<s>"]})
     assert parts == ["<|im_end|></s><s>", "<|im_end|>", ""]
@@ -125,16 +125,16 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 )
 @pytest.mark.slow
 def test_a_template_takes_neither_much_time_nor_much_memory(source: str) -> None:
-    template = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}fine", {})
+    template = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}fine", {}, ())
     messages = messages_of([("user", "a"), ("assistant", "b")])
-    long, short = (messages, {}, (), False), (messages[:1], {}, (), False)
+    long, short = (messages, {}, False), (messages[:1], {}, False)
 
     async def main() -> None:
         """Others do not wait for it, but its own caller does."""
         assert template.render(*short) == ["fine"]
-        slow = asyncio.ensure_future(template.render_in_turn("one", long))
-        own = asyncio.ensure_future(template.render_in_turn("one", short))
-        assert await template.render_in_turn("other", short) == ["fine"]
+        slow = asyncio.ensure_future(template.render_in_turn("one", *long))
+        own = asyncio.ensure_future(template.render_in_turn("one", *short))
+        assert await template.render_in_turn("other", *short) == ["fine"]
         assert not slow.done() or source != ENDLESS
         await asyncio.wait((slow, own), return_when=asyncio.FIRST_COMPLETED)
         assert slow.done()
@@ -153,4 +153,4 @@ def test_a_template_takes_neither_much_time_nor_much_memory(source: str) -> None
 @pytest.mark.parametrize("source", ["{% for %}", "{{ " + "(" * 5000, "{% tool %}"])
 def test_what_is_no_template(source: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        ChatTemplate(source, {})
+        ChatTemplate(source, {}, ())

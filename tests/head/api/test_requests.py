@@ -154,7 +154,7 @@ def test_prompt_beyond_context(prompt: int, given: dict[str, object], problem: s
 def test_empty_prompt_starts_from_end_of_text() -> None:
     assert made([]).prompt_ids == (EOS,)
     with pytest.raises(InvalidRequest, match="prompt: empty"):
-        made([], replace(CARD, eos_id=None))
+        made([], replace(CARD, architecture=replace(CARD.architecture, eos_ids=())))
 
 
 def test_resume_serves_one_sequence_and_its_prompt_only_before_the_first_token() -> None:

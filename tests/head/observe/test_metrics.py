@@ -87,7 +87,7 @@ def read(metrics: Metrics) -> Scrape:
 
 def description() -> ModelDescription:
     arch = Architecture(4, 64, 4, 128, 300, 300, 256)
-    return ModelDescription("tiny", arch, 1000, "float32", "none", 128, None, True, True, "", "0.1.0")
+    return ModelDescription("tiny", arch, 1000, "float32", "none", 128, True, True, "", "0.1.0")
 
 
 def topology() -> Topology:

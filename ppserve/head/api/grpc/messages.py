@@ -94,7 +94,7 @@ def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
         description,
         model=description.name,
         architecture=_copied(pb.Architecture, description.architecture, num_parameters=num_parameters),
-        eos_token_id=description.eos_id,
+        eos_token_id=description.architecture.eos_id,
         eos_token_ids=description.architecture.eos_ids,
         limits=_copied(pb.Limits, description.limits, max_prompt_tokens=max_context),
         nondeterministic_reason=description.why_not,

@@ -144,8 +144,7 @@ async def chat_completions(request: Request, handler: RequestHandler) -> Respons
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
         refuse(body.violations())
         messages = [message.for_template() for message in body.messages]
-        variables, continues = body.template_variables(), bool(body.continue_final_message)
-        chat = messages, variables, handler.tokenizer.special_ids, continues
-        rendering = template.render_in_turn(request.state.call.caller, chat)
+        chat = messages, body.template_variables(), bool(body.continue_final_message)
+        rendering = template.render_in_turn(request.state.call.caller, *chat)
         prompt = await handler.tokenize("messages", *await asyncio.shield(rendering))
     return await unless_hung_up(request, generate(request, handler, body, [prompt], ChatAnswers))

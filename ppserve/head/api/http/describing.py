@@ -76,13 +76,13 @@ async def tokenizer_info(_request: Request, handler: RequestHandler) -> Response
     """GET /tokenizer_info."""
     if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("model", "this model has no tokenizer")])
-    template = handler.template
+    template, tokens = handler.template, handler.description.chat_format.tokens
     return JsonResponse(
         {
             "bos_token": None,
             "eos_token": None,
-            "pad_token": handler.end_of_text or None,
-            **handler.named_tokens,
+            "pad_token": tokens.get("eos_token"),
+            **tokens,
             "tokenizer_class": "ppserve",
             "model_max_length": handler.description.max_context,
             "chat_template": template.source if template else None,

@@ -64,7 +64,7 @@ class VllmService:
 
     async def GetModelInfo(self, _message: pb.GetModelInfoRequest, _call: Call) -> pb.GetModelInfoResponse:
         description, (kind, architecture) = self._handler.description, model_kind(self._handler)
-        first = self._handler.named_tokens.get("bos_token", "")
+        first = description.chat_format.tokens.get("bos_token", "")
         return pb.GetModelInfoResponse(
             model_path=description.name,
             is_generation=True,
@@ -116,7 +116,7 @@ def tokenizer_archive(handler: RequestHandler) -> bytes:
         raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
     description = handler.description
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": description.max_context}
-    described |= handler.named_tokens
+    described |= description.chat_format.tokens
     if handler.template is not None:
         described["chat_template"] = handler.template.source
     config = {

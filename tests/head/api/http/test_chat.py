@@ -182,5 +182,5 @@ def test_files_that_are_no_template(tmp_path: Path, content: bytes | None) -> No
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as refusal:
-        ChatTemplate.read(path)
+        ChatTemplate.read(path, {}, ())
     assert refusal.value.name == "--chat-template"

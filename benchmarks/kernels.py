@@ -31,7 +31,7 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
-from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
+from ppserve.model.cpu.kernels.products import Scratch, micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import features, in_use
@@ -115,7 +115,7 @@ def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) ->
     y = aligned((padded, 3072), np.float32)
 
     def multiply_all() -> None:
-        rows = PackedRows(address(words), address(scales), num_rows, tile_rows)
+        rows = Scratch(num_rows, tile_rows, address(words), address(scales))
         for packed in (packed for layer in layers for packed in layer):
             weights = packed.seen_by_kernels
             shape = packed.num_inputs, rows, weights.chunks

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.cpu.kernels.attention import StepSlices
+from ppserve.model.cpu.kernels.attention import CacheShape, StepSlices
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, huge_pages, start_populating
-from ppserve.model.cpu.kernels.work import CacheShape, as_table
+from ppserve.model.cpu.kernels.work import as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.inputs import Gather, StepInputs, StepRows
 from ppserve.model.rotary import Turns
@@ -85,8 +85,7 @@ class CpuCache:
         self._shape = CacheShape(
             keys=self.keys_LBHc.data_ptr(),
             values=self.values_LBHc.data_ptr(),
-            key_layer=math.prod(shape[1:]) * cells[0],
-            value_layer=math.prod(shape[1:]) * cells[1],
+            layer_cells=math.prod(shape[1:]),
             num_heads=shape[2],
             readers=arch.heads_per_kv_head,
             head_size=arch.head_size,

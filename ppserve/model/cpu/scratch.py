@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.kernels.attention import AttentionScratch, CacheLayer
+from ppserve.model.cpu.kernels.attention import AttentionScratch, CacheShape
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
-from ppserve.model.cpu.kernels.products import Weights
+from ppserve.model.cpu.kernels.products import Scratch, Weights
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from ppserve.model.cpu.kernels.work import CacheShape, Scratch
 
 _ROWS_AT_FIRST = 64
 
@@ -56,7 +55,7 @@ class ScratchMemory:
         ]
 
     def of_attention(
-        self, kind: AttentionKernel, cache: CacheShape | CacheLayer, most_positions: int
+        self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], NDArray[Any]]:
         """What each thread writes, and the array to keep as long as it does."""
         rows = max(cache.num_heads * cache.readers, kind.rows[-1])

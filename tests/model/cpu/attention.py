@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
-from ppserve.model.cpu.kernels.attention import CacheLayer, Heads, StepSlices, attend, write_heads
+from ppserve.model.cpu.kernels.attention import CacheShape, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import micro_kernels
@@ -70,19 +70,20 @@ class Layer:
         slots = np.concatenate([self._slots(part) for part in parts])
         first_rows = np.cumsum(counts) - counts
         table_begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
-        cache = CacheLayer(
-            address(self.keys), address(self.values), self.num_heads, self.readers, self.head_size,
-            self.block_size, self.key_cell, self.value_cell, np.float32(self.head_size**-0.5),
+        cache = CacheShape(
+            address(self.keys), address(self.values), 0, self.num_heads, self.readers, self.head_size,
+            self.block_size, self.key_cell, self.value_cell,
         )  # fmt: skip
         arrays = (slots, first_rows, counts, starts, tables, table_begins)
         slices = StepSlices(len(slots), len(parts), 0, *(address(array) for array in arrays))
         scratch_memory = ScratchMemory(micro_kernels("float32", "portable", frozenset())[0], 1)
         (scratch,), kept = scratch_memory.of_attention(self.kind, cache, int((starts + counts).max()))
         mixed = aligned((len(slots), width), np.float32)
+        layer = 0, np.float32(self.head_size**-0.5)
         rows = address(qkv), 4 * stride, address(mixed), 4 * width
-        write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads))
+        write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads, *layer))
         for first, end in pairwise((0, *cuts, num_queries)):
-            run(self.kind, cache, slices, scratch, Heads(*rows, first, end, 0, 0))
+            run(self.kind, cache, slices, scratch, Heads(*rows, first, end, 0, 0, *layer))
         del kept
         return np.split(mixed, np.cumsum(counts)[:-1])
 

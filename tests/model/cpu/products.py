@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels, multiply
+from ppserve.model.cpu.kernels.products import Scratch, micro_kernels, multiply
 from ppserve.model.cpu.kernels.rows import pack_row, read_row
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
@@ -28,7 +28,7 @@ def arithmetic(precision: str, variant: str) -> str:
 
 @kernel
 def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ignore[no-untyped-def]
-    for row in range(rows.count):
+    for row in range(rows.num_rows):
         read_row(stored, x + 4 * row * depth, depth, values, chunks * kind.chunk_inputs)
         pack_row(kind, values, rows, chunks, row)
 
@@ -56,7 +56,7 @@ class Product:
         )
         values = aligned(weights.chunks * kind.chunk_inputs, np.float32)
         y = aligned((padded, weights.outputs), np.float32)
-        rows = PackedRows(address(words), address(scales), count, tile_rows)
+        rows = Scratch(count, tile_rows, address(words), address(scales))
         x = np.ascontiguousarray(x)
         pack_rows(kind, Storage("float32"), address(x), depth, rows, weights.chunks, address(values))
         for first, end in pairwise((0, *cuts, weights.outputs // PANEL)):

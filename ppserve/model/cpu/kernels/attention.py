@@ -41,19 +41,19 @@ from ppserve.model.cpu.kernels.storage import keep
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
-class CacheLayer(NamedTuple):
-    """One layer's keys and values. keys, values: addresses. num_heads: of keys and values, each of them read by
-    `readers` heads of queries. key_cell, value_cell: bytes of one block and head. scale: the factor on Q·K."""
+class CacheShape(NamedTuple):
+    """A stage's keys and values. keys, values: addresses. layer_cells: blocks times heads. num_heads: of keys and
+    values, each of them read by `readers` heads of queries. key_cell, value_cell: bytes of one block and head."""
 
     keys: int
     values: int
+    layer_cells: int
     num_heads: int
     readers: int
     head_size: int
     block_size: int
     key_cell: int
     value_cell: int
-    scale: np.float32
 
 
 class StepSlices(NamedTuple):
@@ -73,7 +73,8 @@ class StepSlices(NamedTuple):
 
 class Heads(NamedTuple):
     """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs. first to
-    end: those of queries; first_kv to end_kv: those of keys and values."""
+    end: those of queries; first_kv to end_kv: those of keys and values. first_cell: of the layer, in the cache.
+    scale: the factor on Q·K."""
 
     qkv: int
     qkv_stride: int
@@ -83,6 +84,8 @@ class Heads(NamedTuple):
     end: int
     first_kv: int
     end_kv: int
+    first_cell: int
+    scale: np.float32
 
 
 class AttentionScratch(NamedTuple):
@@ -149,13 +152,14 @@ def write_heads(kind, cache, slices, heads):
         for row in range(slices.num_rows):
             slot = load_int(slices.slots, row)
             cell, offset = slot // cache.block_size * cache.num_heads + head, slot % cache.block_size
+            cell += heads.first_cell
             source = heads.qkv + row * heads.qkv_stride + width * cache.readers + 4 * head * cache.head_size
             _write_key(kind, cache, source, cache.keys + cell * cache.key_cell, offset)
             _write_value(kind, cache, source + width, cache.values + cell * cache.value_cell, offset)
 
 
 @inlined
-def _find_groups(kind, cache, scratch, table, count):
+def _find_groups(kind, cache, scratch, first_cell, table, count):
     """Fill `scratch.groups` for a sequence's first `count` positions; returns the number of groups.
 
     `scratch.groups` is six columns of `most_groups` numbers, one row for each group: the address of its keys, of
@@ -170,7 +174,7 @@ def _find_groups(kind, cache, scratch, table, count):
     key_numbers = -(-cache.block_size // GROUP) * GROUP * size
     value_numbers = panels_of(cache) * GROUP * cache.block_size
     for begin in range(0, count, cache.block_size):
-        cell = load_int(table, begin // cache.block_size) * cache.num_heads
+        cell = first_cell + load_int(table, begin // cache.block_size) * cache.num_heads
         key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
         for offset in range(0, min(cache.block_size, count - begin), GROUP):
             store_int(keys, number, key_cell + offset * size * elements)
@@ -282,7 +286,7 @@ def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
     size, stride = cache.head_size, scratch.scores_stride
     query, mixed = heads.qkv + row * heads.qkv_stride, heads.mixed + row * heads.mixed_stride
     for head in range(heads.first, heads.end):
-        _load_query(query + 4 * head * size, size, cache.scale, scratch.queries + 4 * (head - heads.first) * size)
+        _load_query(query + 4 * head * size, size, heads.scale, scratch.queries + 4 * (head - heads.first) * size)
     for group in range(0, num_groups, kind.panels):
         head = heads.first
         while head < heads.end:
@@ -338,7 +342,7 @@ def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, positio
     size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.readers
     for r in range(num_rows):
         query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
-        _load_query(query, size, cache.scale, scratch.queries + 4 * r * size)
+        _load_query(query, size, heads.scale, scratch.queries + 4 * r * size)
     for group in range(0, num_groups, kind.panels):
         _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, kv_head, scratch.scores)
     totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
@@ -366,12 +370,12 @@ def attend(kind, cache, slices, scratch, heads):
         first_row, num_rows = load_int(slices.first_row, s), load_int(slices.rows, s)
         start, table = load_int(slices.start, s), slices.tables + 8 * load_int(slices.table_begin, s)
         if num_rows == 1:
-            num_groups = _find_groups(kind, cache, scratch, table, start + 1)
+            num_groups = _find_groups(kind, cache, scratch, heads.first_cell, table, start + 1)
             _attend_row(kind, cache, scratch, heads, first_row, start + 1, num_groups)
             continue
         for head in range(heads.first, heads.end):
             # From the last rows to the first: the list of groups gets shorter.
-            num_groups = _find_groups(kind, cache, scratch, table, start + num_rows)
+            num_groups = _find_groups(kind, cache, scratch, heads.first_cell, table, start + num_rows)
             for row in range((num_rows - 1) // kind.most_rows * kind.most_rows, -1, -kind.most_rows):
                 rows, position = min(kind.most_rows, num_rows - row), start + row
                 num_groups = _groups_before(scratch, num_groups, position + rows)

@@ -179,13 +179,22 @@ class Weights(NamedTuple):
     outputs: int
 
 
-class PackedRows(NamedTuple):
-    """Packed rows as kernels see them. words, scales: addresses."""
+class Scratch(NamedTuple):
+    """What the threads of a stage write while they work; addresses, of a step's size. num_rows: of the step.
+    tile_rows: of each tile of packed rows.
 
+    words, scales: packed rows. y: results of products. inner: rows between the two jobs of a sublayer. values: a
+    row for each thread, `values_stride` bytes apart.
+    """
+
+    num_rows: int
+    tile_rows: int
     words: int
     scales: int
-    count: int
-    tile_rows: int
+    y: int = 0
+    inner: int = 0
+    values: int = 0
+    values_stride: int = 0
 
 
 @inlined
@@ -193,7 +202,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
     """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2. y: the address of
     (T and as many rows as make whole tiles, N) float32. following: the address of what is read next, 0: not known.
     """
-    num_tiles = -(-rows.count // rows.tile_rows)
+    num_tiles = -(-rows.num_rows // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
     first_weights = weights.panels + first_panel * weights.chunks * kind.chunk_bytes
     configure(kind)
@@ -220,7 +229,7 @@ def _multiply_block(
     panel_bytes, chunks, y_stride = weights.chunks * kind.chunk_bytes, end_chunk - chunk, 4 * weights.outputs
     chunk_bytes = rows.tile_rows * kind.row_bytes
     bias = weights.bias if end_chunk == weights.chunks else 0
-    fetches = rows.count > rows.tile_rows or kind.fetches_alone
+    fetches = rows.num_rows > rows.tile_rows or kind.fetches_alone
     fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
     for panel in range(first_panel, end_panel, kind.panels):
         at = 4 * PANEL * panel

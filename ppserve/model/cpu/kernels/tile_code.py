@@ -42,10 +42,6 @@ class MicroKernel:
     by_panel: int = 0
     fetches_alone: bool = True
 
-    @property
-    def steps(self) -> int:
-        return OPERATIONS[self.operation].steps
-
     def tile_rows(self, num_rows: int) -> int:
         """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
         num_tiles = -(-num_rows // self.rows[-1])

@@ -33,7 +33,7 @@ from ppserve.model.compiled.lanes import load_int, load_one
 from ppserve.model.compiled.llvm import I64
 from ppserve.model.cpu.kernels.attention import (
     AttentionScratch,
-    CacheLayer,
+    CacheShape,
     Heads,
     StepSlices,
     attend,
@@ -42,7 +42,7 @@ from ppserve.model.cpu.kernels.attention import (
 )
 from ppserve.model.cpu.kernels.job_queue import JOB, await_job, barrier, begin_pieces, next_piece, publish
 from ppserve.model.cpu.kernels.memory import address, aligned
-from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
+from ppserve.model.cpu.kernels.products import Scratch, Weights, multiply
 from ppserve.model.cpu.kernels.rows import (
     Activation,
     Norm,
@@ -60,39 +60,6 @@ HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT = range(1, 7)
 
 _PIECE_BYTES = 256 << 10
 """Of weights: what a thread multiplies before it looks for more work, for each tile of rows."""
-
-
-class Scratch(NamedTuple):
-    """What the threads of a stage write while they work; addresses, of a step's size. num_rows: of the step.
-    tile_rows: of each tile of packed rows.
-
-    words, scales: packed rows. y: results of products. inner: rows between the two jobs of a sublayer. values: a
-    row for each thread, `values_stride` bytes apart.
-    """
-
-    num_rows: int
-    tile_rows: int
-    words: int
-    scales: int
-    y: int
-    inner: int
-    values: int
-    values_stride: int
-
-
-class CacheShape(NamedTuple):
-    """The keys and values of a stage; addresses, and bytes of one layer; the rest as in `CacheLayer`."""
-
-    keys: int
-    values: int
-    key_layer: int
-    value_layer: int
-    num_heads: int
-    readers: int
-    head_size: int
-    block_size: int
-    key_cell: int
-    value_cell: int
 
 
 def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
@@ -146,23 +113,6 @@ _norm_at, _weights_at, _activation_at, _scratch_at, _slices_at, _cache_at, _atte
 )
 
 
-@inlined
-def _layer_at(table, layer, scale):
-    cache = _cache_at(table)
-    keys, values = cache.keys + layer * cache.key_layer, cache.values + layer * cache.value_layer
-    return CacheLayer(
-        keys,
-        values,
-        cache.num_heads,
-        cache.readers,
-        cache.head_size,
-        cache.block_size,
-        cache.key_cell,
-        cache.value_cell,
-        scale,
-    )
-
-
 class ThreadContext(NamedTuple):
     """A thread of a stage: its job queue, its number, and how many there are."""
 
@@ -184,11 +134,6 @@ def _partition(context, size, least):
 
 
 @inlined
-def _packed(scratch):
-    return PackedRows(scratch.words, scratch.scales, scratch.num_rows, scratch.tile_rows)
-
-
-@inlined
 def _values(scratch, context):
     return scratch.values + context.thread * scratch.values_stride
 
@@ -206,10 +151,10 @@ def _multiply(product, weights, scratch, y, context, following):
     the others'."""
     barrier(context.job_queue, context.thread, context.count)
     counts = begin_pieces(context.job_queue, context.thread, context.count)
-    rows, panels, panel_bytes = _packed(scratch), weights.outputs // PANEL, weights.chunks * product.chunk_bytes
+    panels, panel_bytes = weights.outputs // PANEL, weights.chunks * product.chunk_bytes
     at_once = panels
     if context.count > 1:
-        at_once = _PIECE_BYTES * -(-rows.count // rows.tile_rows) // panel_bytes // 2 * 2 + 2
+        at_once = _PIECE_BYTES * -(-scratch.num_rows // scratch.tile_rows) // panel_bytes // 2 * 2 + 2
     for i in range(context.count):
         thread = (context.thread + i) % context.count
         first, end = _partition_of(context, thread, panels, 4)
@@ -217,7 +162,7 @@ def _multiply(product, weights, scratch, y, context, following):
         while panel < end:
             last = min(end, panel + at_once)
             then = weights.panels + last * panel_bytes if last < end else following
-            multiply(product, weights, rows, y, panel, last, then)
+            multiply(product, weights, scratch, y, panel, last, then)
             panel = first + at_once * next_piece(counts, thread)
     barrier(context.job_queue, context.thread, context.count)
 
@@ -230,7 +175,7 @@ def _norm_rows(product, stored, norm, weights, scratch, x, context):
     for row in range(first, end):
         read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
         normalise(norm, values)
-        pack_row(product, values, _packed(scratch), weights.chunks, row)
+        pack_row(product, values, scratch, weights.chunks, row)
 
 
 @inlined
@@ -243,7 +188,7 @@ def _pack_rows(product, single, weights, scratch, x, depth, context):
         if depth < padded:
             read_row(single, source, depth, values, padded)
             source = values
-        pack_row(product, source, _packed(scratch), weights.chunks, row)
+        pack_row(product, source, scratch, weights.chunks, row)
 
 
 @inlined
@@ -263,13 +208,15 @@ def _heads(product, attention, stored, single, table, step, x, out, context, fol
     """Attention of a rank's own heads; out: float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
-    cache = _layer_at(step + _SCRATCH + _SLICES, load_int(table, 0), load_one(table + 8, 0))
+    cache = _cache_at(step + _SCRATCH + _SLICES)
     _norm_rows(product, stored, norm, qkv, scratch, x, context)
     _multiply(product, qkv, scratch, scratch.y, context, following)
     num_queries, stride = cache.num_heads * cache.readers, 4 * qkv.outputs
     first, end = _partition(context, num_queries, 1)
     first_kv, end_kv = _partition(context, cache.num_heads, 1)
-    heads = Heads(scratch.y, stride, out, 4 * num_queries * cache.head_size, first, end, first_kv, end_kv)
+    first_cell, scale = load_int(table, 0) * cache.layer_cells, load_one(table + 8, 0)
+    rows = scratch.y, stride, out, 4 * num_queries * cache.head_size
+    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale)
     slices = _slices_at(step + _SCRATCH)
     if load_int(table, 2):
         values, keys = _values(scratch, context), scratch.y + 4 * num_queries * cache.head_size

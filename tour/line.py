@@ -52,7 +52,7 @@ PRACTICE_MODEL = Architecture(
 
 
 @dataclass(slots=True)
-class RandomWeights:
+class RandomWeights(Checkpoint):
     """A `Checkpoint` of any shape that is stored nowhere: weights are drawn, by name, when asked for."""
 
     architecture: Architecture

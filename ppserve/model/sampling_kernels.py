@@ -133,69 +133,52 @@ def _bin_of(score, most, bins_per_unit):
 @inlined
 def _bins_per_unit(scores_V, most):
     """Bins spread over the finite scores, greatest in bin 0."""
-    least = most
-    for i in range(len(scores_V)):
-        if scores_V[i] > _LEAST and scores_V[i] < least:
-            least = scores_V[i]
-    span = np.float64(most) - np.float64(least)
+    least = splat(most)
+    for i in range(0, len(scores_V), 16):
+        here = _load_or(scores_V, i, _LEAST)
+        finite = where_greater(here, splat(_LEAST), here, least)
+        least = where_greater(least, finite, finite, least)
+    span = np.float64(most) + np.float64(max_lanes(splat(np.float32(0)) - least))
     return (_BINS - 1) / span if span > 0 else 0.0
 
 
 @inlined
-def _members(scores_V, least, wanted_bin, size, most, bins_per_unit):
-    """The ids of one bin by rank, those of scores >= least. size: how many these are."""
-    ids = np.empty(size, np.int64)
-    keys = np.empty(size, np.float32)
-    held = 0
+def _members(scores_V, least, wanted_bin, most, bins_per_unit):
+    """The ids of one bin by rank, those of scores >= least."""
+    ids, held = np.empty(len(scores_V), np.int64), 0
     for i in range(len(scores_V)):
         is_left = scores_V[i] >= least and scores_V[i] > _LEAST
         if is_left and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
-            ids[held], keys[held] = i, -scores_V[i]
+            ids[held] = i
             held += 1
-    return ids[np.argsort(keys, kind="mergesort")]  # stable: of equal scores the lower id first
+    ids = ids[:held]
+    return ids[np.argsort(-scores_V[ids], kind="mergesort")]  # stable: of equal scores the lower id first
 
 
 @inlined
-def _kth_score(scores_V, k, most, bins_per_unit):
-    """The score of rank k (from 1); -inf when fewer than k ids have a finite one."""
-    sizes = np.zeros(_BINS, np.int64)
-    for i in range(len(scores_V)):
-        if scores_V[i] > _LEAST:
-            sizes[_bin_of(np.float64(scores_V[i]), most, bins_per_unit)] += 1
-    above = 0
-    for b in range(_BINS):
-        if above + sizes[b] >= k:
-            return scores_V[_members(scores_V, _LEAST, b, sizes[b], most, bins_per_unit)[k - above - 1]]
-        above += sizes[b]
-    return _LEAST
-
-
-@inlined
-def _last_of_nucleus(scores_V, weights_V, least, top_p, most, bins_per_unit):
-    """The last id, by rank, before which less than top_p of the weight of scores >= least lies."""
-    sizes, sums = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.float64)
+def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
+    """The last id, by rank, of scores >= least before which fewer than `count` of them lie; where that is 0, less
+    than a share of their weight."""
+    sums = np.zeros(_BINS, np.float64)
     for i in range(len(scores_V)):
         if scores_V[i] >= least and scores_V[i] > _LEAST:
-            b = _bin_of(np.float64(scores_V[i]), most, bins_per_unit)
-            sizes[b] += 1
-            sums[b] += weights_V[i]
-    limit = 0.0
+            sums[_bin_of(np.float64(scores_V[i]), most, bins_per_unit)] += np.float32(1) if count else weights_V[i]
+    limit = np.float64(count)
     for b in range(_BINS):
-        limit += top_p * sums[b]
-    above = 0.0
-    last_bin = 0
+        limit += share * sums[b]
+    above, last_bin = 0.0, 0
     for b in range(_BINS):
-        if sizes[b] > 0:
+        if sums[b] > 0:
             last_bin = b
         if above + sums[b] >= limit:
             break
         above += sums[b]
     last = -1
-    for i in _members(scores_V, least, last_bin, sizes[last_bin], most, bins_per_unit):
+    for i in _members(scores_V, least, last_bin, most, bins_per_unit):
         if last >= 0 and above >= limit:
             break
         last = i
-        above += weights_V[i]
+        above += np.float32(1) if count else weights_V[i]
     return last
 
 
@@ -209,11 +192,11 @@ def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, mi
     weights_V = _weights(scores_V, most, temperature)
     least, last = _LEAST, len(scores_V)
     if 0 < top_k < len(scores_V) or top_p < 1:
-        bins_per_unit = _bins_per_unit(scores_V, most)
+        bins = np.float64(most), _bins_per_unit(scores_V, most)
         if 0 < top_k < len(scores_V):
-            least = _kth_score(scores_V, top_k, np.float64(most), bins_per_unit)
+            least = scores_V[_last_within(scores_V, weights_V, least, top_k, 0.0, *bins)]
         if top_p < 1:
-            last = _last_of_nucleus(scores_V, weights_V, least, top_p, np.float64(most), bins_per_unit)
+            last = _last_within(scores_V, weights_V, least, 0, top_p, *bins)
             least = scores_V[last]
     for i in range(len(scores_V)):
         if scores_V[i] < least or (scores_V[i] == least and i > last) or weights_V[i] < min_p:

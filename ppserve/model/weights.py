@@ -11,7 +11,7 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, Linear, NormWeights
-from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, StoresFourBits, TensorPart
+from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart
 from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 
 Progress = Callable[[int, int], None]
@@ -25,30 +25,21 @@ _EMBEDDING_ROWS = 1024
 
 
 class StoredMatrix:
-    """A `Matrix` of these outputs, one after the other; each slice of it is read when it is asked for.
+    """A `Matrix` of these outputs, one after the other; each slice of it is read when it is asked for."""
 
-    read: as `Checkpoint.tensor`. read_four_bits: as `StoresFourBits.four_bits`.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[str, TensorPart], torch.Tensor],
-        read_four_bits: Callable[[str, tuple[slice, ...]], FourBits | None],
-        outputs: tuple[Outputs, ...],
-        num_inputs: int,
-    ) -> None:
-        self._read, self._read_four_bits, self._outputs = read, read_four_bits, outputs
+    def __init__(self, read: WeightReader, outputs: tuple[Outputs, ...], num_inputs: int) -> None:
+        self._read, self._outputs = read, outputs
         self.shape = sum(own.stop - own.start for _, own in outputs), num_inputs
 
     def __getitem__(self, wanted: slice, /) -> torch.Tensor:
         rows = self._rows(wanted)
-        parts = [self._read(f"{name}.weight", TensorPart(tuple(own))) for name, own in rows.items()]
+        parts = [self._read.tensor(f"{name}.weight", TensorPart(tuple(own))) for name, own in rows.items()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def four_bits(self, wanted: slice) -> FourBits | None:
         """These outputs as they are stored; None unless all of them have 4 bits."""
         rows = self._rows(wanted)
-        parts = [self._read_four_bits(f"{name}.weight", tuple(own)) for name, own in rows.items()]
+        parts = [self._read.four_bits(f"{name}.weight", tuple(own)) for name, own in rows.items()]
         found = [part for part in parts if part is not None]
         return FourBits(*map(torch.cat, zip(*found, strict=True))) if len(found) == len(parts) else None
 
@@ -81,9 +72,7 @@ class WeightReader:
         self._is_rms = FAMILIES[self.arch.family].has_rms_norms
         self._checkpoint = checkpoint
         self._progress = progress
-        self._done_bytes = 0
-        stored: torch.dtype = getattr(torch, checkpoint.stored_dtype)
-        self._total_bytes = stage_params(self.arch, layout) * stored.itemsize
+        self._itemsize: int = getattr(torch, checkpoint.stored_dtype).itemsize
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
         """These columns of an embedding. No other tensor is as large: its parts are read one after the other."""
@@ -92,7 +81,7 @@ class WeightReader:
         kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
         for begin in range(0, num_rows, _EMBEDDING_ROWS):
             rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))
-            kept_Vd[rows] = self._tensor(name, TensorPart((rows,), columns))
+            kept_Vd[rows] = self.tensor(name, TensorPart((rows,), columns))
         self.weight_bytes += kept_Vd.nbytes
         return kept_Vd
 
@@ -118,7 +107,7 @@ class WeightReader:
 
     def _matrix(self, *outputs: Outputs) -> StoredMatrix:
         _, num_inputs = self._shapes[f"{outputs[0][0]}.weight"]
-        return StoredMatrix(self._tensor, self._four_bits, outputs, num_inputs)
+        return StoredMatrix(self, outputs, num_inputs)
 
     def _counted(self, linear: Linear) -> Linear:
         self.weight_bytes += linear.num_bytes
@@ -126,23 +115,21 @@ class WeightReader:
 
     def _stored(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """A tensor as the backend stores it."""
-        tensor = self.backend.stored(self._tensor(name, part))
+        tensor = self.backend.stored(self.tensor(name, part))
         self.weight_bytes += tensor.nbytes
         return tensor
 
-    def _tensor(self, name: str, part: TensorPart) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name, part)
-        self._count(tensor.numel(), tensor.itemsize)
+        self._count(tensor.numel())
         return tensor
 
-    def _four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
-        checkpoint = self._checkpoint
-        found = checkpoint.four_bits(name, rows) if isinstance(checkpoint, StoresFourBits) else None
-        if found is not None:
-            self._count(found.numbers_nGi.numel(), getattr(torch, checkpoint.stored_dtype).itemsize)
+    def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
+        found = self._checkpoint.four_bits(name, rows)
+        self._count(0 if found is None else found.numbers_nGi.numel())
         return found
 
-    def _count(self, num_params: int, itemsize: int) -> None:
+    def _count(self, num_params: int) -> None:
         self.num_params += num_params
-        self._done_bytes += num_params * itemsize
-        self._progress(self._done_bytes, max(self._done_bytes, self._total_bytes))
+        total = stage_params(self.arch, self.layout)
+        self._progress(self.num_params * self._itemsize, total * self._itemsize)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, Rotary
-from ppserve.model.checkpoint import WHOLE, TensorPart
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
 from ppserve.model.checkpoint.families import tensor_shapes
 
 
@@ -41,7 +41,7 @@ def llama(*, heads: int = 4, kv_heads: int = 2, head_width: int = 12, **changes:
     return architecture(num_heads=heads, **fields | changes)
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(Checkpoint):
     """Weights large enough that logits of different tokens differ clearly; each depends on its name only."""
 
     path = Path("random")

@@ -57,7 +57,7 @@ def test_quantized_weights_are_close_to_what_they_stand_for(
     assert 1e-4 < error < limit
 
 
-class CountingReads:
+class CountingReads(Checkpoint):
     """A checkpoint that remembers the largest piece of each linear's weight."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ppserve.core.architecture import Architecture
 
@@ -71,14 +71,6 @@ class Matrix(Protocol):
     def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
 
-@runtime_checkable
-class StoresFourBits(Protocol):
-    """A checkpoint that may hold weights of 4 bits."""
-
-    def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
-        """These rows of a matrix as they are stored, None where it is stored otherwise. Raises CheckpointError."""
-
-
 class Checkpoint(Protocol):
     """An opened checkpoint."""
 
@@ -93,3 +85,7 @@ class Checkpoint(Protocol):
         Raises CheckpointError.
         """
         ...
+
+    def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
+        """These rows of a matrix as they are stored; None where they have not 4 bits. Raises CheckpointError."""
+        return None

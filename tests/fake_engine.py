@@ -240,7 +240,8 @@ async def served(
     try:
         yield door, f"127.0.0.1:{port}"
     finally:
-        await door.stop(0)
+        await door.request_handler.drain(0)
+        await door.stop()
 
 
 @contextmanager

@@ -80,5 +80,6 @@ class Servers:
         closing.result()
 
     async def _close(self, timeout_s: float) -> None:
-        await asyncio.gather(self._grpc.stop(timeout_s), self._http.stop(timeout_s))
+        await self._request_handler.drain(timeout_s)
+        await asyncio.gather(self._grpc.stop(), self._http.stop())
         await self._pages.stop()

@@ -219,7 +219,7 @@ def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
             reading = asyncio.ensure_future(client.generate("hello"))
             while not heard:
                 await asyncio.sleep(0)
-            await door.stop(0)
+            await door.stop()
             with pytest.raises(CallFailed) as failure:
                 await reading
             assert failure.value.code == "UNAVAILABLE"

@@ -151,7 +151,7 @@ class RequestHandler:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
         UNAVAILABLE because `timeout_s` passed."""
-        is_told, self._draining = self._draining, True  # every protocol asks for it
+        self._draining = True
         self._wake_watchers()
         try:
             async with asyncio.timeout(timeout_s):
@@ -159,8 +159,7 @@ class RequestHandler:
         except TimeoutError:
             for stream in self._streams:
                 stream.fail(Draining("the server shut down before this request was through"))
-            if not is_told:
-                log.warning("ended %d streams that were still running", len(self._streams))
+            log.warning("ended %d streams that were still running", len(self._streams))
 
     # ---- text and tokens -----------------------------------------------------------------------------
 

@@ -83,9 +83,8 @@ class GrpcServer:
             _for_grpc(tls), lambda: _for_grpc(self._tls or tls), tls.client_ca is not None
         )
 
-    async def stop(self, timeout_s: float) -> None:
-        """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
-        await self.request_handler.drain(timeout_s)
+    async def stop(self) -> None:
+        """Close, once the request handler is drained."""
         await self._server.stop(CLOSING_S)
 
 

@@ -94,9 +94,8 @@ class HttpServer:
         assert self._newest_tls is not None
         connection.context = self._newest_tls
 
-    async def stop(self, timeout_s: float) -> None:
-        """Turn unhealthy at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
-        await self._request_handler.drain(timeout_s)
+    async def stop(self) -> None:
+        """Close, once the request handler is drained."""
         await self._listener.stop()
 
     # ---- around every path ----------------------------------------------------------------------------

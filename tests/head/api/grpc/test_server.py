@@ -254,7 +254,7 @@ def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
             running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
             await engine.until(lambda engine: bool(engine.sinks))
             async with asyncio.TaskGroup() as group:
-                stopping = group.create_task(door.stop(20))
+                stopping = group.create_task(door.request_handler.drain(20))
                 while await health_of(channel) == SERVING:
                     await asyncio.sleep(0)
                 refusal = await failure_of(stub.Generate(pb.GenerateRequest()))

@@ -98,7 +98,8 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
         async with asyncio.timeout(60):
             yield Served(engine, handler, server, port, counted)
     finally:
-        await server.stop(0)
+        await handler.drain(0)
+        await server.stop()
         if handler.template is not None:
             handler.template.close()
 

@@ -219,7 +219,7 @@ def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
         await served.engine.until(lambda engine: bool(engine.sinks))
         # A second caller, who keeps his connection: new ones are not accepted any more in the end.
         async with asyncio.TaskGroup() as group:
-            stopping = group.create_task(served.server.stop(20))
+            stopping = group.create_task(served.handler.drain(20))
             await asyncio.sleep(0)
             answer = await served.ask("/v1/completions", {"prompt": "b"})
             assert (answer.status, answer.json["error"]["code"]) == (503, "draining")

@@ -79,7 +79,7 @@ def test_an_address_that_cannot_be_bound() -> None:
                 with pytest.raises(ConfigError, match=problem) as refusal:
                     await second.start()
                 assert refusal.value.name == flag
-                await second.stop(0)
+                await second.stop()
 
     asyncio.run(main())
 

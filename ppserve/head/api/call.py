@@ -40,11 +40,13 @@ class Call:
         it is not one."""
         trace = traceparent if _TRACEPARENT.fullmatch(traceparent or "") else None
         name = f"req-{secrets.token_hex(8)}"
-        call = cls(name, next(_serials), secrets.randbits(64), caller, traceparent=trace)
-        return call if timeout_s is None else call.within(timeout_s)
+        # Every reader of JSON holds 53 bits of a number.
+        return cls(name, next(_serials), secrets.randbits(53), caller, traceparent=trace).within(timeout_s)
 
-    def within(self, timeout_s: float) -> Call:
-        """The same call, whose caller waits so long from now."""
+    def within(self, timeout_s: float | None) -> Call:
+        """The same call, whose caller waits so long from now, if it has a limit."""
+        if timeout_s is None:
+            return self
         deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         return replace(self, deadline_s=deadline_s)
 

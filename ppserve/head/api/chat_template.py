@@ -55,7 +55,7 @@ class ChatTemplate:
         self, caller: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], continues: bool
     ) -> list[str]:
         """A chat, once the caller's chats before it are rendered: those that take long are in the way of their own
-        caller's alone. Is not to be cancelled."""
+        caller's alone."""
         async with self._turns.setdefault(caller, asyncio.Lock()):
             return await asyncio.to_thread(self.render, messages, variables, continues)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
@@ -79,18 +78,23 @@ class RequestHandler:
 
     @asynccontextmanager
     async def generate(
-        self, given: Fields, prompt: str | Sequence[int], call: Call, news: asyncio.Event | None = None
+        self,
+        given: Fields,
+        prompt: str | Sequence[int],
+        call: Call,
+        news: asyncio.Event | None = None,
+        in_time: bool = False,
     ) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        news: one event for streams that are read together. Raises RequestError when the request is refused.
+        news, in_time: see `RequestStream`. Raises RequestError when the request is refused.
         """
         with self.counting_refusals():
             prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, self._echo(prompt, request), news)
+        stream = RequestStream(request, self._echo(prompt, request), news, in_time)
         self._streams[stream] = call
         self._idle.clear()
         try:
@@ -104,7 +108,7 @@ class RequestHandler:
             if not self._streams:
                 self._idle.set()
             if not stream.is_complete:
-                self._engine.cancel(request.id, _why_gone(request))
+                self._engine.cancel(request.id, FinishReason.CANCELLED)
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
@@ -186,8 +190,3 @@ class RequestHandler:
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
     """What `work` returns; in a thread where it has so much to do that other streams would wait for it."""
     return work() if length < LONG_TEXT else await asyncio.to_thread(work)
-
-
-def _why_gone(request: Request) -> FinishReason:
-    late = request.deadline_s is not None and time.monotonic() >= request.deadline_s
-    return FinishReason.DEADLINE if late else FinishReason.CANCELLED

@@ -54,15 +54,18 @@ class RequestStream:
     """A `Sink` of one request's outputs, until its reader takes them. Not safe for several threads.
 
     echo: the prompt's text, where it is to be sent back. news: one event for streams that are read together.
+    in_time: the deadline is an error, for protocols that have no word for a sequence that it ended.
     """
 
-    def __init__(self, request: Request, echo: str, news: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, request: Request, echo: str, news: asyncio.Event | None = None, in_time: bool = False
+    ) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
         self.request = request
         self.news = news or asyncio.Event()
         """Set when there may be deltas."""
-        self._echo = echo
+        self._echo, self._in_time = echo, in_time
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
         self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in indices}
@@ -79,6 +82,10 @@ class RequestStream:
         for output in outputs:
             if output.error is not None:
                 self.fail(output.error)
+            elif self._in_time and output.finish is FinishReason.DEADLINE:
+                self.fail(DeadlinePassed("the caller's time limit passed"))
+                if output.token_id is not None:
+                    self.push([replace(output, finish=None)])
             elif (pending := self._outputs.get(output.index)) is not None:
                 pending.append(output)
         self.news.set()
@@ -95,14 +102,6 @@ class RequestStream:
                 yield self._pop_delta(index)
         if self._error is not None and self._outputs and not any(self._outputs.values()):
             raise self._error
-
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Deltas until every sequence has ended. Raises the request's error after what came before it."""
-        while not self.is_complete:
-            await self.news.wait()
-            self.news.clear()
-            for delta in self.pop_deltas():
-                yield delta
 
     def _is_due(self, index: int) -> bool:
         outputs, scored = self._outputs[index], self._scored_index
@@ -138,25 +137,13 @@ class RequestStream:
         return scores if len(scores) >= len(self.request.prompt_ids) else ()
 
 
-async def deltas_in_time(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share their `news`, each with its request's place among them, as they come.
-
-    For protocols that have no word for a sequence that ended at its deadline: once its request has ended,
-    DeadlinePassed is raised. Raises the first error after what came before it.
-    """
-    open_streams, late, news = dict(enumerate(streams)), set(), streams[0].news
-    while open_streams:
+async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of requests that share their `news`, each with its request's place among them, as they come, until
+    every sequence has ended. Raises the first error after what came before it."""
+    news = streams[0].news
+    while not all(stream.is_complete for stream in streams):
         await news.wait()
         news.clear()
-        for place, stream in list(open_streams.items()):
+        for place, stream in enumerate(streams):
             for delta in stream.pop_deltas():
-                is_late = delta.last.finish is FinishReason.DEADLINE
-                if is_late:
-                    late.add(place)
-                    delta = replace(delta, last=replace(delta.last, finish=None))
-                if delta.tokens or not is_late:
-                    yield place, delta
-            if stream.is_complete:
-                del open_streams[place]
-                if place in late:
-                    raise DeadlinePassed("the caller's time limit passed")
+                yield place, delta

@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, Request, StopConditions
 from ppserve.errors import StagesLost
-from ppserve.head.api.stream import Delta, RequestStream
+from ppserve.head.api.stream import Delta, RequestStream, deltas_of
 from ppserve.head.engine.streams import TokenOutput
 
 END = FinishReason.MAX_TOKENS
@@ -44,7 +44,7 @@ def test_a_reader_that_keeps_up_sees_every_token() -> None:
 
 def test_a_reader_in_the_event_loop_is_woken_until_the_end_and_by_an_error() -> None:
     async def all_of(stream: RequestStream) -> list[str]:
-        return [delta.text async for delta in stream.deltas()]
+        return [delta.text async for _, delta in deltas_of([stream])]
 
     async def main() -> None:
         streams = [RequestStream(a_request(), "") for _ in "ab"]

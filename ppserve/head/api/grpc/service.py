@@ -8,6 +8,7 @@ from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.messages import GenerateMessages, model_message, request_fields, topology_message
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
+from ppserve.head.api.stream import deltas_of
 from ppserve.v1 import generation_pb2 as pb
 
 
@@ -23,7 +24,7 @@ class GenerationService:
         given, prompt = request_fields(message)
         async with self._handler.generate(given, prompt, call) as stream:
             messages = GenerateMessages(stream.request, call.request_id, self._handler.tokenizer.token_bytes)
-            async for delta in stream.deltas():
+            async for _, delta in deltas_of([stream]):
                 yield messages.message(delta)
 
     async def Tokenize(self, message: pb.TokenizeRequest, _call: Call) -> pb.TokenizeResponse:

@@ -7,7 +7,7 @@ are refused by their names, unless their value asks for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -96,10 +96,17 @@ class GenerationBody(Body, kw_only=True):
     request_id: str | None = None
     resume: Resume | None = None
 
-    def fields(self) -> dict[str, Any]:
-        """What it asks for, as `to_request` takes it. Raises InvalidRequest."""
+    def violations(self) -> Iterator[Violation]:
+        """What types do not say."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest([Violation("stream_options", "only with stream")])
+            yield Violation("stream_options", "only with stream")
+
+    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
+        """Raises RequestError."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Any]:
+        """What it asks for, as `to_request` takes it."""
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         if self.top_k == -1:
             given["top_k"] = 0
@@ -139,9 +146,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         scores = self.logprobs if self.echo else None
         return {"max_tokens": DEFAULT_MAX_TOKENS, **super().fields(), "prompt_logprobs": scores}
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """Raises InvalidRequest."""
+    async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt
         kinds = {type(part) for part in given}
         if isinstance(given, str) or kinds == {int}:

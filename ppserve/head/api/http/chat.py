@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,11 +12,10 @@ from starlette.responses import Response
 
 from ppserve.errors import Violation
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
-from ppserve.head.api.http.bodies import GenerationBody, read_body
-from ppserve.head.api.http.completions import generate, unless_hung_up
+from ppserve.head.api.http.bodies import GenerationBody, Prompt
+from ppserve.head.api.http.completions import generate
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import refuse
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
@@ -90,6 +88,16 @@ class ChatBody(GenerationBody, kw_only=True):
         newer = {} if self.max_completion_tokens is None else {"stop.max_tokens": "max_completion_tokens"}
         return names | newer
 
+    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
+        """What the chat template makes of the messages."""
+        if handler.template is None:
+            problem = "this model has no chat template, and the server was given none: see --chat-template"
+            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
+        messages = [message.for_template() for message in self.messages]
+        variables, continues = self.template_variables(), bool(self.continue_final_message)
+        texts = await handler.template.render_in_turn(caller, messages, variables, continues)
+        return [await handler.tokenize("messages", *texts)]
+
     def template_variables(self) -> dict[str, Any]:
         generates = self.add_generation_prompt
         given = {
@@ -101,6 +109,7 @@ class ChatBody(GenerationBody, kw_only=True):
         return {**(self.chat_template_kwargs or {}), **named}
 
     def violations(self) -> Iterator[Violation]:
+        yield from super().violations()
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             yield Violation("messages", f"{len(self.messages)} messages; 1 to {MAX_MESSAGES} are allowed")
         for place, message in enumerate(self.messages):
@@ -136,15 +145,4 @@ class ChatAnswers(Answers):
 
 async def chat_completions(request: Request, handler: RequestHandler) -> Response:
     """POST /v1/chat/completions."""
-    template = handler.template
-    with handler.counting_refusals():
-        body = await read_body(request, ChatBody, handler)
-        if template is None:
-            problem = "this model has no chat template, and the server was given none: see --chat-template"
-            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
-        refuse(body.violations())
-        messages = [message.for_template() for message in body.messages]
-        chat = messages, body.template_variables(), bool(body.continue_final_message)
-        rendering = template.render_in_turn(request.state.call.caller, *chat)
-        prompt = await handler.tokenize("messages", *await asyncio.shield(rendering))
-    return await unless_hung_up(request, generate(request, handler, body, [prompt], ChatAnswers))
+    return await generate(request, handler, ChatBody, ChatAnswers)

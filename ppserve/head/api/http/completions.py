@@ -16,39 +16,45 @@ from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Prompt, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import renamed
-from ppserve.head.api.stream import RequestStream, deltas_in_time
+from ppserve.head.api.requests import refuse, renamed
+from ppserve.head.api.stream import RequestStream, deltas_of
 
 
 async def completions(request: Request, handler: RequestHandler) -> Response:
     """POST /v1/completions."""
-    with handler.counting_refusals():
-        body = await read_body(request, CompletionBody, handler)
-        prompts = body.prompts
-    return await unless_hung_up(request, generate(request, handler, body, prompts, Answers))
+    return await generate(request, handler, CompletionBody, Answers)
 
 
 async def generate(
-    request: Request, handler: RequestHandler, body: GenerationBody, prompts: Sequence[Prompt], kind: type[Answers]
+    request: Request, handler: RequestHandler, kind: type[GenerationBody], form: type[Answers]
 ) -> Response:
-    """Answers with what `prompts` bring: all of it, or as events. All of them run, or none."""
+    """Answers with what the prompts of a body bring: all of it, or as events."""
     with handler.counting_refusals():
+        body = await read_body(request, kind, handler)
+        refuse(body.violations())
         # A header's value, as which the name goes back, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
-        given = body.fields()
-    request.state.call = call
+        request.state.call = call
+        prompts = await body.prompts(handler, call.caller)
+    return await unless_hung_up(request, _answer(handler, call, body, prompts, form))
+
+
+async def _answer(
+    handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt], form: type[Answers]
+) -> Response:
+    """All of the prompts run, or none."""
+    given, news, streams = body.fields(), asyncio.Event(), []
     async with AsyncExitStack() as stack:
-        news, streams = asyncio.Event(), []
         for place, prompt in enumerate(prompts):
-            stream = handler.generate(given, prompt, call.another(), news)
+            stream = handler.generate(given, prompt, call.another(), news, in_time=True)
             try:
                 streams.append(await stack.enter_async_context(stream))
             except InvalidRequest as error:
                 which = {} if len(prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
                 raise renamed(error, body.names | which) from None
-        answers = kind(call, body, [stream.request for stream in streams], handler)
+        answers = form(call, body, [stream.request for stream in streams], handler)
         if not body.stream:
-            deltas = [pair async for pair in deltas_in_time(streams)]
+            deltas = [pair async for pair in deltas_of(streams)]
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for _, delta in deltas)
             return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
         events = _events(call, answers, streams)
@@ -78,7 +84,7 @@ async def _events(call: Call, answers: Answers, streams: Sequence[RequestStream]
     """Raises an error before the first event; later ones are events."""
     has_begun = False
     try:
-        async for place, delta in deltas_in_time(streams):
+        async for place, delta in deltas_of(streams):
             yield _event(answers.event(place, delta))
             has_begun = True
         if (last := answers.last_event()) is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
@@ -19,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ppserve.config import ServerSettings
-from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
+from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
@@ -118,32 +116,26 @@ class HttpServer:
         key = bearer_key(request.headers.get("authorization", ""))
         state.call = begin_call(request, None if self._request_handler.keys is None else key)
         try:
-            timeout_s = self._admit(request, path, key)
-            async with asyncio.timeout(timeout_s):
-                response = await endpoint(request, self._request_handler)
+            self._admit(request, path, key)
+            response = await endpoint(request, self._request_handler)
         except ClientDisconnect:
             log.debug("request %s: its caller hung up", state.call.request_id, extra=state.call.trace)
             response = Response(status_code=_CALLER_GONE)
-        except TimeoutError:
-            response = error_response(state.call.refusal(DeadlinePassed("the caller's time limit passed")))
         except Exception as error:
             response = error_response(state.call.refusal(error))
         response.headers.update(dict(state.call.names))
         self._count_answer(path if path in self._paths else _OTHER_PATHS, response.status_code)
         return response
 
-    def _admit(self, request: Request, path: str, key: str | None) -> float | None:
-        """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
+    def _admit(self, request: Request, path: str, key: str | None) -> None:
+        """Raises InvalidRequest, Unauthenticated."""
         handler, state = self._request_handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
             if handler.keys is not None and path not in OPEN_PATHS:
                 handler.keys.check(key)
             # The caller, or a proxy, may have named the call.
             state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")
-            timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
-        if timeout_s is not None:
-            state.call = state.call.within(timeout_s)
-        return timeout_s
+            state.call = state.call.within(read_timeout(request.headers.get("x-request-timeout", "")))
 
 
 def begin_call(request: Request, key: str | None) -> Call:
@@ -151,9 +143,7 @@ def begin_call(request: Request, key: str | None) -> Call:
     tls = request.state.transport.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) if tls is not None else None
     host = request.client.host if request.client is not None else ""
-    call = Call.begin(caller_name(key, certificate or b"", host), None, request.headers.get("traceparent"))
-    # Every reader of JSON holds 53 bits of a number.
-    return replace(call, seed=call.seed >> 11)
+    return Call.begin(caller_name(key, certificate or b"", host), None, request.headers.get("traceparent"))
 
 
 def read_timeout(text: str) -> float | None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
-from ppserve.head.api.stream import deltas_in_time
+from ppserve.head.api.stream import deltas_of
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages, rename_fields, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
@@ -39,9 +39,9 @@ class VllmService:
         try:
             with self._handler.counting_refusals():
                 given, prompt = request_fields(message)
-            async with self._handler.generate(given, prompt, call) as stream:
+            async with self._handler.generate(given, prompt, call, in_time=True) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
-                async for _, delta in deltas_in_time([stream]):
+                async for _, delta in deltas_of([stream]):
                     for answer in messages.answers(delta):
                         yield answer
         except InvalidRequest as error:

@@ -106,11 +106,11 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
 
 def api_key(file: Path | None) -> str | None:
     """Raises ConfigError for a key that gRPC's metadata cannot hold."""
-    name, key = "PPSERVE_API_KEY", os.environ.get("PPSERVE_API_KEY") or None
     if file is not None:
-        name, (_, key) = "--api-key-file", read_keys(file)[0]
+        return read_keys(file)[0]
+    key = os.environ.get("PPSERVE_API_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError(name, "the key may only have printable ASCII characters")
+        raise ConfigError("PPSERVE_API_KEY", "the key may only have printable ASCII characters")
     return key
 
 

@@ -95,7 +95,8 @@ def test_texts_that_could_not_be_sent_are_named(target: str, tmp_path: Path) -> 
     key = ppserve(target, "generate", "hello", "--api-key-file", str(tmp_path / "keys"))
     prompt = ppserve(target, "generate", "-", stdin=b"\xff")
     assert [(done.returncode, done.stdout) for done in (key, prompt)] == [(2, "")] * 2
-    assert key.stderr == "ppserve: error: --api-key-file: the key may only have printable ASCII characters\n"
+    problem = f"{tmp_path / 'keys'}, line 1: a key has at least 16 printable characters, no spaces"
+    assert key.stderr == f"ppserve: error: --api-key-file: {problem}\n"
     assert prompt.stderr == "ppserve: error: standard input: not UTF-8 text\n"
 
 

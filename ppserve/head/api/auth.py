@@ -24,12 +24,12 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digests = _read_digests(path)
+        self._digests = list(map(_digest, read_keys(path)))
 
     def reload(self) -> None:
         """Read the file again. One that is not usable is logged, and the keys stay as they were."""
         try:
-            self._digests = _read_digests(self._path)
+            self._digests = list(map(_digest, read_keys(self._path)))
         except ConfigError as error:
             log.error("keys stay as they were: %s", error)
         else:
@@ -59,28 +59,23 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
     return host
 
 
-def read_keys(path: Path) -> list[tuple[int, str]]:
-    """The keys of a file, one a line, each with the line's number; blank lines and lines that begin with # are
-    skipped. Raises ConfigError for a file without any."""
+def read_keys(path: Path) -> list[str]:
+    """The keys of a file, one a line; blank lines and lines that begin with # are skipped. Raises ConfigError for
+    a file without any, and for a line that is none."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError("--api-key-file", f"cannot read {path}: {why}") from error
-    keys = [(number, line.strip()) for number, line in enumerate(lines, 1)]
-    keys = [(number, key) for number, key in keys if key and not key.startswith("#")]
+    keys = {number: line.strip() for number, line in enumerate(lines, 1)}
+    keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     if not keys:
         raise ConfigError("--api-key-file", f"{path} holds no key")
-    return keys
-
-
-def _read_digests(path: Path) -> tuple[bytes, ...]:
-    keys = read_keys(path)
-    for number, key in keys:
+    for number, key in keys.items():
         if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             problem = f"{path}, line {number}: a key has at least {MIN_KEY_CHARS} printable characters, no spaces"
             raise ConfigError("--api-key-file", problem)
-    return tuple(_digest(key) for _, key in keys)
+    return list(keys.values())
 
 
 def _digest(key: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import secrets
@@ -19,7 +18,6 @@ DEADLINE_MARGIN_S = 0.05
 INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_serials = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,6 @@ class Call:
     """One call, as its protocol received it."""
 
     request_id: str  # its name in logs and answers
-    serial: int  # its number in this process
     seed: int  # used when the request names none
     caller: str = ""  # the name under which fairness counts it
     deadline_s: float | None = None  # on the monotonic clock
@@ -41,7 +38,7 @@ class Call:
         trace = traceparent if _TRACEPARENT.fullmatch(traceparent or "") else None
         name = f"req-{secrets.token_hex(8)}"
         # Every reader of JSON holds 53 bits of a number.
-        return cls(name, next(_serials), secrets.randbits(53), caller, traceparent=trace).within(timeout_s)
+        return cls(name, secrets.randbits(53), caller, traceparent=trace).within(timeout_s)
 
     def within(self, timeout_s: float | None) -> Call:
         """The same call, whose caller waits so long from now, if it has a limit."""
@@ -57,15 +54,6 @@ class Call:
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])
         return replace(self, request_id=request_id) if request_id else self
-
-    def another(self) -> Call:
-        """A further request of the same call, with the same seed."""
-        return replace(self, serial=next(_serials))
-
-    @property
-    def id(self) -> str:
-        """Unique in this process. Names are not: a client that resumes calls while its old call is still open."""
-        return f"{self.request_id}/{self.serial}"
 
     @property
     def trace(self) -> dict[str, str]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import re
 import secrets
 import subprocess
 import sys
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.template_process import parse
 
 MAX_RENDERERS = 4
+
+Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
@@ -36,10 +36,8 @@ class ChatTemplate:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source, self._tokens, self._special = source, tokens, special
-        self._idle = queue.LifoQueue[subprocess.Popen[str] | None]()
-        for _ in range(MAX_RENDERERS):
-            self._idle.put(None)  # to be started
-        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
+        self._threads = ThreadPoolExecutor(MAX_RENDERERS)
+        self._idle: list[subprocess.Popen[str]] = []
 
     @classmethod
     def read(cls, path: Path, tokens: Mapping[str, str], special: Collection[str]) -> ChatTemplate:
@@ -51,19 +49,13 @@ class ChatTemplate:
         except ValueError as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
-    async def render_in_turn(
-        self, caller: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], continues: bool
-    ) -> list[str]:
-        """A chat, once the caller's chats before it are rendered: those that take long are in the way of their own
-        caller's alone."""
-        async with self._turns.setdefault(caller, asyncio.Lock()):
-            return await asyncio.to_thread(self.render, messages, variables, continues)
-
-    def render(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], continues: bool = False
-    ) -> list[str]:
+    async def render(self, messages: Messages, variables: Mapping[str, Any], continues: bool = False) -> list[str]:
         """All messages as texts and special tokens in turn. continues: it ends inside the last message. Raises
         InvalidRequest for messages that the template does not take."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._render, messages, variables, continues)
+
+    def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
         marks = _Marks(self._special)
         # A role is checked to be a word, and the template compares it.
         shown = [{**marks.put(message), "role": message["role"]} for message in messages]
@@ -76,24 +68,22 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the processes that have no chat; the others end with the head."""
-        with suppress(queue.Empty):
-            while True:
-                if process := self._idle.get_nowait():
-                    _end(process)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            _end(self._idle.pop())
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequest."""
-        process = self._idle.get() or _start(self.source)
+        process = self._idle.pop() if self._idle else _start(self.source)
         try:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(variables) + "\n")
             process.stdin.flush()
             answer = json.loads(process.stdout.readline())
-            self._idle.put(process)
+            self._idle.append(process)
         except (OSError, ValueError):
             _end(process)
-            self._idle.put(None)
             answer = {"error": "it takes too long"}
         if "error" in answer:
             raise InvalidRequest([Violation("messages", f"the chat template refuses them: {answer['error']}")])

@@ -8,10 +8,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import Draining, RequestError
+from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
@@ -146,9 +146,6 @@ class RequestHandler:
     def set_serving(self, serving: bool) -> None:
         """Whether the stages of a replica answer."""
         self._is_serving = serving
-        self._wake_watchers()
-
-    def _wake_watchers(self) -> None:
         self.serving_changed.set()
         self.serving_changed = asyncio.Event()
 
@@ -156,7 +153,7 @@ class RequestHandler:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
         UNAVAILABLE because `timeout_s` passed."""
         self._draining = True
-        self._wake_watchers()
+        self.set_serving(False)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -180,6 +177,22 @@ class RequestHandler:
         return await run_in_thread_if_long(
             len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
         )
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """As Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without a tokenizer."""
+        description, template = self.description, self.template
+        if not description.has_tokenizer:
+            raise InvalidRequest([Violation("model", "this model has no tokenizer: send token ids")])
+        tokens = description.chat_format.tokens
+        return {
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": tokens.get("eos_token"),
+            **tokens,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": description.max_context,
+            "chat_template": None if template is None else template.source,
+        }
 
     def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
         if not request.output.echo:

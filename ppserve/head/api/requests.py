@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import fields
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, TypeVar, get_type_hints
 
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
@@ -33,6 +33,9 @@ MAX_VIOLATIONS = 8
 Fields = Mapping[str, Any]
 """A message as its protocol has parsed it: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`,
 `priority`, `resume_index` and `resume_ids`. One that is absent has the proto's default; others are ignored."""
+
+# Names are not unique: a client that resumes calls while its old call is still open, or has several prompts.
+_serials = count()
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 
@@ -67,7 +70,7 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
     }
     bias = tuple((token_id, c_float(value).value) for token_id, value in biases)
     return Request(
-        id=call.id,
+        id=f"{call.request_id}/{next(_serials)}",
         prompt_ids=ids,
         sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
         stop=_record(StopConditions, {**given, **stop}),
@@ -106,8 +109,8 @@ def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
     """Raises InvalidRequest when `ids` cannot be turned into text here."""
-    wrong = _wrong_ids(field, field, ids, description.limits.max_prompt_bytes, description)
-    refuse(_mute(field, True, description), wrong)
+    limit = description.limits.max_prompt_bytes
+    refuse(_mute(field, True, description), _wrong_ids(field, ids, limit, description))
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
@@ -142,7 +145,7 @@ def _wrong_prompt(ids: Sequence[int], given: Fields, description: ModelDescripti
     elif problem := context_problem(len(ids), num_new, description.max_context):
         yield Violation("prompt", problem)
     else:
-        yield from _wrong_ids("prompt", "token_ids.ids", ids, len(ids), description)
+        yield from _wrong_ids("token_ids.ids", ids, len(ids), description)
 
 
 def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
@@ -185,8 +188,7 @@ def _wrong_stop(given: Fields, description: ModelDescription) -> Iterator[Violat
             if not string:
                 yield Violation(f"stop.stop[{place}]", "empty")
             yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
-    field = "stop.stop_token_ids"
-    yield from _wrong_ids(field, field, ids, limits.max_stop_token_ids, description)
+    yield from _wrong_ids("stop.stop_token_ids", ids, limits.max_stop_token_ids, description)
 
 
 def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> Iterator[Violation]:
@@ -200,7 +202,7 @@ def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> It
         problem = f"{len(held)} tokens do not fit the context of {description.max_context} after the prompt"
         yield Violation(field, problem)
     else:
-        yield from _wrong_ids(field, field, held, len(held), description)
+        yield from _wrong_ids(field, held, len(held), description)
     if max_tokens is not None and len(held) > max_tokens:
         yield Violation(field, f"{len(held)} tokens, but max_tokens is {max_tokens}")
     if held and given.get("temperature") != 0 and "seed" not in given:
@@ -217,17 +219,15 @@ def _wrong_text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
         yield _too_many(field, num_bytes, max_bytes, "bytes")
 
 
-def _wrong_ids(
-    field: str, entries: str, ids: Sequence[int], limit: int, description: ModelDescription
-) -> Iterator[Violation]:
-    """At most one mistake. entries: the name of the field that lists them."""
+def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDescription) -> Iterator[Violation]:
+    """At most one mistake."""
     vocab_size = description.architecture.vocab_size
     if len(ids) > limit:
         yield _too_many(field, len(ids), limit, "tokens")
         return
     wrong = next((place for place, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
-        yield Violation(f"{entries}[{wrong}]", f"token {ids[wrong]} is outside the vocabulary of {vocab_size}")
+        yield Violation(f"{field}[{wrong}]", f"token {ids[wrong]} is outside the vocabulary of {vocab_size}")
 
 
 def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:

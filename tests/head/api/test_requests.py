@@ -16,7 +16,7 @@ from ppserve.head.descriptions import ModelDescription
 from ppserve.tokenizer import no_tokenizer
 from tests.fake_engine import CARD, EOS, ByteCodec
 
-CALL = Call("r", serial=0, seed=99, caller="somebody", deadline_s=5.0)
+CALL = Call("r", seed=99, caller="somebody", deadline_s=5.0)
 MUTE = replace(CARD, has_tokenizer=False)
 
 
@@ -110,7 +110,8 @@ def test_limits_themselves_are_accepted() -> None:
 
 def test_defaults() -> None:
     request = made([1, 2])
-    assert (request.id, request.caller, request.deadline_s, request.prompt_ids) == ("r/0", "somebody", 5.0, (1, 2))
+    assert (request.id.partition("/")[0], made().id == request.id) == ("r", False)
+    assert (request.caller, request.deadline_s, request.prompt_ids) == ("somebody", 5.0, (1, 2))
     assert (request.num_sequences, request.resume_index, request.resume_ids, request.priority) == (1, None, (), 0)
     assert (request.sampling, request.output) == (SamplingParams(seed=99), OutputOptions())
     assert (request.stop, request.limited_by_context) == (StopConditions(max_tokens=62), True)

@@ -14,8 +14,6 @@ from ppserve.head.api.stream import Delta, Score
 from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
 from ppserve.v1 import generation_pb2 as pb
 
-REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReason}
-
 M = TypeVar("M", bound=Message)
 
 
@@ -66,7 +64,7 @@ class GenerateMessages:
 
     def _add_end(self, message: pb.GenerateResponse, delta: Delta, reason: FinishReason) -> None:
         last = delta.last
-        message.finish.reason = REASONS[reason]  # type: ignore[assignment]
+        message.finish.reason = pb.Finish.Reason.Value(reason)  # type: ignore[assignment]
         if isinstance(last.matched, str):
             message.finish.stop = last.matched
         elif last.matched is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 import resource
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -21,8 +19,6 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.descriptions import Limits
 from ppserve.head.listener import address_text, bound
-
-log = logging.getLogger(__name__)
 
 # gRPC refuses more calls than this at once, streams and health checks included, with RESOURCE_EXHAUSTED.
 MAX_CALLS = 4096
@@ -69,8 +65,6 @@ class GrpcServer:
             bound(settings.host, settings.port, "--port").close()  # says why, which gRPC does not
             raise ConfigError("--port", f"{settings.port} is in use") from error
         await self._server.start()
-        if self._tls is None and not _is_loopback(settings.host):
-            log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", address)
         return port
 
     def show(self, certificates: Certificates) -> None:
@@ -144,10 +138,3 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
 
 def _for_grpc(of: Certificates) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(of.key, of.chain)], of.client_ca)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_float
+from functools import partial
 from typing import Any, ClassVar
 
 from ppserve.core.plan import TokenLogprobs
@@ -46,10 +47,7 @@ class Answers:
             "system_fingerprint": handler.description.fingerprint,
             "seed": requests[0].sampling.seed if body.seed is None else body.seed,
         }
-
-        def new_writer() -> LogprobWriter:
-            return LogprobWriter(handler.tokenizer, bool(body.return_tokens_as_token_ids))
-
+        new_writer = partial(LogprobWriter, handler.tokenizer, bool(body.return_tokens_as_token_ids))
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:

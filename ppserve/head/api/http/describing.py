@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ppserve.errors import Draining, InvalidRequest, Violation
+from ppserve.errors import Draining
 from ppserve.head.api.http.answers import token_name
 from ppserve.head.api.http.bodies import Body, check_model, read_body
 from ppserve.head.api.http.responses import JsonResponse
@@ -74,20 +74,7 @@ async def detokenize(request: Request, handler: RequestHandler) -> Response:
 
 async def tokenizer_info(_request: Request, handler: RequestHandler) -> Response:
     """GET /tokenizer_info."""
-    if not handler.description.has_tokenizer:
-        raise InvalidRequest([Violation("model", "this model has no tokenizer")])
-    template, tokens = handler.template, handler.description.chat_format.tokens
-    return JsonResponse(
-        {
-            "bos_token": None,
-            "eos_token": None,
-            "pad_token": tokens.get("eos_token"),
-            **tokens,
-            "tokenizer_class": "ppserve",
-            "model_max_length": handler.description.max_context,
-            "chat_template": template.source if template else None,
-        }
-    )
+    return JsonResponse(handler.tokenizer_config())
 
 
 def _model(handler: RequestHandler) -> dict[str, Any]:

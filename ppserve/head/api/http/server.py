@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
+import re
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from http import HTTPStatus
 from typing import NoReturn
 
 from starlette.applications import Starlette
@@ -37,6 +36,7 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
+_SECONDS = re.compile(r"\d*\.?\d+")
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
@@ -101,8 +101,7 @@ class HttpServer:
     async def _missing(self, request: Request, error: Exception) -> Response:
         """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
-        phrase = HTTPStatus(error.status_code).phrase
-        reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
+        reason, message = error.detail.upper().replace(" ", "_"), f"{error.detail.lower()} on this server"
         missing = HttpError(error.status_code, reason, message, headers=error.headers)
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
@@ -150,10 +149,7 @@ def read_timeout(text: str) -> float | None:
     """Seconds. Raises InvalidRequest."""
     if not text:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
         problem = f"not a number of seconds above 0, up to {MAX_TIMEOUT_S:g}"
         raise InvalidRequest([Violation("x-request-timeout", problem)])

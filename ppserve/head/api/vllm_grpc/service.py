@@ -10,10 +10,10 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.stream import deltas_of
@@ -50,9 +50,12 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
+        """An archive in parts; the last one has the digest of all."""
         content = await asyncio.to_thread(tokenizer_archive, self._handler)
-        for chunk in archive_chunks(content):
-            yield chunk
+        for offset in range(0, len(content), CHUNK_BYTES):
+            end = offset + CHUNK_BYTES
+            digest = hashlib.sha256(content).hexdigest() if end >= len(content) else ""
+            yield pb.GetTokenizerChunk(data=content[offset:end], sha256=digest)
 
     async def HealthCheck(self, _message: pb.HealthCheckRequest, _call: Call) -> pb.HealthCheckResponse:
         is_serving = self._handler.is_serving
@@ -112,18 +115,8 @@ def model_kind(handler: RequestHandler) -> tuple[str, str]:
 def tokenizer_archive(handler: RequestHandler) -> bytes:
     """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
     InvalidRequest without a tokenizer."""
-    if not handler.description.has_tokenizer:
-        raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
-    description = handler.description
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": description.max_context}
-    described |= description.chat_format.tokens
-    if handler.template is not None:
-        described["chat_template"] = handler.template.source
-    config = {
-        "model_type": model_kind(handler)[0],
-        "vocab_size": description.architecture.vocab_size,
-        "eos_token_id": description.architecture.eos_ids,
-    }
+    described, arch = handler.tokenizer_config(), handler.description.architecture
+    config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("tokenizer.json", handler.tokenizer.to_json())
@@ -132,12 +125,3 @@ def tokenizer_archive(handler: RequestHandler) -> bytes:
         if handler.template is not None:
             zipped.writestr("chat_template.jinja", handler.template.source)
     return content.getvalue()
-
-
-def archive_chunks(content: bytes) -> Iterator[pb.GetTokenizerChunk]:
-    """An archive in parts; the last one has the digest of all."""
-    digest = hashlib.sha256(content).hexdigest()
-    for offset in range(0, len(content), CHUNK_BYTES):
-        is_last = offset + CHUNK_BYTES >= len(content)
-        part = content[offset : offset + CHUNK_BYTES]
-        yield pb.GetTokenizerChunk(data=part, sha256=digest if is_last else "")

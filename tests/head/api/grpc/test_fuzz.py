@@ -92,7 +92,7 @@ strange = (
 def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) -> None:
     given, _ = request_fields(message)
     try:
-        made = to_request(given, message.token_ids.ids or message.text.encode(), CARD, Call("x", 0, 1))
+        made = to_request(given, message.token_ids.ids or message.text.encode(), CARD, Call("x", 1))
     except InvalidRequest:
         return
     held = len(made.prompt_ids) + len(made.resume_ids)

@@ -34,6 +34,8 @@ def check(config: ServeConfig, world_size: int) -> None:
     arch = _architecture(config.model.path)
     if arch is not None:
         arch.context(config.model.max_model_len)
+    if config.pipeline.transport == "local" and grid.pipeline * grid.tensor > 1:
+        raise ConfigError("--transport", "local connects stages within one process; these are several")
     if config.pipeline.parallel == "auto":
         _check_any_shape(config, arch, world_size)
     else:

@@ -221,7 +221,7 @@ class HeadProcess:
         """The start-up table, and the line for those that wait for the server."""
         host = self._config.server.host
         print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
-        places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"
+        places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].grid.pipeline}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
 
     def _keep_stage(self) -> None:
@@ -255,20 +255,17 @@ class HeadProcess:
         def reload() -> None:
             if request_handler.keys is not None:
                 request_handler.keys.reload()
-            servers.reload_certificates()
-            self._reload_stage_tls()
+            try:
+                servers.reload_certificates()
+                if self._meeting.tls is not None:
+                    # Stages that are connected stay so. They read their own files when they connect.
+                    self._control.show(stage_context(self._meeting.tls, serves=True))
+            except ConfigError as error:
+                log.error("certificates stay as they are: %s", error)
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_signal_handler(signal.SIGUSR1, self._trace.toggle)
-
-    def _reload_stage_tls(self) -> None:
-        """As for clients: stages that are connected stay so. They read their own files when they connect."""
-        if self._meeting.tls is not None:
-            try:
-                self._control.show(stage_context(self._meeting.tls, serves=True))
-            except ConfigError as error:
-                log.error("the control plane's certificate stays as it is: %s", error)
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:

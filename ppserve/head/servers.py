@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 
 from ppserve.config import ServerSettings
-from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
@@ -51,13 +50,8 @@ class Servers:
         return Ports(await self._grpc.start(), await self._http.start(), metrics)
 
     def reload_certificates(self) -> None:
-        """Shows what the files hold now to new connections; files that cannot be used change nothing."""
-        try:
-            certificates = read_certificates(self._settings)
-        except ConfigError as error:
-            log.error("the certificates stay as they are: %s", error)
-            return
-        if certificates is not None:
+        """Shows what the files hold now to new connections. Raises ConfigError, and then changes nothing."""
+        if (certificates := read_certificates(self._settings)) is not None:
             self._grpc.show(certificates)
             self._http.show(certificates)
             log.info("certificates read again")

@@ -133,7 +133,7 @@ class Pipeline:
     ) -> None:
         config, world_size = _parse_settings(model, {"stages": stages, **settings})
         self._control = LocalControlPlane(range(world_size))
-        self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
+        self._engine = build_engine(config, world_size, self._control, lambda call: call())
         self._pid = os.getpid()
         threads = (self._engine, *make_stages(config, world_size, self._control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
@@ -267,6 +267,6 @@ def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) 
         if given.get(name, choices[0]) not in choices:
             raise ConfigError(name, f"{given[name]!r} is none of {', '.join(choices)}")
     stages = given.pop("stages", None)
-    config = cfg.ServeConfig.from_flags({"path": os.fspath(model), **given})
+    config = cfg.ServeConfig.from_flags({"path": os.fspath(model), "transport": "local", **given})
     ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
     return config, ranks_per_stage * (stages or max(1, len(given.get("devices", ())) // ranks_per_stage))

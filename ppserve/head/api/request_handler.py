@@ -41,8 +41,8 @@ T = TypeVar("T")
 class RequestHandler:
     """The engine as all protocols call it, in the event loop.
 
-    keys: None when no call needs one. count_refusal: is told of errors that end a request before the engine knows
-    of it. template: None when no chats can be served.
+    keys: None when no call needs one. count_refusal: is told of errors that end a request before it is queued.
+    template: None when no chats can be served.
     """
 
     def __init__(
@@ -100,8 +100,9 @@ class RequestHandler:
         try:
             what = request, stream, self.tokenizer, self.description.architecture.eos_ids
             length = _HELD_COSTS * len(request.resume_ids)
-            opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
-            await asyncio.wrap_future(self._engine.submit(opened))
+            with self.counting_refusals():
+                opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
+                await asyncio.wrap_future(self._engine.submit(opened))
             yield stream
         finally:
             del self._streams[stream]

@@ -48,14 +48,10 @@ def build_engine(
     hand_over: HandOver,
     request_observer: RequestObserver | None = None,
     step_observers: Sequence[StepObserver] = (),
-    in_process: bool = False,
 ) -> Engine:
-    """An engine of as many replicas as the configuration says. Its thread is not started.
-
-    in_process: stages are threads of this process.
-    """
+    """An engine of as many replicas as the configuration says. Its thread is not started."""
     grid = config.pipeline.grid(world_size)
-    machine, rules, request_queue = this_machine(), partial(decide, config, in_process=in_process), RequestQueue()
+    machine, rules, request_queue = this_machine(), partial(decide, config), RequestQueue()
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
     return Engine(replicas, control, request_observer or RequestObserver(), hand_over)
@@ -83,7 +79,6 @@ class Engine(threading.Thread):
         self._living = list(replicas)
         self._replica_of = {rank: replica for replica in replicas for rank in replica.members.ranks}
         self._control = control
-        self._observer = observer
         self._clock = clock
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
@@ -101,10 +96,10 @@ class Engine(threading.Thread):
         self._call(lambda: self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended, or
-        does not answer in time."""
+        """The state of every replica. Waits for the engine's thread. Raises Draining until all have formed, and if
+        the engine has ended or does not answer in time."""
         try:
-            return self._call(self._read_replicas).result(_ANSWER_WITHIN_S)
+            return self._call(lambda: tuple(each.read() for each in self.replicas)).result(_ANSWER_WITHIN_S)
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
@@ -235,13 +230,9 @@ class Engine(threading.Thread):
         if (end := opened.begin(now_s, self._read_busy_s)) is not None:
             self._streams.add_output(opened, end, now_s)
             return
-        try:
-            if not self.formed.done():
-                raise Draining("the server is not serving")
-            self.request_queue.submit(opened.request, now_s)
-        except RequestError as error:
-            self._observer.on_refused(error)
-            raise
+        if not self.formed.done():
+            raise Draining("the server is not serving")
+        self.request_queue.submit(opened.request, now_s)
         self._streams.open(opened)
 
     # ---- replicas -------------------------------------------------------------------------------------
@@ -304,11 +295,6 @@ class Engine(threading.Thread):
         self._control.send(self._replica_of, wire.Shutdown(code))
 
     # ---- state ----------------------------------------------------------------------------------------
-
-    def _read_replicas(self) -> tuple[ReplicaReading, ...]:
-        """Raises Draining until every replica has formed."""
-        now_ns = self._clock()
-        return tuple(replica.read(now_ns) for replica in self.replicas)
 
     def _read_busy_s(self) -> tuple[float, ...]:
         return tuple(seconds for replica in self.replicas for seconds in replica.busy_s())

@@ -68,13 +68,8 @@ class EpochLost:
     rank: int | None = None  # which reported an error; None if one died or was silent
 
 
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """All stages are ready in a new epoch."""
-
-
-MemberEvent = StepResult | EpochLost | Formed
-"""The stamps of a result are on the head's clock."""
+MemberEvent = StepResult | EpochLost | wire.Ready
+"""The stamps of a result are on the head's clock. Ready: of the last rank, so all stages are in a new epoch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.errors import StagesLost, UsageError, WireError
 from ppserve.head.engine.control import ControlPlane
-from ppserve.head.engine.member import RESTART, Decision, EpochLost, Formed, Member, MemberEvent, StageState
+from ppserve.head.engine.member import RESTART, Decision, EpochLost, Member, MemberEvent, StageState
 from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
@@ -78,7 +78,6 @@ class Members:
         the same machine have the same clock."""
         self.grid = grid
         self.replica = replica
-        self.num_stages = grid.pipeline
         self.ranks = grid.ranks_of(replica)
         """In order of stages, then of tensor ranks: a rank's place in the replica."""
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
@@ -133,7 +132,7 @@ class Members:
             case wire.Result(result):
                 if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
                     return None
-                self._worked |= member.stage == self.num_stages - 1
+                self._worked |= member.stage == self.grid.pipeline - 1
                 return member.on_head_clock(result)
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
@@ -271,14 +270,14 @@ class Members:
         )
         self._control.send((member.rank,), form)
 
-    def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> Formed | None:
+    def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> wire.Ready | None:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
             return None
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
             return None
         self.formed, self._forming = True, False
-        return Formed()
+        return ready
 
     def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> EpochLost | None:
         """A rank has left the epoch. If it was not told to, the epoch is lost."""

@@ -31,9 +31,8 @@ log = logging.getLogger("ppserve.head")
 CPU_CHUNK = 128
 
 
-def decide(config: ServeConfig, hellos: Sequence[wire.Hello], in_process: bool = False) -> Decision:
-    """Layouts, dtype and transport for these ranks. in_process: they are threads of this process. Raises
-    ConfigError."""
+def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
+    """Layouts, dtype and transport for these ranks. Raises ConfigError."""
     first, grid = hellos[0], config.pipeline.grid(hellos[0].world_size)
     for hello in hellos[1:]:
         if found := difference(first, hello):
@@ -51,7 +50,7 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello], in_process: bool =
         architecture=arch,
         layouts=stage_layouts(split),
         dtype=first.model.dtype,
-        transport="local" if in_process else _transport(config.pipeline.transport, hellos),
+        transport=_transport(config.pipeline.transport, hellos),
         scheduling=scheduler_config(config, arch, hellos, grid),
         parts=parts,
     )
@@ -137,7 +136,7 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
 
 
 def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
-    if len(hellos) == 1:
+    if len(hellos) == 1 or asked == "local":
         return "local"
     one_host = len({hello.host.machine for hello in hellos}) == 1
     own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
@@ -148,8 +147,6 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
     if asked == "shm" and not one_host:
         raise ConfigError("--transport", "shm needs all stages on one host")
-    if asked == "local":
-        raise ConfigError("--transport", "local connects stages within one process; these are several")
     return asked
 
 

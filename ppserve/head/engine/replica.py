@@ -24,7 +24,7 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining, StagesLost
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import RESTART, Decision, EpochLost, Formed, Member, MemberEvent
+from ppserve.head.engine.member import RESTART, Decision, EpochLost, Member, MemberEvent
 from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
@@ -88,7 +88,7 @@ class Replica:
         request_queue: RequestQueue,
     ) -> None:
         """clock: monotonic, in nanoseconds. request_queue: common to all replicas."""
-        num_stages = members.num_stages
+        num_stages = members.grid.pipeline
         self.number = members.replica
         self.members = members
         self.request_queue = request_queue
@@ -186,7 +186,7 @@ class Replica:
         match event:
             case StepResult():
                 return self._handle_result(event)
-            case Formed():
+            case wire.Ready():
                 self._handle_formed()
             case EpochLost(rank):
                 self.lose_epoch()
@@ -213,7 +213,7 @@ class Replica:
             return []
         self._unaccounted = result, step
         events: list[SequenceEvent] = []
-        if result.stage == self.members.num_stages - 1:
+        if result.stage == self.steps.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
             self._fruitless_losses = 0 if events else self._fruitless_losses
         if self.scheduler.config.microbatches is None:
@@ -291,10 +291,10 @@ class Replica:
         self._account_for_result()
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
-    def read(self, now_ns: int) -> ReplicaReading:
+    def read(self) -> ReplicaReading:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
         self._account_for_result()
-        scheduler, decision = self.scheduler, self.members.decision
+        scheduler, decision, now_ns = self.scheduler, self.members.decision, self._clock()
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
         each, costs = self.members.grid.tensor, self._costs

@@ -193,10 +193,7 @@ class OpenRequest:
 
 
 class RequestObserver:
-    """A receiver of what becomes of requests, which does nothing here. An observer changes nothing."""
-
-    def on_refused(self, error: RequestError) -> None:
-        """A request was refused. Called in any thread."""
+    """A receiver of what requests bring, which does nothing here. An observer changes nothing."""
 
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         """A stream gets a token, an end, or both. `opened` is already up to date."""

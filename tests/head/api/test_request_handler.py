@@ -112,8 +112,7 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     assert threading.get_ident() not in threads
 
 
-def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: Path) -> None:
-    """And nothing else: the engine counts what it refuses itself."""
+def test_what_ends_a_request_before_it_is_queued_is_counted(tmp_path: Path) -> None:
     counted: list[str] = []
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
@@ -135,7 +134,7 @@ def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: 
             await text_of(handler, "a")
 
     asyncio.run(main())
-    assert counted == ["INVALID_ARGUMENT", "UNAUTHENTICATED", "UNAVAILABLE"]
+    assert counted == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE"]
 
 
 def test_only_a_traceparent_is_kept_as_one() -> None:

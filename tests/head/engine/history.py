@@ -292,7 +292,7 @@ class History:
         for replica in self.replicas:
             scheduler = replica.scheduler
             assert scheduler is None or scheduler.is_busy or scheduler.kv_usage == 0, "blocks are held"
-        readings = [replica.read(self.world.now_ns) for replica in self.replicas]
+        readings = [replica.read() for replica in self.replicas]
         for times in [times for reading in readings for times in reading.times]:
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"

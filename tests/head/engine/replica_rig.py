@@ -16,7 +16,6 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
-from ppserve.errors import RequestError
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
@@ -45,9 +44,6 @@ class Notes(RequestObserver, StepObserver):
 
     def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
         self.called.append(("died", stage, cause))
-
-    def on_refused(self, error: RequestError) -> None:
-        self.called.append(("refused", error.reason))
 
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self.called.append(("output", opened.request.id))
@@ -169,7 +165,7 @@ class Rig:
         return any(event.error is not None for event in events)
 
     def times(self) -> tuple[StageTimes, ...]:
-        return self.replica.read(self.now_ns).times
+        return self.replica.read().times
 
 
 class Reader:

@@ -13,7 +13,7 @@ from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.head.engine.member import Decision, EpochLost, Formed, MemberEvent
+from ppserve.head.engine.member import Decision, EpochLost, MemberEvent
 from ppserve.head.engine.members import Members
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
@@ -107,7 +107,7 @@ class MembersRig:
         assert set(others) == set(range(1, self.num_stages))
         assert all(form.store_port == 4000 + epoch for form in others.values())
         events = [self.say(stage, wire.Ready(epoch)) for stage in range(self.num_stages)]
-        assert events == [None] * (self.num_stages - 1) + [Formed()], "when all are ready, and not before"
+        assert events == [None] * (self.num_stages - 1) + [wire.Ready(epoch)], "when all are ready, and not before"
         return epoch
 
     def leave(self, *stages: int) -> None:

@@ -13,7 +13,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.errors import ConfigError, StagesLost, UsageError
-from ppserve.head.engine.member import EpochLost, Formed, StageState
+from ppserve.head.engine.member import EpochLost, StageState
 from tests.head.engine.scripted import SECOND, MembersRig, answer, loaded_pipeline, result, started_pipeline
 from tests.hellos import changed
 
@@ -75,7 +75,7 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them(caplog: 
     assert list(rig.forms()) == [2]
     rig.say(2, wire.StoreOpened(1, 1))
     assert list(rig.forms()) == [3, 6, 7]
-    assert [rig.say(rank, wire.Ready(1)) for rank in ranks] == [None, None, None, Formed()]
+    assert [rig.say(rank, wire.Ready(1)) for rank in ranks] == [None, None, None, wire.Ready(1)]
     assert members.num_blocks == 12
     assert members.handle_disconnect(7, "exit", rig.now_ns) == EpochLost()
     assert "replica 1 stage 1 tensor 1: exit" in caplog.text

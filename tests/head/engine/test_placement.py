@@ -91,7 +91,6 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
     [
         ("nccl", hello(1), "--transport: nccl needs a GPU of its own for every stage"),
         ("shm", hello(1, host="b"), "--transport: shm needs all stages on one host"),
-        ("local", hello(1), "--transport: local connects stages within one process"),
         (
             "auto",
             changed(hello(1), dtype="bfloat16"),

@@ -36,7 +36,7 @@ def test_the_next_plan_is_sent_before_a_result_is_accounted_for_and_no_reading_l
     (following,) = rig.refill()
     assert rig.notes.called[-2:] == [reported, ("sent", following.step_id)]
     rig.compute(following)
-    assert rig.replica.read(rig.now_ns).steps == (2, 2)
+    assert rig.replica.read().steps == (2, 2)
     (last,) = rig.refill()
     before = rig.replica.busy_s()
     rig.compute(last)
@@ -63,7 +63,7 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     assert event.token_id == 3
     assert rig.say(3, rig.result(plan, 1)) == []
     assert [call for call in rig.notes.called if call[0] == "reported"] == [("reported", plan.step_id, 1)]
-    assert rig.replica.read(rig.now_ns).steps == (0, 1)
+    assert rig.replica.read().steps == (0, 1)
 
 
 def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -21,33 +22,19 @@ from ppserve.stage.wiring import ThreadWiring
 log = logging.getLogger("ppserve.library")
 
 
-class LocalLink(Link):
-    """A rank's end of the control plane. Messages are handed over as they are: all of them are frozen."""
-
-    def __init__(self, rank: int, head: queue.SimpleQueue[Received | Disconnected | None]) -> None:
-        super().__init__()
-        self._rank = rank
-        self._head = head
-
-    def send(self, message: wire.FromStage) -> None:
-        self._head.put(Received(self._rank, time.monotonic_ns(), message))
-
-    def hang_up(self, cause: str) -> None:
-        """The rank is gone: as when a connection ends. The pipeline keeps this link, which must not keep the stage
-        with its weights, keys and values."""
-        self.start(lambda _epoch: None)
-        self._head.put(Disconnected(self._rank, cause))
-
-
 class LocalControlPlane:
-    """The head's end of the control plane (`engine.control.ControlPlane`)."""
+    """Both ends of the control plane (`engine.control.ControlPlane`). Messages are handed over as they are: all of
+    them are frozen. No rank disconnects: the last message of one that fails is `Failed`."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._arrived: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()
-        self.links = {rank: LocalLink(rank, self._arrived) for rank in ranks}
+        self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self.links = {rank: Link(partial(self._receive, rank)) for rank in ranks}
+
+    def _receive(self, rank: int, message: wire.FromStage) -> None:
+        self._arrived.put(Received(rank, time.monotonic_ns(), message))
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        came: list[Received | Disconnected | None] = []
+        came: list[Received | None] = []
         with suppress(queue.Empty):
             came.append(self._arrived.get(timeout=timeout_s))
             while True:
@@ -63,7 +50,7 @@ class LocalControlPlane:
 
     def drop(self, rank: int, cause: str) -> None:
         """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""
-        self.links[rank].send(wire.Failed(f"stage {rank} was given up: {cause}"))
+        self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 
     def close(self, goodbye_s: float) -> None:
         """Nothing to do: who started the threads waits for them."""
@@ -85,7 +72,7 @@ def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane
     ]
 
 
-def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
+def _run_stage(start: wire.Start, found: ProbeResult, link: Link, wiring: ThreadWiring) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()
@@ -98,4 +85,5 @@ def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: T
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))
     finally:
-        link.hang_up("exit")
+        # The pipeline keeps the link, which must not keep the stage with its weights, keys and values.
+        link.start(lambda _epoch: None)

@@ -7,8 +7,9 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_type_hints
+from typing import Annotated, Any, TypedDict, Unpack, cast, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -114,7 +115,7 @@ def _since(now: StageDescription, before: StageDescription) -> StageDescription:
     return replace(now, **added, bubble_s=bubble_s, measured_step_s=step_s, ranks=ranks)
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """A model over `stages` stages, threads of this process; hidden states are handed on as they are.
 
     model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
@@ -219,9 +220,6 @@ class Pipeline:
     def close(self) -> None:
         """Ends every stream that is open, and all threads. May be called twice."""
         self._end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -6,8 +6,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
 from ppserve.core.request import FinishReason
@@ -33,7 +33,7 @@ class _StreamSink:
         self.news.put((self.name, outputs))
 
 
-class Stream(Iterator[Chunk]):
+class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Each of
     several threads that read it gets other pieces.
 
@@ -83,9 +83,6 @@ class Stream(Iterator[Chunk]):
         if isinstance(piece, RequestError):
             raise self._explained(piece)
         return piece
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -183,11 +183,6 @@ def lacks_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
 
-def is_lost(error: Exception) -> bool:
-    """Whether an error has poisoned the device's context: every later call of this process would fail as well."""
-    return isinstance(error, torch.AcceleratorError) and not lacks_memory(error)
-
-
 def in_words(error: Exception) -> str:
     """With what helps, where a GPU's memory was not enough."""
     said = str(error) or type(error).__name__

@@ -6,7 +6,6 @@ import queue
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ OnAbandon = Callable[[int], None]
 """Called with an epoch that the head has given up, in the thread that hears of it."""
 
 
-class Link(ABC):
+class Link:
     """A stage's end of the control plane, and what every one does with the head's messages.
 
     A Ping is answered at once, so that the head can tell a busy stage from a frozen one. A Cancel takes effect at
@@ -36,7 +35,9 @@ class Link(ABC):
     Abandon sets `abandoned`, then calls `on_abandon`, and only then enters the inbox.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[wire.FromStage], None]) -> None:
+        """send: safe in any thread."""
+        self.send = send
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
         """All other messages, in order."""
         self.abandoned = 0
@@ -48,9 +49,6 @@ class Link(ABC):
     def start(self, on_abandon: OnAbandon) -> None:
         """By the stage that reads the inbox."""
         self._on_abandon = on_abandon
-
-    @abstractmethod
-    def send(self, message: wire.FromStage) -> None: ...
 
     def handle_message(self, now_ns: int, message: Any) -> None:
         match message:
@@ -81,7 +79,7 @@ class HeadLink(Link):
         silence_s: float = _SILENCE_S,
         end_within_s: float = _END_WITHIN_S,
     ) -> None:
-        super().__init__()
+        super().__init__(self._send)
         connection.settimeout(silence_s)
         self._connection = connection
         self._end = end
@@ -92,7 +90,7 @@ class HeadLink(Link):
         super().start(on_abandon)
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
 
-    def send(self, message: wire.FromStage) -> None:
+    def _send(self, message: wire.FromStage) -> None:
         frame = wire.encode(message)
         try:
             with self._sending:

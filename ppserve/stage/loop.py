@@ -29,7 +29,7 @@ from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
 from ppserve.process.network import ONE_HOST, Route
-from ppserve.stage.device import available_cores, in_words, is_lost, lacks_memory
+from ppserve.stage.device import available_cores, in_words, lacks_memory
 from ppserve.stage.link import Link, Stamped
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
@@ -138,8 +138,6 @@ class StageLoop:
             # Of any type: Triton has its own where a kernel cannot be compiled.
             problem = in_words(error)
             if not isinstance(error, UsageError | MemoryError):
-                if is_lost(error):
-                    raise
                 compute.probe()
                 log.exception("stage %d", layout.stage)
                 problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {problem}"
@@ -232,9 +230,7 @@ class StageLoop:
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
         """A wire or a computation failed: keeps the weights for the next epoch. Raises if the device is lost."""
-        if is_lost(error):
-            raise error
-        # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.
+        # Errors do not say what has become of it: torch's may only lack memory, Triton's is a RuntimeError.
         self._found.compute.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
         # First: ending a group may take long, and the others hear of it from the head.

@@ -19,8 +19,6 @@ from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
-from ppserve.head.engine.control import Disconnected, Received
-from ppserve.library.local import LocalLink
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
@@ -53,8 +51,8 @@ _Message = TypeVar("_Message")
 class OneStage:
     """The head's side. told: what the stage has told its keeper."""
 
-    link: LocalLink
-    said: queue.SimpleQueue[Received | Disconnected | None]
+    link: Link
+    said: queue.SimpleQueue[wire.FromStage]
     exit_code: Future[int]
     told: list[str] = field(default_factory=list)
 
@@ -63,9 +61,7 @@ class OneStage:
 
     def next(self) -> wire.FromStage:
         """What the stage says next, whatever it is."""
-        heard = self.said.get(timeout=WITHIN_S)
-        assert isinstance(heard, Received)
-        return heard.message
+        return self.said.get(timeout=WITHIN_S)
 
     def hear(self, kind: type[_Message]) -> _Message:
         """The next message, which must be of this kind."""
@@ -126,8 +122,8 @@ def start(
     compute: Compute = CPU,
 ) -> OneStage:
     """A stage that has just begun; its Hello is to be heard yet."""
-    said: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()
-    link = LocalLink(stage, said)
+    said: queue.SimpleQueue[wire.FromStage] = queue.SimpleQueue()
+    link = Link(said.put)
     order = wire.Start(CONFIG, stage, num_stages)
     loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link, wiring)
     told: list[str] = []

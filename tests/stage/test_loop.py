@@ -24,7 +24,7 @@ from ppserve.stage.device import Compute
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, plan, stages, start
+from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -307,6 +307,7 @@ def test_a_self_test_that_cannot_run_is_final_at_the_start_and_says_what_helps(
 def test_a_device_that_is_lost_while_loading_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: only a new process may have the device again."""
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(OnFailingGpu, "probe", Poisoned.probe)
     with failing(monkeypatch, "self-test", lost) as stage:
         stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
         with pytest.raises(torch.AcceleratorError):

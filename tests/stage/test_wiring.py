@@ -22,7 +22,6 @@ from parallel_state import ParallelGroup
 from ppserve import wire
 from ppserve.core.architecture import Cut, Split, StageLayout, stage_layouts
 from ppserve.errors import TransportError
-from ppserve.library.local import LocalLink
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames
@@ -74,11 +73,10 @@ WHERE = pytest.mark.parametrize("at", ["warm up", "expect 0", "receive 0"])
 
 
 @WHERE
-@pytest.mark.parametrize(("error", "compute"), [(ILLEGAL, CPU), (TRITON, POISONED)])
-def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str, error: Exception, compute: Compute) -> None:
-    """Its process ends with it, and the keeper starts another: leaving the epoch would not help. Where the error
-    does not say so, the device is asked."""
-    with failing_stage(FailsOnce(at, error), compute) as stage, pytest.raises(torch.AcceleratorError):
+@pytest.mark.parametrize("error", [ILLEGAL, TRITON])
+def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str, error: Exception) -> None:
+    """Its process ends with it, and the keeper starts another: leaving the epoch would not help."""
+    with failing_stage(FailsOnce(at, error), POISONED) as stage, pytest.raises(torch.AcceleratorError):
         stage.exit_code.result(WITHIN_S)
 
 
@@ -146,7 +144,7 @@ def test_the_watchdog_of_nccl_is_told_before_there_is_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(dist, "init_process_group", start_group)
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
     form = wire.Form(1, transport, 8, 64, "127.0.0.1", store_port=0, address="127.0.0.1")
-    link = LocalLink(0, queue.SimpleQueue())
+    link = Link(queue.SimpleQueue[wire.FromStage]().put)
     with pytest.raises(RuntimeError, match="no group here"):
         ProcessGroupWiring()._join(form, StageLayout(0, 1, 0, 4), link)
     ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}

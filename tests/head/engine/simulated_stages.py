@@ -87,11 +87,8 @@ class SimulatedLink(Link):
     """A stage's end of a simulated connection."""
 
     def __init__(self, control: SimulatedControl, rank: int, read: Callable[[Any], None]) -> None:
-        super().__init__()
         self.connection: Connection = control.connect(rank, read)
-
-    def send(self, message: wire.FromStage) -> None:
-        self.connection.up.send(message)
+        super().__init__(self.connection.up.send)
 
 
 class StageProcess:

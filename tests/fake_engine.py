@@ -31,11 +31,11 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.vllm_grpc.service import VllmService
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest, Sink, TokenOutput
-from ppserve.head.servers import grpc_server
 from ppserve.tokenizer import ChatFormat, no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.hellos import hello
@@ -234,7 +234,8 @@ async def served(
 ) -> AsyncIterator[tuple[GrpcServer, str]]:
     """A real server in this process on a free port: (door, target)."""
     settings = settings or ServerSettings(port=0)
-    door = grpc_server(settings, handler_of(engine, settings))
+    handler = handler_of(engine, settings)
+    door = GrpcServer(settings, handler, [VllmService(handler)] if settings.vllm_grpc else [])
     port = await door.start()
     door.request_handler.set_serving(True)
     try:

@@ -148,9 +148,9 @@ class HeadProcess:
         self._metrics = Metrics(grid.pipeline, grid.data)
         self._trace = Trace(grid, config.server.trace)
         self._spans = RecentSpans(grid.pipeline, grid.data)
-        requests, steps = self._metrics.requests, (self._metrics.steps, self._trace, self._spans)
+        on_output, steps = self._metrics.requests.on_output, (self._metrics.steps, self._trace, self._spans)
         hand_over = asyncio.get_running_loop().call_soon_threadsafe
-        self._engine = build_engine(config, self._world_size, self._control, hand_over, requests, steps)
+        self._engine = build_engine(config, self._world_size, self._control, hand_over, on_output, steps)
         self._members = tuple(replica.members for replica in self._engine.replicas)
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)

@@ -21,12 +21,6 @@ log = logging.getLogger("ppserve.head")
 _CLOSES_WITHIN_S = 5.0
 
 
-def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> GrpcServer:
-    """With the services that the settings ask for. Raises and needs what `Servers` does."""
-    others = [VllmService(request_handler)] if settings.vllm_grpc else []
-    return GrpcServer(settings, request_handler, others)
-
-
 class Servers:
     """The servers of all protocols."""
 
@@ -40,7 +34,8 @@ class Servers:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
         self._request_handler = request_handler
-        self._grpc = grpc_server(settings, request_handler)
+        others = [VllmService(request_handler)] if settings.vllm_grpc else []
+        self._grpc = GrpcServer(settings, request_handler, others)
         self._http = HttpServer(settings, request_handler, count_answer)
         self._pages = PageServer(pages)
 

@@ -29,7 +29,7 @@ from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import decide, difference
 from ppserve.head.engine.replica import Replica, ReplicaReading, StepObserver
-from ppserve.head.engine.streams import HandOver, OpenRequest, OpenStreams, RequestObserver
+from ppserve.head.engine.streams import HandOver, OnOutput, OpenRequest, OpenStreams
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, this_machine
 
 log = logging.getLogger("ppserve.engine")
@@ -39,6 +39,7 @@ T = TypeVar("T")
 _TICK_S = 0.1
 _GOODBYE_S = 5.0
 _ANSWER_WITHIN_S = 5.0
+_SHUTS_DOWN = "the server is shutting down"
 
 
 def build_engine(
@@ -46,7 +47,7 @@ def build_engine(
     world_size: int,
     control: ControlPlane,
     hand_over: HandOver,
-    request_observer: RequestObserver | None = None,
+    on_output: OnOutput = lambda opened, output, now_s: None,
     step_observers: Sequence[StepObserver] = (),
 ) -> Engine:
     """An engine of as many replicas as the configuration says. Its thread is not started."""
@@ -54,7 +55,7 @@ def build_engine(
     machine, rules, request_queue = this_machine(), partial(decide, config), RequestQueue()
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
-    return Engine(replicas, control, request_observer or RequestObserver(), hand_over)
+    return Engine(replicas, control, on_output, hand_over)
 
 
 class Engine(threading.Thread):
@@ -64,7 +65,7 @@ class Engine(threading.Thread):
         self,
         replicas: Sequence[Replica],
         control: ControlPlane,
-        observer: RequestObserver,
+        on_output: OnOutput,
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -82,7 +83,7 @@ class Engine(threading.Thread):
         self._clock = clock
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         """Functions that other threads want to be called, and the futures of their results."""
-        self._streams = OpenStreams(self.request_queue, observer, hand_over)
+        self._streams = OpenStreams(self.request_queue, on_output, hand_over)
         self._stopping = self._ended = False
 
     # ---- for other threads ----------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Engine(threading.Thread):
         try:
             while not self._stopping:
                 self.turn()
-            self._streams.fail_all(_shutting_down(), self._now_s())
+            self._streams.fail_all(Draining(_SHUTS_DOWN), self._now_s())
         except Exception as error:
             log.exception("the engine failed")
             self._fail(StagesLost(f"internal error: {type(error).__name__}"))
@@ -200,7 +201,7 @@ class Engine(threading.Thread):
                 continue  # its caller left
             try:
                 if self._stopping:
-                    raise _shutting_down()
+                    raise Draining(_SHUTS_DOWN)
                 future.set_result(function())
             except Exception as error:
                 if not isinstance(error, RequestError):
@@ -301,10 +302,6 @@ class Engine(threading.Thread):
 
     def _now_s(self) -> float:
         return self._clock() / 1e9
-
-
-def _shutting_down() -> Draining:
-    return Draining("the server is shutting down")
 
 
 def _refused(field: str, problem: str) -> InvalidRequest:

@@ -192,12 +192,8 @@ class OpenRequest:
         )
 
 
-class RequestObserver:
-    """A receiver of what requests bring, which does nothing here. An observer changes nothing."""
-
-    def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
-        """A stream gets a token, an end, or both. `opened` is already up to date."""
-
+OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
+"""Called, with the time, when a stream gets a token, an end, or both. The request is already up to date."""
 
 HandOver = Callable[[Callable[[], None]], object]
 """Runs a function in the thread of the sinks, such as `loop.call_soon_threadsafe`."""
@@ -210,9 +206,9 @@ class OpenStreams:
     may end its sequence becomes text at once, with all tokens before it: what is scheduled next depends on that.
     """
 
-    def __init__(self, request_queue: RequestQueue, observer: RequestObserver, hand_over: HandOver) -> None:
+    def __init__(self, request_queue: RequestQueue, on_output: OnOutput, hand_over: HandOver) -> None:
         self._request_queue = request_queue
-        self._observer = observer
+        self._on_output = on_output
         self._hand_over = hand_over
         self._open: dict[str, OpenRequest] = {}
         self._events: list[SequenceEvent] = []  # not published yet
@@ -251,7 +247,7 @@ class OpenStreams:
 
     def add_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._outputs.setdefault(opened.sink, []).append(output)
-        self._observer.on_output(opened, output, now_s)
+        self._on_output(opened, output, now_s)
 
     def deliver(self) -> None:
         """Hands this turn's outputs of all streams over in one call."""

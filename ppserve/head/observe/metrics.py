@@ -33,7 +33,7 @@ from ppserve.core.scheduling.scheduler import OUTCOMES, Scheduler
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.replica import StepObserver
-from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
 
 # Without this, every counter has a second series with the time at which it was created.
@@ -64,7 +64,7 @@ STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
 ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
-class RequestMetrics(RequestObserver):
+class RequestMetrics:
     """The metrics of requests, by the replica that computed a request last; "" for one that none has computed."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.process.keeper import MAX_DEATHS
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
@@ -92,8 +92,8 @@ class History:
         self.replicas = [
             replica(each, self.control, (), lambda: world.now_ns, self.request_queue) for each in self.members
         ]
-        observer = RequestObserver()
-        self.engine = Engine(self.replicas, self.control, observer, lambda call: call(), lambda: world.now_ns)
+        hand_over, clock = lambda call: call(), lambda: world.now_ns
+        self.engine = Engine(self.replicas, self.control, lambda *_: None, hand_over, clock)
 
     def run(self) -> list[str]:
         """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""

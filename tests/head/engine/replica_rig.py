@@ -20,7 +20,7 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, StepObserver
-from ppserve.head.engine.streams import OpenRequest, RequestObserver, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, decision
@@ -29,7 +29,7 @@ from tests.hellos import hello
 MS = 1_000_000
 
 
-class Notes(RequestObserver, StepObserver):
+class Notes(StepObserver):
     """The callbacks, in order, but for loads. in_flight: steps, with each load."""
 
     def __init__(self) -> None:
@@ -190,7 +190,8 @@ class EngineRig(Rig):
         """weights: of the replicas that have formed."""
         super().__init__(1, num_replicas=num_replicas, **config)
         self._num_computed = 0
-        self.engine = Engine(self.replicas, self.control, self.notes, lambda call: call(), lambda: self.now_ns)
+        rest = self.notes.on_output, lambda call: call(), lambda: self.now_ns
+        self.engine = Engine(self.replicas, self.control, *rest)
         for rank, which in enumerate(weights):
             self.greet(rank, weights=which)
             self.say(rank, wire.StoreOpened(1, 1), wire.Ready(1))

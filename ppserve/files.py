@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -59,20 +59,10 @@ def read_start(path: Path, num_bytes: int) -> bytes:
 def read_json(path: Path, schema: type[T], limit: int = MAX_JSON_BYTES) -> T:
     """A JSON file as a msgspec schema wants it. Raises CheckpointError."""
     try:
-        value = json.loads(read_bytes(path, limit), object_pairs_hook=_unique)
+        value = json.loads(read_bytes(path, limit))
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
         raise CheckpointError(path, f"is not valid JSON ({reason(error)})") from error
     return checked(path, value, schema)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for a name that is given twice, which `json` would silently resolve."""
-    members: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in members:
-            raise ValueError(f"{shown(name)} is given twice")
-        members[name] = value
-    return members
 
 
 def checked(path: Path, value: object, schema: type[T]) -> T:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ppserve.config import ServeConfig
+from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan, StepResult
@@ -184,34 +184,14 @@ class Failed(_Message, frozen=True, tag=True):
 # ---- keeper → stage ---------------------------------------------------------------------------------
 
 
-class TcpAddress(_Message, frozen=True, tag=True):
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-Address = str | TcpAddress
-"""The path of a Unix socket, or a host and its port."""
-
-
-class StageTls(_Message, frozen=True, tag=True):
-    """Files of the certificate that a rank shows the others, and of the authority that signs for all of them."""
-
-    cert: Path
-    key: Path
-    ca: Path
-
-
 class Meeting(_Message, frozen=True, tag=True):
-    """Where a server's head listens, and the file with the secret that it shares with its ranks. is_ours: the head
-    makes the file. tls: None in the clear."""
+    """Where a server's head listens, a path or HOST:PORT, and the file with the secret that it shares with its
+    ranks. is_ours: the head makes the file. tls: whose files encrypt; None in the clear."""
 
-    address: Address
+    address: str
     secret_file: Path
     is_ours: bool
-    tls: StageTls | None = None
+    tls: NetworkSettings | None = None
 
 
 class Start(_Message, frozen=True, tag=True):

@@ -69,7 +69,7 @@ MESSAGES: dict[Any, list[Any]] = {
     wire.Start: [
         wire.Start(ServeConfig(), 1, 2),
         wire.Start(ServeConfig(), 1, 2, wire.Meeting("/run/head", Path("/run/secret"), True)),
-        wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.TcpAddress("h", 3), Path("s"), False)),
+        wire.Start(ServeConfig(), 1, 2, wire.Meeting("h:3", Path("s"), False)),
         wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
     ],
 }

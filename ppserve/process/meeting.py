@@ -31,7 +31,7 @@ from ppserve.errors import ConfigError, UsageError, WireError
 from ppserve.process.environment import RankEnvironment, number_of
 from ppserve.process.network import connect, listen
 from ppserve.process.tls import TlsConnection, stage_context
-from ppserve.wire import Meeting, StageTls, TcpAddress
+from ppserve.wire import Meeting
 
 T = TypeVar("T")
 
@@ -48,15 +48,13 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     if environment.local_world_size == environment.world_size:
         directory = _directory_of_launcher()
         return Meeting(str(directory / "head"), directory / "secret", is_ours=True)
-    host = os.environ.get("MASTER_ADDR")
-    if not host:
+    if not (host := os.environ.get("MASTER_ADDR")):
         raise UsageError("MASTER_ADDR is not set: start ranks on several hosts with torchrun")
     port = config.network.control_port or number_of("MASTER_PORT") + 1
     if config.network.secret_file is None:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
-    cert, key, ca = config.network.stage_tls_cert, config.network.stage_tls_key, config.network.stage_tls_ca
-    tls = StageTls(cert, key, ca) if cert and key and ca else None
-    return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False, tls=tls)
+    tls = config.network if config.network.stage_tls_cert else None
+    return Meeting(f"{host}:{port}", config.network.secret_file, is_ours=False, tls=tls)
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:

@@ -13,7 +13,6 @@ import psutil
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
-from ppserve.wire import Address, TcpAddress
 
 LOOPBACK = "127.0.0.1"
 
@@ -82,9 +81,9 @@ def interfaces() -> Interfaces:
 # ---- sockets of the control plane ------------------------------------------------------------------------
 
 
-def listen(address: Address) -> socket.socket:
-    """Raises OSError. A path is taken over: it may be a killed head's."""
-    if isinstance(address, TcpAddress):
+def listen(address: str) -> socket.socket:
+    """At a Unix socket's path, or HOST:PORT. Raises OSError. A path is taken over: it may be a killed head's."""
+    if not address.startswith("/"):
         return _listen_to_hosts(address)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
@@ -94,10 +93,11 @@ def listen(address: Address) -> socket.socket:
     return listener
 
 
-def connect(address: Address, timeout_s: float) -> socket.socket:
+def connect(address: str, timeout_s: float) -> socket.socket:
     """Raises OSError."""
-    if isinstance(address, TcpAddress):
-        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    if not address.startswith("/"):
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
         prepare(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX)
@@ -123,15 +123,16 @@ def prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _listen_to_hosts(address: TcpAddress) -> socket.socket:
+def _listen_to_hosts(address: str) -> socket.socket:
     """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
-    is_this_host_alone = address.host.startswith(("127.", "::1", "localhost"))
-    for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+    host, _, port = address.rpartition(":")
+    is_this_host_alone = host.startswith(("127.", "::1", "localhost"))
+    for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.
         if is_loopback(str(where[0]).partition("%")[0]) and not is_this_host_alone:
             continue
         with contextlib.suppress(OSError):
             return socket.create_server(where, family=family)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", address.port))
+        return socket.create_server(("::", int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", int(port)))

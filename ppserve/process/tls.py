@@ -10,23 +10,24 @@ import socket
 import ssl
 import threading
 
+from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
-from ppserve.wire import StageTls
 
 _PIECE = 1 << 16
 
 
-def stage_context(files: StageTls, *, serves: bool) -> ssl.SSLContext:
+def stage_context(settings: NetworkSettings, *, serves: bool) -> ssl.SSLContext:
     """serves: for the head, which is connected to. Raises ConfigError for files that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    flag, path = "--stage-tls-ca", files.ca
+    flag, path = "--stage-tls-ca", settings.stage_tls_ca
     try:
         context.load_verify_locations(path)
-        flag, path = "--stage-tls-cert", files.cert
-        context.load_cert_chain(path, files.key, password=lambda: "")
+        flag, path = "--stage-tls-cert", settings.stage_tls_cert
+        assert path is not None
+        context.load_cert_chain(path, settings.stage_tls_key, password=lambda: "")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, FileNotFoundError) else "not PEM, or not the certificate's key"
         raise ConfigError(flag, f"{path}: {why}") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppserve import wire
+from ppserve.config import NetworkSettings
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.process.network import connect, listen
 from ppserve.process.tls import stage_context
@@ -48,7 +49,7 @@ class Head:
         self.control.wake()
 
 
-def place(directory: Path, secret: bytes = SECRET, tls: wire.StageTls | None = None) -> wire.Meeting:
+def place(directory: Path, secret: bytes = SECRET, tls: NetworkSettings | None = None) -> wire.Meeting:
     """Where a head may listen."""
     secret_file = directory / f"secret-{secret.hex()}"
     if not secret_file.exists():  # who reads it meanwhile must not see it empty
@@ -58,7 +59,7 @@ def place(directory: Path, secret: bytes = SECRET, tls: wire.StageTls | None = N
 
 @contextmanager
 def head(
-    directory: Path, secret: bytes = SECRET, num_ranks: int = 2, tls: wire.StageTls | None = None
+    directory: Path, secret: bytes = SECRET, num_ranks: int = 2, tls: NetworkSettings | None = None
 ) -> Iterator[Head]:
     """A head that listens in `directory`."""
     meeting = place(directory, secret, tls)
@@ -77,7 +78,7 @@ def head(
 class Tap:
     """Stands between a rank and the head, passes everything on, and keeps it."""
 
-    def __init__(self, directory: Path, beyond: wire.Address) -> None:
+    def __init__(self, directory: Path, beyond: str) -> None:
         self.address = str(directory / "tap")
         self.up, self.down = b"", b""
         self._beyond = beyond

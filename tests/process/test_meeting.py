@@ -129,11 +129,11 @@ def test_a_directory_that_others_can_open_is_refused(place: Path, is_link: bool)
 def test_ranks_of_several_hosts_meet_beside_the_launchers_port(tmp_path: Path) -> None:
     secret_file = tmp_path / "secret"
     secret_file.write_text("  sixteen letters!\n")
-    expected = wire.Meeting(wire.TcpAddress("head-host", 29501), secret_file, is_ours=False)
+    expected = wire.Meeting("head-host:29501", secret_file, is_ours=False)
     assert read_secret(expected) == b"sixteen letters!"
     assert [meeting(rank, secret_file=secret_file) for rank in TWO_HOSTS] == [expected] * 2
     chosen = meeting(TWO_HOSTS[1], secret_file=secret_file, control_port=7000)
-    assert chosen.address == wire.TcpAddress("head-host", 7000)
+    assert chosen.address == "head-host:7000"
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"fifteen letters", b"\n \t" * 40])

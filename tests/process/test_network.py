@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ppserve import wire
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
 from ppserve.process.network import (
@@ -80,7 +79,7 @@ def free_port(host: str) -> int:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_an_address_is_listened_to_and_no_other(host: str) -> None:
-    address = wire.TcpAddress(host, free_port(host))
+    address = f"{host}:{free_port(host)}"
     with listen(address) as listener, connect(address, WITHIN_S):
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
 
@@ -88,17 +87,17 @@ def test_an_address_is_listened_to_and_no_other(host: str) -> None:
 def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
     """As behind a load balancer: 192.0.2.1 is nobody's."""
     port = free_port("127.0.0.1")
-    with listen(wire.TcpAddress("192.0.2.1", port)):
+    with listen(f"192.0.2.1:{port}"):
         for host in ("127.0.0.1", "::1"):
-            connect(wire.TcpAddress(host, port), WITHIN_S).close()
+            connect(f"{host}:{port}", WITHIN_S).close()
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        listen(wire.TcpAddress("127.0.0.1", taken.getsockname()[1]))
+        listen(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_a_rank_finds_out_after_20_s_that_the_heads_host_is_gone() -> None:
-    address = wire.TcpAddress("127.0.0.1", free_port("127.0.0.1"))
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     with listen(address), connect(address, WITHIN_S) as connection:
         assert finds_out_after_20_s(connection)

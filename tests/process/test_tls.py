@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from ppserve import wire
+from ppserve.config import NetworkSettings
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
@@ -29,18 +30,22 @@ LARGE = wire.Broken(1, "x" * 3_000_000)
 ASSIGN = wire.Assign(StageLayout(1, 2, 4, 4), "d" * 3_000_000)
 
 
-def files(folder: Path) -> wire.StageTls:
+def files(folder: Path) -> NetworkSettings:
     folder.mkdir(exist_ok=True)
     make_certificates(folder)
-    return wire.StageTls(folder / "leaf.pem", folder / "leaf.key", folder / "ca.pem")
+    return settings(folder / "leaf.pem", folder / "leaf.key", folder / "ca.pem")
+
+
+def settings(cert: Path | None, key: Path | None, authority: Path | None) -> NetworkSettings:
+    return NetworkSettings(stage_tls_cert=cert, stage_tls_key=key, stage_tls_ca=authority)
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> wire.StageTls:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> NetworkSettings:
     return files(tmp_path_factory.mktemp("tls"))
 
 
-def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: wire.StageTls) -> None:
+def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: NetworkSettings) -> None:
     with head(tmp_path, tls=tls) as running, connect_to_head(running.meeting, 1, WITHIN_S) as connection:
         link = HeadLink(connection, lambda _code: None)
         link.start(lambda _: None)
@@ -57,13 +62,13 @@ def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tl
         assert isinstance(link.inbox.get(timeout=WITHIN_S)[1], wire.Shutdown)
 
 
-def test_what_passes_cannot_be_read(tmp_path: Path, tls: wire.StageTls) -> None:
+def test_what_passes_cannot_be_read(tmp_path: Path, tls: NetworkSettings) -> None:
     """By a wiretap between both: the same frames in the clear are found, as a control."""
     for secured in (None, tls):
         assert (b"said in confidence" in overheard(tmp_path, secured)) == (secured is None)
 
 
-def overheard(directory: Path, tls: wire.StageTls | None) -> bytes:
+def overheard(directory: Path, tls: NetworkSettings | None) -> bytes:
     with head(directory, tls=tls) as running:
         tap = Tap(directory, running.meeting.address)
         with connect_to_head(replace(running.meeting, address=tap.address), 0, WITHIN_S) as connection:
@@ -74,11 +79,11 @@ def overheard(directory: Path, tls: wire.StageTls | None) -> bytes:
     return tap.up + tap.down
 
 
-def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: wire.StageTls) -> None:
+def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: NetworkSettings) -> None:
     other = files(tmp_path / "other")
     with head(tmp_path, tls=tls) as running:
         meeting = running.meeting
-        for wrong in (other, wire.StageTls(other.cert, other.key, tls.ca)):
+        for wrong in (other, settings(other.stage_tls_cert, other.stage_tls_key, tls.stage_tls_ca)):
             with pytest.raises(ConnectionError):
                 connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, False, wrong), 0, 0.0)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, wire.encode(hello(0))):
@@ -96,11 +101,12 @@ def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls
             assert isinstance(running.next_event(), Received)
 
 
-def test_files_that_cannot_be_used(tls: wire.StageTls, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(tls: NetworkSettings, tmp_path: Path) -> None:
+    cert, key, authority = tls.stage_tls_cert, tls.stage_tls_key, tls.stage_tls_ca
     for wrong, flag in [
-        (wire.StageTls(tls.cert, tls.ca, tls.ca), "--stage-tls-cert"),
-        (wire.StageTls(tls.cert, tls.key, tls.key), "--stage-tls-ca"),
-        (wire.StageTls(tls.cert, tls.key, tmp_path / "none"), "--stage-tls-ca"),
+        (settings(cert, authority, authority), "--stage-tls-cert"),
+        (settings(cert, key, key), "--stage-tls-ca"),
+        (settings(cert, key, tmp_path / "none"), "--stage-tls-ca"),
     ]:
         with pytest.raises(ConfigError) as refusal:
             stage_context(wrong, serves=True)

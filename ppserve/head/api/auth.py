@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ppserve.errors import ConfigError, Unauthenticated
 
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARS = 16
-_SCHEME = "bearer "
 
 
 class ApiKeys:
@@ -42,9 +43,10 @@ class ApiKeys:
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
 
 
-def bearer_key(authorization: str) -> str | None:
-    """The key in an `authorization` header, if it holds one."""
-    return authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else None
+def bearer_key(headers: Mapping[str, Any]) -> str | None:
+    """The key in the `authorization` of headers or metadata, if they hold one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:

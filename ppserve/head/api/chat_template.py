@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,16 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the processes that have no chat; the others end with the head."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while self._idle:
-            _end(self._idle.pop())
+        with suppress(IndexError):
+            while True:
+                _end(self._idle.pop())
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequest."""
-        process = self._idle.pop() if self._idle else _start(self.source)
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = _start(self.source)
         try:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -15,7 +15,7 @@ from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.requests import Fields, check_ids, encode, to_request
+from ppserve.head.api.requests import Fields, Prompt, check_ids, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
 from ppserve.head.engine.loop import Engine
@@ -78,12 +78,7 @@ class RequestHandler:
 
     @asynccontextmanager
     async def generate(
-        self,
-        given: Fields,
-        prompt: str | Sequence[int],
-        call: Call,
-        news: asyncio.Event | None = None,
-        in_time: bool = False,
+        self, given: Fields, prompt: Prompt, call: Call, news: asyncio.Event | None = None, in_time: bool = False
     ) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
@@ -195,7 +190,7 @@ class RequestHandler:
             "chat_template": None if template is None else template.source,
         }
 
-    def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
+    def _echo(self, prompt: Prompt, request: Request) -> str:
         if not request.output.echo:
             return ""
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)

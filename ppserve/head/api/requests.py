@@ -30,6 +30,8 @@ from ppserve.tokenizer import Tokenizer
 # A request may have thousands of mistakes; so many are enough to tell.
 MAX_VIOLATIONS = 8
 
+Prompt = str | Sequence[int]
+
 Fields = Mapping[str, Any]
 """A message as its protocol has parsed it: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`,
 `priority`, `resume_index` and `resume_ids`. One that is absent has the proto's default; others are ignored."""

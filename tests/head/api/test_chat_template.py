@@ -105,6 +105,17 @@ def test_texts_of_two_messages_or_of_a_variable_are_no_token_together() -> None:
     template.close()
 
 
+def test_many_chats_at_once() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {}, ())
+    texts = list(map(str, range(64)))
+
+    async def main() -> list[list[str]]:
+        return await asyncio.gather(*(template.render(messages_of([("user", text)]), {}) for text in texts))
+
+    assert asyncio.run(main()) == [[text] for text in texts]
+    template.close()
+
+
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 

@@ -187,8 +187,11 @@ def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
 
 
 def test_whom_a_call_counts_for() -> None:
-    assert bearer_key("Bearer  0123456789abcdef ") == bearer_key("bearer 0123456789abcdef") == "0123456789abcdef"
-    assert bearer_key("Basic 0123456789abcdef") is None
+    for value in ("Bearer  0123456789abcdef ", "bearer 0123456789abcdef"):
+        assert bearer_key({"authorization": value}) == "0123456789abcdef"
+    for value in ("Basic 0123456789abcdef", "0123456789abcdef", ""):
+        assert bearer_key({"authorization": value}) is None
+    assert bearer_key({}) is None
     names = [
         caller_name("0123456789abcdef", b"certificate", "host"),
         caller_name(None, b"certificate", "host"),

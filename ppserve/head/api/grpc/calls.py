@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,6 @@ from ppserve.head.api.request_handler import RequestHandler
 log = logging.getLogger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
-Metadata = Iterable[tuple[str, str | bytes]] | None
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 DOMAIN = "ppserve"
@@ -65,7 +64,7 @@ class KeyCheck(aio.ServerInterceptor):
         if not method.startswith(OPEN_SERVICES):
             try:
                 with self._handler.counting_refusals(method.endswith("/" + GENERATE)):
-                    self._keys.check(_key(handler_call_details.invocation_metadata))
+                    self._keys.check(bearer_key(dict(handler_call_details.invocation_metadata or ())))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -80,12 +79,12 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
 
 def call_from(context: Context, keys_are_checked: bool) -> Call:
     """The call as the request handler sees it. Call this when it comes in: its deadline counts from now."""
-    metadata = context.invocation_metadata()
-    key = _key(metadata) if keys_are_checked else None
+    metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+    key = bearer_key(metadata) if keys_are_checked else None
     certificate = b",".join(context.peer_identities() or ())
     peer = context.peer()
     caller = caller_name(key, certificate, peer.rpartition(":")[0])
-    call = Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
+    call = Call.begin(caller, context.time_remaining(), metadata.get("traceparent"))
     return replace(call, is_local=peer.startswith(LOCAL_PEERS))
 
 
@@ -127,15 +126,6 @@ def _parsed(kind: type[Message], raw: bytes) -> Any:
     except DecodeError as error:
         problem = f"not a {kind.DESCRIPTOR.name}: malformed, or text that is not UTF-8"
         raise InvalidRequest([Violation("", problem)]) from error
-
-
-def _key(metadata: Metadata) -> str | None:
-    keys = map(bearer_key, _texts(metadata, "authorization"))
-    return next((key for key in keys if key is not None), None)
-
-
-def _texts(metadata: Metadata, name: str) -> Iterator[str]:
-    return (value for key, value in metadata or () if key == name and isinstance(value, str))
 
 
 def _refusal(error: Unauthenticated) -> MethodHandler:

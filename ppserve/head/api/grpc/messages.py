@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
+from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
 from ppserve.v1 import generation_pb2 as pb
@@ -17,7 +18,7 @@ from ppserve.v1 import generation_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 
-def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
+def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
     """What the message asks for: every field that it sets, under its own name; and its prompt."""
     given: dict[str, Any] = {"priority": message.priority}
     for part in (message.sampling, message.stop, message.output):

@@ -30,11 +30,9 @@ class GenerationService:
     async def Tokenize(self, message: pb.TokenizeRequest, _call: Call) -> pb.TokenizeResponse:
         ids = await self._handler.tokenize("text", message.text)
         token_bytes = self._handler.tokenizer.token_bytes
-
-        def answer() -> pb.TokenizeResponse:
-            return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=token_bytes(i)) for i in ids])
-
-        return await run_in_thread_if_long(len(ids), answer)
+        return await run_in_thread_if_long(
+            len(ids), lambda: pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=token_bytes(i)) for i in ids])
+        )
 
     async def Detokenize(self, message: pb.DetokenizeRequest, _call: Call) -> pb.DetokenizeResponse:
         text, content = await self._handler.detokenize("token_ids.ids", list(message.token_ids.ids))

@@ -91,15 +91,13 @@ class PromptProgress:
         self.has_scores, self.has_ids = request.output.logprobs is not None, request.output.token_ids
         self.writers = defaultdict[int, LogprobWriter](new_writer)
         """By sequence: each counts its characters."""
-        self.num_generated: dict[int, int] = {}
-        self.num_cached = 0
+        self.newest: dict[int, Delta] = {}
         self._place = place
         self._prompt_scores: Sequence[Score] = ()
 
     def choice(self, delta: Delta) -> Json:
         """The fields that completions and chats have in common. Call it once for each delta, in order."""
-        self.num_generated[delta.index] = delta.num_generated
-        self.num_cached = max(self.num_cached, delta.last.cached_tokens)
+        self.newest[delta.index] = delta
         self._prompt_scores = delta.prompt_scores or self._prompt_scores
         reason, matched = delta.last.finish, delta.last.matched
         choice: Json = {
@@ -120,12 +118,13 @@ class PromptProgress:
 def _usage(prompts: Sequence[PromptProgress]) -> Json:
     """Tokens of all prompts, and of all their sequences."""
     num_prompt = sum(len(prompt.request.prompt_ids) for prompt in prompts)
-    num_generated = sum(sum(prompt.num_generated.values()) for prompt in prompts)
+    num_generated = sum(delta.num_generated for prompt in prompts for delta in prompt.newest.values())
+    cached = (max(delta.last.cached_tokens for delta in prompt.newest.values()) for prompt in prompts)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(prompt.num_cached for prompt in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(cached)},
     }
 
 

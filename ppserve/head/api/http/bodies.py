@@ -7,7 +7,7 @@ are refused by their names, unless their value asks for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import refuse
+from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.descriptions import MAX_SEED
 
@@ -24,8 +24,6 @@ MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
 # OpenAI's default for completions; those of a chat may take what is left of the context.
 DEFAULT_MAX_TOKENS = 16
-
-Prompt = str | Sequence[int]
 
 _PATH = re.compile(r"\$\.?([^`]*)`$")
 _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")

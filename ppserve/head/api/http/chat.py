@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ppserve.errors import Violation
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
-from ppserve.head.api.http.bodies import GenerationBody, Prompt
-from ppserve.head.api.http.completions import generate
+from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
@@ -137,8 +135,3 @@ class ChatAnswers(Answers):
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         self._is_first = False
         return super()._record(kind, choices, **more)
-
-
-async def chat_completions(request: Request, handler: RequestHandler) -> Response:
-    """POST /v1/chat/completions."""
-    return await generate(request, handler, ChatBody, ChatAnswers)

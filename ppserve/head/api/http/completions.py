@@ -1,4 +1,4 @@
-"""/v1/completions, and what chats share with it: prompts become the handler's streams, their deltas the answer."""
+"""/v1/completions and /v1/chat/completions: prompts become the handler's streams, and their deltas the answer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from starlette.responses import Response
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
-from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Prompt, read_body
+from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import refuse, renamed
+from ppserve.head.api.requests import Prompt, refuse, renamed
 from ppserve.head.api.stream import RequestStream, deltas_of
-
-
-async def completions(request: Request, handler: RequestHandler) -> Response:
-    """POST /v1/completions."""
-    return await generate(request, handler, CompletionBody, Answers)
 
 
 async def generate(

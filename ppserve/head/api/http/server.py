@@ -20,8 +20,10 @@ from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
-from ppserve.head.api.http.chat import chat_completions
-from ppserve.head.api.http.completions import completions
+from ppserve.head.api.http.answers import Answers
+from ppserve.head.api.http.bodies import CompletionBody
+from ppserve.head.api.http.chat import ChatAnswers, ChatBody
+from ppserve.head.api.http.completions import generate
 from ppserve.head.api.http.responses import HttpError, error_response
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
@@ -40,6 +42,19 @@ _SECONDS = re.compile(r"\d*\.?\d+")
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
+ENDPOINTS: list[tuple[str, str, Endpoint]] = [
+    ("POST", "/v1/completions", partial(generate, kind=CompletionBody, form=Answers)),
+    ("POST", "/v1/chat/completions", partial(generate, kind=ChatBody, form=ChatAnswers)),
+    ("GET", "/v1/models", describing.models),
+    ("GET", "/v1/models/{name}", describing.model),
+    ("GET", "/health", describing.health),
+    ("GET", "/version", describing.version),
+    ("GET", "/tokenizer_info", describing.tokenizer_info),
+    ("POST", "/tokenize", describing.tokenize),
+    ("POST", "/detokenize", describing.detokenize),
+]
+_PATHS = frozenset(path for _, path, _ in ENDPOINTS if "{" not in path)
+
 
 class HttpServer:
     """A server of OpenAI's paths, from `start` to `stop`."""
@@ -52,22 +67,10 @@ class HttpServer:
         self._settings = settings
         self._request_handler = request_handler
         self._count_answer = count_answer
-        endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/v1/completions", completions),
-            ("POST", "/v1/chat/completions", chat_completions),
-            ("GET", "/v1/models", describing.models),
-            ("GET", "/v1/models/{name}", describing.model),
-            ("GET", "/health", describing.health),
-            ("GET", "/version", describing.version),
-            ("GET", "/tokenizer_info", describing.tokenizer_info),
-            ("POST", "/tokenize", describing.tokenize),
-            ("POST", "/detokenize", describing.detokenize),
-        ]
-        self._paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
         app = Starlette(
             routes=[
                 Route(path, partial(self._answer, endpoint), methods=[method])
-                for method, path, endpoint in endpoints
+                for method, path, endpoint in ENDPOINTS
             ],
             exception_handlers={HTTPException: self._missing},
         )
@@ -112,7 +115,7 @@ class HttpServer:
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The endpoint's answer, or its error as one; counted, and with the call's names."""
         path, state = request.scope["path"], request.state
-        key = bearer_key(request.headers.get("authorization", ""))
+        key = bearer_key(request.headers)
         state.call = begin_call(request, None if self._request_handler.keys is None else key)
         try:
             self._admit(request, path, key)
@@ -123,7 +126,7 @@ class HttpServer:
         except Exception as error:
             response = error_response(state.call.refusal(error))
         response.headers.update(dict(state.call.names))
-        self._count_answer(path if path in self._paths else _OTHER_PATHS, response.status_code)
+        self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
         return response
 
     def _admit(self, request: Request, path: str, key: str | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.requests import refuse, renamed
+from ppserve.errors import Violation
+from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score
 from ppserve.head.descriptions import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
@@ -19,14 +19,14 @@ _UNSERVED = {
     *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
 }
 # What our proto calls it -> what this one does, where that is not the part after the dot.
-_NAMES = {
+NAMES = {
     "request_id": "request_id",
     "token_ids.ids": "tokenized.input_ids",
     "stop.include_stop": "sampling_params.include_stop_str_in_output",
 }
 
 
-def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
+def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
     """What the message asks for, under our proto's names; and its prompt. A zero without presence is the default.
     Raises InvalidRequest for what is not served."""
     kind, params = message.WhichOneof("input"), message.sampling_params
@@ -38,12 +38,6 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | S
     if "seed" in given:
         given["seed"] &= MAX_SEED  # the field is signed, and all of its values are good seeds
     return given, message.text if kind == "text" else message.tokenized.input_ids
-
-
-def rename_fields(message: pb.GenerateRequest, error: InvalidRequest) -> InvalidRequest:
-    """The same error, with the names that this protocol's fields have."""
-    prompt = "text" if message.WhichOneof("input") == "text" else "tokenized"
-    return renamed(error, _NAMES | {"prompt": prompt}, "sampling_params.")
 
 
 def _unserved(message: Message, home: str) -> Iterator[Violation]:

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
+from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import deltas_of
-from ppserve.head.api.vllm_grpc.messages import SequenceMessages, rename_fields, request_fields
+from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
 # Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
@@ -45,7 +46,8 @@ class VllmService:
                     for answer in messages.answers(delta):
                         yield answer
         except InvalidRequest as error:
-            raise rename_fields(message, error) from None
+            names = NAMES | {"prompt": message.WhichOneof("input") or "input"}
+            raise renamed(error, names, "sampling_params.") from None
 
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call

@@ -201,9 +201,10 @@ def efficiency(tour: Tour) -> None:
     for s in schedules:
         tour.say(f"  {s.m:4} {s.ideal_bubble:21.0%} {s.bubble:10.0%} {s.wall / 1e6:7.1f} ms")
 
+    parts = decode_parts(arch)
     tour.explain(
         f"""Decoding adds the LM head to the last stage, where it weighs as much as
-        {arch.head_params / decode_parts(arch).layer:.1f} layers. {NUM_PROMPTS} sequences in {p} microbatches, with
+        {parts.head / parts.layer:.1f} layers. {NUM_PROMPTS} sequences in {p} microbatches, with
         layers split evenly and by weight:"""
     )
     tour.say(f"  {'layers':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")

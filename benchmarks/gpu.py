@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import parallel_state
 from ppserve import Pipeline
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
+from ppserve.core.partition import decode_parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
@@ -199,7 +200,7 @@ def steps(bench: Bench) -> None:
             for rows in sizes:
                 ms, busy_ms = stage.time([stage.piece(i, bench.context, 1) for i in range(rows)], 30)
                 keys = rows * bench.context * 2 * arch.num_layers * arch.width
-                times = ms * bytes_per_s / 1e3 / ((params + arch.head_params + keys) * itemsize)
+                times = ms * bytes_per_s / 1e3 / ((params + decode_parts(arch).head + keys) * itemsize)
                 reached = rows not in GOALS or times <= GOALS[rows]
                 figures = {"rows": rows, "host_ms": ms, "device_ms": busy_ms, "times_floor": times}
                 bench.note("steps", **mode, **figures, goal_reached=reached)

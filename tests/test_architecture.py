@@ -244,10 +244,10 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
     "ppserve/*.py": (1_086, 1_010),
-    "ppserve/core/*.py": (1_118, 1_000),
+    "ppserve/core/*.py": (1_100, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
-    "ppserve/planning/*.py": (552, 550),
+    "ppserve/planning/*.py": (550, 550),
     "ppserve/process/*.py": (1_094, 1_094),
     "ppserve/stage/*.py": (1_249, 1_249),
     "ppserve/stage/transport/*.py": (1_000, 1_000),

@@ -94,19 +94,10 @@ class Architecture:
         return self.width * (1 + self.biases)
 
     @property
-    def head_params(self) -> int:
-        """Of the final layer norm and the LM head, which has no padding; a copy of the embedding when tied."""
-        return self.vocab_size * self.width + self.norm_params
-
-    @property
-    def shared_params(self) -> int:
-        """What embedding and LM head have in common: the token embedding where they are tied."""
-        return self.vocab_size * self.width if self.tied_embeddings else 0
-
-    @property
     def num_params(self) -> int:
         """Of the whole model: a tied embedding counts once, however many stages hold a copy."""
-        return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - self.shared_params
+        copied = self.vocab_size * self.width if self.tied_embeddings else 0
+        return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - copied
 
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
@@ -147,11 +138,6 @@ class Cut:
     widths: tuple[int, ...]
     """How many each rank has."""
     rank: int
-
-    @classmethod
-    def from_size(cls, size: int, rank: int, count: int) -> Cut:
-        """`size` things among `count` ranks: as evenly as they go, the first ranks have one more."""
-        return cls(tuple(size // count + (i < size % count) for i in range(count)), rank)
 
     def times(self, factor: int) -> Cut:
         """This cut in smaller units: each of its things consists of `factor` of them."""
@@ -202,8 +188,9 @@ class StageLayout:
         return self.num_stages * self.num_tensor
 
     def cut(self, size: int) -> Cut:
-        """`size` outputs, among the tensor ranks."""
-        return Cut.from_size(size, self.tensor, self.num_tensor)
+        """`size` outputs among the tensor ranks: as evenly as they go, the first ranks have one more."""
+        each, left = divmod(size, self.num_tensor)
+        return Cut(tuple(each + (rank < left) for rank in range(self.num_tensor)), self.tensor)
 
     def kv_heads(self, arch: Architecture) -> Cut:
         """The heads of keys and values of every attention."""

@@ -6,14 +6,9 @@ from collections.abc import Iterable, Sequence
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear between the two nearest values; 0 without values."""
+    """The value whose rank is nearest; 0 without values."""
     ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[round((len(ordered) - 1) * percent / 100)] if ordered else 0.0
 
 
 def size(num_bytes: float) -> str:

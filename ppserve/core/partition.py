@@ -124,7 +124,7 @@ def decode_parts(arch: Architecture) -> PartCosts:
     The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding gathers two rows, next to nothing.
     """
     attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
-    return PartCosts(attention, mlp, 0.0, arch.head_params)
+    return PartCosts(attention, mlp, 0.0, arch.vocab_size * arch.width + arch.norm_params)
 
 
 def balance(costs: tuple[float, ...]) -> float:

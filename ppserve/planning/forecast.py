@@ -104,10 +104,8 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
 
 
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
-    params = stage_params(arch, layout)
-    if layout.is_first and layout.is_last and layout.num_tensor == 1:
-        # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
-        params -= arch.shared_params
+    # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
+    params = arch.num_params if layout.num_places == 1 else stage_params(arch, layout)
     weight_bytes = _weight_bytes(arch, layout, intent)
     left = int(max(0, intent.stage_memory - weight_bytes) * intent.kv_share)
     kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)

@@ -1,17 +1,16 @@
-"""Figures for people: percentiles as numpy has them, sizes in the right unit, tables whose columns are aligned."""
+"""Figures for people: percentiles that occurred, sizes in the right unit, tables whose columns are aligned."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from ppserve.core.figures import percentile, size, table
 
 
-def test_percentiles_are_numpy_s() -> None:
+def test_a_percentile_is_a_value_that_occurred() -> None:
     values = np.random.default_rng(0).lognormal(size=37).tolist()
     for percent in (0, 1, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+        assert percentile(values, percent) == np.percentile(values, percent, method="nearest")
     assert percentile([], 50) == 0
     assert percentile([3.0, 1.0, 2.0], 50) == 2
     assert percentile(range(101), 99) == 99

@@ -257,9 +257,13 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
 
 
 def test_things_are_shared_out_evenly() -> None:
-    assert Cut.from_size(25, 0, 2).widths == (13, 12)
-    assert Cut.from_size(25, 1, 2).times(64).own == slice(832, 1600)
-    assert Cut.from_size(7, 2, 3) == Cut((3, 2, 2), 2)
+    assert cut_of(25, 0, 2).widths == (13, 12)
+    assert cut_of(25, 1, 2).times(64).own == slice(832, 1600)
+    assert cut_of(7, 2, 3) == Cut((3, 2, 2), 2)
+
+
+def cut_of(size: int, rank: int, count: int) -> Cut:
+    return StageLayout(0, 1, 0, 2, rank, count).cut(size)
 
 
 PARAMS = [
@@ -276,7 +280,7 @@ PARAMS = [
 
 def read_in_slices(plan: StepPlan, logits_RV: torch.Tensor, count: int) -> list[Any]:
     """What each of `count` ranks gets."""
-    cuts = [Cut.from_size(logits_RV.shape[1], rank, count) for rank in range(count)]
+    cuts = [cut_of(logits_RV.shape[1], rank, count) for rank in range(count)]
     with ThreadPoolExecutor(count) as threads:
         pieces = [iter(logits_RV[:, cut.own].contiguous().split(4)) for cut in cuts]
         return list(threads.map(read_logits, [plan] * count, pieces, connect_ranks(count), cuts))

@@ -37,12 +37,16 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def cut_of(size: int, rank: int, count: int) -> Cut:
+    return StageLayout(0, 1, 0, 2, rank, count).cut(size)
+
+
 def gathers_whole(gather: Gather, rank: int, count: int) -> list[bool]:
     """Rows of several shapes, often enough that buffers are used again."""
     right = []
     for turn in range(12):
         num_rows, width, dtype = SHAPES[turn % len(SHAPES)]
-        whole_TN, cut = rows(num_rows, width, dtype, turn), Cut.from_size(width, rank, count)
+        whole_TN, cut = rows(num_rows, width, dtype, turn), cut_of(width, rank, count)
         gathered_TN = gather.all(whole_TN[:, cut.own], cut)
         right.append(torch.equal(gathered_TN, whole_TN) and gathered_TN.is_contiguous())
     return right
@@ -59,7 +63,7 @@ def test_threads_gather_whole_rows() -> None:
 def test_more_rows_than_fit_follow_in_pieces() -> None:
     width = 1 << 14
     whole_TN = rows(2 * BUFFER_BYTES // (4 * width) + 3, 2 * width, torch.float32)
-    cuts = [Cut.from_size(2 * width, rank, 2) for rank in range(2)]
+    cuts = [cut_of(2 * width, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         both = threads.map(lambda link, cut: link.all(whole_TN[:, cut.own], cut), connect_ranks(2), cuts)
         assert all(torch.equal(gathered_TN, whole_TN) for gathered_TN in both)
@@ -87,7 +91,7 @@ def test_a_wait_ends(by: str) -> None:
     """Also one that spins: the other thread needs the interpreter to end it."""
     waiting, other = connect_ranks(2)
     with ThreadPoolExecutor(1) as threads:
-        wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), Cut.from_size(2, 0, 2))
+        wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), cut_of(2, 0, 2))
         (waiting.interrupt if by == "its own interrupt" else other.close)()
         assert isinstance(wait.exception(WITHIN_S), TransportError)
 
@@ -103,7 +107,7 @@ def test_who_waits_sleeps() -> None:
     waiting, other = connect_ranks(2)
     with ThreadPoolExecutor(1) as threads, closing(other):
         thread = Path(f"/proc/self/task/{threads.submit(threading.get_native_id).result()}/stat")
-        wait = threads.submit(waiting.all, torch.ones(1, 1), Cut.from_size(2, 0, 2))
+        wait = threads.submit(waiting.all, torch.ones(1, 1), cut_of(2, 0, 2))
 
         def is_asleep() -> bool:
             # It has counted up, so it needs nothing of the interpreter for which it could sleep.
@@ -111,7 +115,7 @@ def test_who_waits_sleeps() -> None:
             return bool(has_counted and is_marked) and " S " in thread.read_text()
 
         wait_until(is_asleep)
-        assert other.all(torch.zeros(1, 1), Cut.from_size(2, 1, 2)).tolist() == [[1, 0]]
+        assert other.all(torch.zeros(1, 1), cut_of(2, 1, 2)).tolist() == [[1, 0]]
         assert wait.result(WITHIN_S).tolist() == [[1, 0]]
     assert line_of(other, 1).tolist() == [1, 0]
 
@@ -122,7 +126,7 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
     other.close()
     for _ in range(2):
         with pytest.raises(TransportError, match="gone"):
-            left.all(torch.ones(1, 1), Cut.from_size(2, 0, 2))
+            left.all(torch.ones(1, 1), cut_of(2, 0, 2))
         assert line_of(left, 0).tolist() == [1, 0]
 
 
@@ -157,7 +161,7 @@ def lose_one(rank: int, kind: str, path: str, count: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     said = ""
     try:
-        gather.all(torch.ones(1, 1), Cut.from_size(count, rank, count))
+        gather.all(torch.ones(1, 1), cut_of(count, rank, count))
     except TransportError as error:
         said = str(error)
     part(gather)

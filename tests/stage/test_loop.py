@@ -91,7 +91,8 @@ def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
         assert (hello.model.architecture, hello.model.dtype) == (checkpoint.architecture, "float32")
         assert hello.device.gpu is None
         loaded = stage.load(StageLayout(0, 1, 0, 4))
-        assert loaded.params == checkpoint.architecture.num_params + checkpoint.architecture.shared_params
+        arch = checkpoint.architecture
+        assert loaded.params == arch.num_params + arch.vocab_size * arch.width
         assert loaded.why_not == ""
         assert compute.weighed == [(0, 0), (loaded.weight_bytes, checkpoint.architecture.vocab_size)]
         stage.tell(wire.Shutdown(7))

@@ -73,18 +73,17 @@ class _Cursor:
         return self.bytes(length).decode()
 
     def value(self, kind: int) -> Any:
-        if kind == TEXT:
-            return self.text()
         if kind != ARRAY:
-            return self.numbers(_form(kind))[0]
+            return self.values(kind, 1)[0]
         (inner,), (count,) = self.numbers("I"), self.numbers("Q")
-        return [self.text() for _ in range(count)] if inner == TEXT else list(self.numbers(_form(inner), count))
+        return self.values(inner, count)
 
-
-def _form(kind: int) -> str:
-    if kind not in SCALARS:
-        raise ValueError(f"{kind} is no type of a value")
-    return SCALARS[kind]
+    def values(self, kind: int, count: int) -> list[Any]:
+        if kind == TEXT:
+            return [self.text() for _ in range(count)]
+        if kind not in SCALARS:
+            raise ValueError(f"{kind} is no type of a value")
+        return list(self.numbers(SCALARS[kind], count))
 
 
 def _header(cursor: _Cursor) -> GGUFHeader:

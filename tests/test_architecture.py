@@ -243,7 +243,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_086, 1_010),
+    "ppserve/*.py": (1_085, 1_010),
     "ppserve/core/*.py": (1_100, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
@@ -263,7 +263,7 @@ BUDGET = {
     "ppserve/library/*.py": (518, 500),
     "ppserve/client/*.py": (600, 600),
     "ppserve/bench/*.py": (800, 800),
-    "ppserve/cli/*.py": (1_360, 1_340),
+    "ppserve/cli/*.py": (1_352, 1_340),
     "tests/**/*.py": (28_222, 28_100),
     "benchmarks/**/*.py": (2_500, 2_500),
     "README.md": (180, 180),

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, LAYERS, PORTS, SIZE, AutoOr, Number, PortOption
+from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, LAYERS, PORTS, SIZE, Number, PortOption, auto_or
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _PORT = click.IntRange(0, 65535)
@@ -73,8 +73,8 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--tensor-parallel", "Ranks that share each stage's layers.", type=COUNT, default=1),
         _flag("--replicas", "Pipelines with all layers each, behind one head.", type=COUNT, default=1),
         _choice("--parallel", cfg.PARALLEL, "off", "auto: measure the ranks and choose the shape."),
-        _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", type=AutoOr(LAYERS), default="auto"),
-        _flag("--microbatches", "In flight; auto = stages, or one more.", type=AutoOr(COUNT), default="auto"),
+        _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", type=auto_or(LAYERS), default="auto"),
+        _flag("--microbatches", "In flight; auto = stages, or one more.", type=auto_or(COUNT), default="auto"),
         _choice("--transport", cfg.TRANSPORTS, "auto", "How hidden states travel between stages."),
         _flag("--threads", "Computing threads per stage; unset = this host's cores, shared.", type=COUNT),
         _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
@@ -83,10 +83,10 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             "--cuda-graphs", "Record decoding steps when serving begins.",
             type=bool, default="on", metavar="on|off",
         ),
-        _flag("--prefill-chunk", "Most prompt tokens in one step.", type=AutoOr(COUNT), default="auto"),
+        _flag("--prefill-chunk", "Most prompt tokens in one step.", type=auto_or(COUNT), default="auto"),
         _flag(
             "--speculate", "Draft tokens per step; auto = where they pay.",
-            type=AutoOr(DRAFT_TOKENS), default="auto",
+            type=auto_or(DRAFT_TOKENS), default="auto",
         ),
         _flag(
             "--expect", "Typical prompt tokens, new tokens, requests at once; for --layers and --parallel auto.",

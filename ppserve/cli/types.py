@@ -51,15 +51,9 @@ class PortOption(click.Option):
         return None if isinstance(value, str) and value.startswith("tcp://") else value
 
 
-class AutoOr(click.ParamType[Any]):
+def auto_or(inner: click.ParamType[Any]) -> Parsed:
     """`auto` (None), or a value of another type."""
-
-    def __init__(self, inner: click.ParamType[Any]) -> None:
-        self.inner = inner
-        self.name = f"auto|{inner.name}"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
+    return Parsed(f"auto|{inner.name}", lambda text: None if text == "auto" else inner(text))
 
 
 def _size(text: str) -> int:

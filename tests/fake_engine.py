@@ -214,9 +214,9 @@ class FakeEngine:
             if step == self.halt_after:
                 return
             if breaks and step == self.break_after:
-                sink.push([TokenOutput(0, step, error=self.break_error)])
+                sink([TokenOutput(0, step, error=self.break_error)])
                 return
-            sink.push([outputs[step] for outputs in sequences if step < len(outputs)])
+            sink([outputs[step] for outputs in sequences if step < len(outputs)])
 
 
 def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:

@@ -36,9 +36,8 @@ class LocalControlPlane:
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         came: list[Received | None] = []
         with suppress(queue.Empty):
-            came.append(self._arrived.get(timeout=timeout_s))
             while True:
-                came.append(self._arrived.get_nowait())
+                came.append(self._arrived.get(timeout=0.0 if came else timeout_s))
         return [message for message in came if message is not None]
 
     def wake(self) -> None:

@@ -7,30 +7,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, RequestStream, Score
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.streams import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest, Sink, TokenOutput
 from ppserve.tokenizer import Tokenizer
 
-_REASON_WITHIN_S = 5.0
-
 _News = queue.SimpleQueue[tuple[str, Sequence[TokenOutput]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamSink:
-    """The `Sink` of one request of a stream."""
-
-    name: str
-    news: _News
-
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        self.news.put((self.name, outputs))
 
 
 class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
@@ -54,7 +40,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         self._reading = threading.Lock()
         try:
             for name, pending in requests.items():
-                engine.submit(OpenRequest(pending.request, _StreamSink(name, self._news), tokenizer)).result()
+                engine.submit(OpenRequest(pending.request, _sink(name, self._news), tokenizer)).result()
         except BaseException:
             self.close()
             raise
@@ -106,7 +92,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     def _explained(self, error: RequestError) -> RequestError:
         """A server does not tell its callers why a stage was lost; a program may know."""
         if isinstance(error, StagesLost):
-            return StagesLost(str(self._engine.failed.result(_REASON_WITHIN_S)))
+            return StagesLost(str(self._engine.failed.result(0)))
         return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
     def _chunk(self, name: str, pending: RequestStream, delta: Delta) -> Chunk:
@@ -133,3 +119,8 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
             return Token(token_id, token_bytes(token_id))
         top = tuple(Token(top_id, token_bytes(top_id), logprob) for top_id, logprob in score.top)
         return Token(token_id, token_bytes(token_id), score.logprob, top)
+
+
+def _sink(name: str, news: _News) -> Sink:
+    """Holds no stream: one that nobody reads any more ends."""
+    return lambda outputs: news.put((name, outputs))

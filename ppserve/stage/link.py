@@ -23,8 +23,6 @@ _NUM_CANCELLED = 256  # more than can be in flight
 
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
-OnAbandon = Callable[[int], None]
-"""Called with an epoch that the head has given up, in the thread that hears of it."""
 
 
 class Link:
@@ -44,10 +42,10 @@ class Link:
         """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
         """The latest steps sent ahead that need not be computed."""
-        self._on_abandon: OnAbandon = lambda _epoch: None
+        self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
-    def start(self, on_abandon: OnAbandon) -> None:
-        """By the stage that reads the inbox."""
+    def start(self, on_abandon: Callable[[int], None]) -> None:
+        """By the reader of the inbox. on_abandon: called with an epoch, in the thread that hears of its end."""
         self._on_abandon = on_abandon
 
     def handle_message(self, now_ns: int, message: Any) -> None:
@@ -86,7 +84,7 @@ class HeadLink(Link):
         self._end_within_s = end_within_s
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
 
-    def start(self, on_abandon: OnAbandon) -> None:
+    def start(self, on_abandon: Callable[[int], None]) -> None:
         super().start(on_abandon)
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
 

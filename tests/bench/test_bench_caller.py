@@ -61,7 +61,7 @@ def by_hand(outputs: list[TokenOutput], timeout_s: float | None = None) -> Answe
             await engine.until(lambda engine: bool(engine.sinks))
             (sink,) = engine.sinks.values()
             if outputs:
-                sink.push(outputs)
+                sink(outputs)
             return await asked
 
     return asyncio.run(main())

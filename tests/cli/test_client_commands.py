@@ -134,7 +134,7 @@ def test_an_answer_that_its_time_limit_has_cut_is_no_success(flags: tuple[str, .
             command = asyncio.create_task(asyncio.to_thread(ppserve, target, "generate", "hello", *flags))
             await engine.until(lambda engine: bool(engine.sinks), 60)
             _, sink = engine.sinks.popitem()
-            sink.push([TokenOutput(0, 0, 65, "A"), TokenOutput(0, 1, finish=FinishReason.DEADLINE)])
+            sink([TokenOutput(0, 0, 65, "A"), TokenOutput(0, 1, finish=FinishReason.DEADLINE)])
             return await command
 
     done = asyncio.run(main())

@@ -93,7 +93,7 @@ class RequestHandler:
         self._streams[stream] = call
         self._idle.clear()
         try:
-            what = request, stream, self.tokenizer, self.description.architecture.eos_ids
+            what = request, stream.push, self.tokenizer, self.description.architecture.eos_ids
             length = _HELD_COSTS * len(request.resume_ids)
             with self.counting_refusals():
                 opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))

@@ -51,7 +51,7 @@ class Delta:
 
 
 class RequestStream:
-    """A `Sink` of one request's outputs, until its reader takes them. Not safe for several threads.
+    """One request's outputs, which its `push` receives, until its reader takes them. Not safe for several threads.
 
     echo: the prompt's text, where it is to be sent back. news: one event for streams that are read together.
     in_time: the deadline is an error, for protocols that have no word for a sequence that it ended.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ppserve.answers import Timings
 from ppserve.core.plan import TokenLogprobs
@@ -35,11 +34,8 @@ class TokenOutput:
     timings: Timings | None = None
 
 
-class Sink(Protocol):
-    """A receiver of one request's outputs."""
-
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        """The outputs of one turn of the engine. Called where `Engine.hand_over` runs; must return at once."""
+Sink = Callable[[Sequence[TokenOutput]], None]
+"""Called with one request's outputs of a turn of the engine, where `HandOver` runs; must return at once."""
 
 
 class SequenceProgress:
@@ -265,4 +261,4 @@ class OpenStreams:
 
 def _push(outputs: dict[Sink, list[TokenOutput]]) -> None:
     for sink, of_sink in outputs.items():
-        sink.push(of_sink)
+        sink(of_sink)

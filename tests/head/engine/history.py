@@ -221,7 +221,7 @@ class History:
         if not self.control.is_up:
             again()
             return
-        accepted = self.engine.submit(OpenRequest(request, caller, no_tokenizer(), (EOS_ID,)))
+        accepted = self.engine.submit(OpenRequest(request, caller.push, no_tokenizer(), (EOS_ID,)))
 
         def answered(_future: object) -> None:
             problem = accepted.exception()

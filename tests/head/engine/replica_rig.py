@@ -204,7 +204,7 @@ class EngineRig(Rig):
     def open(self, request: Request) -> Reader:
         """Raises the error of a request that is refused."""
         reader = Reader()
-        queued = self.engine.submit(OpenRequest(request, reader, no_tokenizer()))
+        queued = self.engine.submit(OpenRequest(request, reader.push, no_tokenizer()))
         self.engine.turn()
         queued.result(0)
         return reader

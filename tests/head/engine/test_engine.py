@@ -55,7 +55,7 @@ def test_a_cancelled_request_ends_now_although_its_step_is_under_way() -> None:
 
 def test_a_caller_that_leaves_before_it_is_queued_harms_nobody() -> None:
     rig = EngineRig("")
-    leaving = rig.engine.submit(OpenRequest(a_request("a"), Reader(), no_tokenizer()))
+    leaving = rig.engine.submit(OpenRequest(a_request("a"), Reader().push, no_tokenizer()))
     leaving.cancel()
     rig.engine.cancel("a", FinishReason.CANCELLED)
     rig.finish(rig.open(a_request("b")))
@@ -89,7 +89,7 @@ def test_a_pipeline_that_cannot_form_again_ends_every_stream_with_a_status() -> 
     rig.engine.run()
     assert rig.control.sent[-1] == (0, wire.Shutdown(EXIT_FAILED))
     with pytest.raises(Draining):
-        rig.engine.submit(OpenRequest(a_request("late"), Reader(), no_tokenizer())).result(0)
+        rig.engine.submit(OpenRequest(a_request("late"), Reader().push, no_tokenizer())).result(0)
     with pytest.raises(Draining):
         rig.engine.snapshot()
 
@@ -100,7 +100,7 @@ def test_stopping_shuts_every_stage_down_and_refuses_what_comes_later() -> None:
     rig.engine.run()
     assert rig.control.sent[-2:] == [(0, wire.Shutdown()), (1, wire.Shutdown())]
     with pytest.raises(Draining):
-        rig.engine.submit(OpenRequest(a_request("late"), Reader(), no_tokenizer())).result(0)
+        rig.engine.submit(OpenRequest(a_request("late"), Reader().push, no_tokenizer())).result(0)
 
 
 # ---- replicas -----------------------------------------------------------------------------------------

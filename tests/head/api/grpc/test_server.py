@@ -199,7 +199,7 @@ def test_mutual_tls_whose_certificates_are_replaced_under_a_stream(tmp_path: Pat
             async with aio.secure_channel(target, old, apart) as late:
                 assert await code_of(health_of(late, timeout=5)) is grpc.StatusCode.UNAVAILABLE
             request = engine.requests[0]
-            engine.sinks[request.id].push(generation(request, 0))
+            engine.sinks[request.id](generation(request, 0))
             assert await code_of(call) is grpc.StatusCode.OK
 
     asyncio.run(main())
@@ -261,7 +261,7 @@ def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
                 assert refusal.code() is grpc.StatusCode.UNAVAILABLE
                 assert "shutting down" in str(refusal.details())
                 assert not stopping.done()
-                next(iter(engine.sinks.values())).push([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
+                next(iter(engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
                 assert [message.text async for message in running] == ["A"]
 
     asyncio.run(main())

@@ -75,7 +75,7 @@ def test_what_ended_a_sequence_is_told_with_what_was_made() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         call = stub.Generate(ask(sampling=pb.SamplingParams(n=3)))
         await engine.until(lambda engine: bool(engine.sinks))
-        next(iter(engine.sinks.values())).push(
+        next(iter(engine.sinks.values()))(
             [
                 TokenOutput(0, 0, 104, "h", finish=FinishReason.STOP_STRING, matched="stop!"),
                 TokenOutput(1, 0, 256, "", finish=FinishReason.EOS, matched=256),

@@ -175,7 +175,7 @@ def test_how_a_sequence_ended(finish: FinishReason, matched: int | str | None, e
         asking = asyncio.create_task(served.complete(prompt="hello"))
         await served.engine.until(lambda engine: bool(engine.sinks))
         end = TokenOutput(0, 0, 65, "A", finish=finish, matched=matched)
-        next(iter(served.engine.sinks.values())).push([end])
+        next(iter(served.engine.sinks.values()))([end])
         (choice,) = (await asking)["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == expected
 

@@ -160,8 +160,8 @@ def test_an_end_at_the_deadline_is_an_error(pushed: list[TokenOutput]) -> None:
             asking = asyncio.create_task(served.ask("/v1/completions", body))
             await served.engine.until(lambda engine: bool(engine.sinks))
             _, sink = served.engine.sinks.popitem()
-            sink.push(pushed)
-            sink.push([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
+            sink(pushed)
+            sink([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
             answer = await asking
             if stream and pushed:
                 assert [choice["text"] for event in answer.events[:-1] for choice in event["choices"]] == ["A"]
@@ -224,7 +224,7 @@ def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
             assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
             assert (await served.ask("/health")).status == 503
             assert not stopping.done()
-            next(iter(served.engine.sinks.values())).push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
+            next(iter(served.engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
             assert [event["choices"][0]["text"] for event in await running] == ["A"]
 
     run(scenario, by_hand=True)

@@ -95,7 +95,7 @@ def test_without_stream_the_ends_come_by_index_whichever_is_first() -> None:
         await engine.until(lambda engine: bool(engine.requests))
         sink = engine.sinks[engine.requests[0].id]
         for index in (2, 0, 1):
-            sink.push([TokenOutput(index, 0, 100 + index, finish=FinishReason.MAX_TOKENS)])
+            sink([TokenOutput(index, 0, 100 + index, finish=FinishReason.MAX_TOKENS)])
             await asyncio.sleep(0)
         ends = [answer.complete async for answer in call]
         assert [(end.index, list(end.output_ids)) for end in ends] == [(0, [100]), (1, [101]), (2, [102])]
@@ -127,7 +127,7 @@ def test_ends_have_the_protocols_words(reason: FinishReason, matched: int | str 
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         call = stub.Generate(ask(False))
         await engine.until(lambda engine: bool(engine.requests))
-        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, finish=reason, matched=matched)])
+        engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, finish=reason, matched=matched)])
         (answer,) = [answer async for answer in call]
         end = answer.complete
         which = end.WhichOneof("matched_stop")
@@ -143,7 +143,7 @@ def test_an_end_at_the_deadline_is_a_status(stream: bool) -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         call = stub.Generate(ask(stream))
         await engine.until(lambda engine: bool(engine.requests))
-        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, finish=FinishReason.DEADLINE)])
+        engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, 65, finish=FinishReason.DEADLINE)])
         if stream:
             assert list((await anext(aiter(call))).chunk.token_ids) == [65]
         assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -34,15 +34,13 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
-    "gelu_fast": partial(gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": relu,
     "silu": silu,
     "tanh": torch.tanh,
 }
-"""The activations of the GPT-2 family by Hugging Face's names, and what each of them means."""
+"""The activations of the GPT-2 family by one of Hugging Face's names for each, and what it means."""
 
 
 Attend = Callable[[int, torch.Tensor, float], torch.Tensor]

@@ -84,7 +84,6 @@ class Checkpoint(Protocol):
 
         Raises CheckpointError.
         """
-        ...
 
     def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
         """These rows of a matrix as they are stored; None where they have not 4 bits. Raises CheckpointError."""

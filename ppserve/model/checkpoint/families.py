@@ -11,17 +11,12 @@ FAMILIES = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
 
 def tensor_shapes(arch: Architecture) -> Shapes:
     """Every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
-    width, vocabulary = arch.width, arch.padded_vocab_size
+    width, vocabulary, layers = arch.width, arch.padded_vocab_size, FAMILIES[arch.family].layer_shapes(arch)
     positions: Shapes = {"wpe.weight": (arch.max_positions, width)} if arch.rotary is None else {}
     return {
         "wte.weight": (vocabulary, width),
         **positions,
-        **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layer_shapes(arch).items()},
+        **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layers.items()},
         **with_biases({"ln_f": (width,)}, arch.biases),
         "lm_head.weight": (vocabulary, width),
     }
-
-
-def layer_shapes(arch: Architecture) -> Shapes:
-    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
-    return FAMILIES[arch.family].layer_shapes(arch)

@@ -17,7 +17,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, read_start
-from ppserve.model.checkpoint.families import layer_shapes, tensor_shapes
+from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
@@ -82,7 +82,7 @@ def _architecture(path: Path, header: Header) -> Architecture:
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:
     """Every tensor follows the one before; the last one must end where the file ends."""
-    layers = [f"h.{i}.{name}" for name in layer_shapes(arch) for i in range(arch.num_layers)]
+    layers = [f"h.{i}.{name}" for name in FAMILIES[arch.family].layer_shapes(arch) for i in range(arch.num_layers)]
     names = ("wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias")
     shapes, itemsize = tensor_shapes(arch), DTYPES[dtype].itemsize
     begin, total = HEADER_BYTES // itemsize, sum(math.prod(shapes[name]) for name in names)

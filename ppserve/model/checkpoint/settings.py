@@ -31,17 +31,10 @@ InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 Id = Annotated[int, Meta(ge=0)]
 
 ACTIVATIONS = {
-    "gelu_new": "gelu_new",
-    "gelu": "gelu",
+    **{name: name for name in ("gelu_new", "gelu", "quick_gelu", "relu", "silu", "tanh")},
+    **dict.fromkeys(("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"),
     "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "gelu_python_tanh": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_fast",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
     "swish": "silu",
-    "tanh": "tanh",
 }
 """Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 

@@ -97,8 +97,7 @@ class FileCheckpoint:
         read = getattr(self._stored(name).numbers, "four_bits", None)
         if read is None:
             return None
-        parts: list[FourBits | None] = [read(own) for own in rows]
-        found = [part for part in parts if part is not None]
+        found: list[FourBits] = [part for own in rows if (part := read(own)) is not None]
         return FourBits(*map(torch.cat, zip(*found, strict=True))) if found else None
 
     def _stored(self, name: str) -> StoredTensor:

@@ -22,10 +22,9 @@ from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.inputs import StepInputs
 
 _ROOT = 2 * math.sqrt(2 / math.pi)
-_TANH_GELU = Activation(GATE, np.float32(_ROOT), np.float32(0.044715 * _ROOT))
 
 ACTIVATIONS = {
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _TANH_GELU),
+    "gelu_new": Activation(GATE, np.float32(_ROOT), np.float32(0.044715 * _ROOT)),
     "quick_gelu": Activation(GATE, np.float32(1.702), np.float32(0)),
     "silu": Activation(GATE, np.float32(1), np.float32(0)),
     "tanh": Activation(TANH, np.float32(0), np.float32(0)),

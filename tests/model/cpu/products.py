@@ -35,7 +35,7 @@ def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ig
 
 @kernel
 def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:  # type: ignore[no-untyped-def]
-    multiply(kind, weights, rows, y, first_panel, end_panel, 0)
+    multiply(kind, weights, rows, y, first_panel, end_panel)
 
 
 class Product:

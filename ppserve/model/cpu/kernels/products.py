@@ -198,10 +198,9 @@ class Scratch(NamedTuple):
 
 
 @inlined
-def multiply(kind, weights, rows, y, first_panel, end_panel, following):
+def multiply(kind, weights, rows, y, first_panel, end_panel):
     """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2. y: the address of
-    (T and as many rows as make whole tiles, N) float32. following: the address of what is read next, 0: not known.
-    """
+    (T and as many rows as make whole tiles, N) float32. rows: of a `Scratch`."""
     num_tiles = -(-rows.num_rows // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
     first_weights = weights.panels + first_panel * weights.chunks * kind.chunk_bytes
@@ -213,8 +212,8 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
             then = first_weights
             if end_chunk < weights.chunks:
                 then += end_chunk * kind.chunk_bytes
-            elif end_tile == num_tiles and following != 0:
-                then = following
+            elif end_tile == num_tiles:  # the thread's next panels are likely those behind
+                then += (end_panel - first_panel) * weights.chunks * kind.chunk_bytes
             _multiply_block(
                 kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
             )

@@ -122,15 +122,10 @@ class ThreadContext(NamedTuple):
 
 
 @inlined
-def _partition_of(context, thread, size, least):
-    """A thread's part of `size`, in multiples of `least`."""
-    parts = size // least
-    return parts * thread // context.count * least, parts * (thread + 1) // context.count * least
-
-
-@inlined
 def _partition(context, size, least):
-    return _partition_of(context, context.thread, size, least)
+    """A thread's part of `size`, in multiples of `least`."""
+    parts, thread = size // least, context.thread
+    return parts * thread // context.count * least, parts * (thread + 1) // context.count * least
 
 
 @inlined
@@ -139,14 +134,7 @@ def _values(scratch, context):
 
 
 @inlined
-def _first_panel(product, weights, context):
-    """Where this thread begins to read these weights."""
-    first, _ = _partition(context, weights.outputs // PANEL, 4)
-    return weights.panels + first * weights.chunks * product.chunk_bytes
-
-
-@inlined
-def _multiply(product, weights, scratch, y, context, following):
+def _multiply(product, weights, scratch, y, context):
     """The threads' common product of the packed rows: each computes its partition in pieces, then what is left of
     the others'."""
     barrier(context.job_queue, context.thread, context.count)
@@ -156,14 +144,13 @@ def _multiply(product, weights, scratch, y, context, following):
     if context.count > 1:
         at_once = _PIECE_BYTES * -(-scratch.num_rows // scratch.tile_rows) // panel_bytes // 2 * 2 + 2
     for i in range(context.count):
-        thread = (context.thread + i) % context.count
-        first, end = _partition_of(context, thread, panels, 4)
-        panel = first + at_once * next_piece(counts, thread)
+        other = ThreadContext(context.job_queue, (context.thread + i) % context.count, context.count)
+        first, end = _partition(other, panels, 4)
+        panel = first + at_once * next_piece(counts, other.thread)
         while panel < end:
             last = min(end, panel + at_once)
-            then = weights.panels + last * panel_bytes if last < end else following
-            multiply(product, weights, scratch, y, panel, last, then)
-            panel = first + at_once * next_piece(counts, thread)
+            multiply(product, weights, scratch, y, panel, last)
+            panel = first + at_once * next_piece(counts, other.thread)
     barrier(context.job_queue, context.thread, context.count)
 
 
@@ -204,13 +191,13 @@ def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
 
 
 @inlined
-def _heads(product, attention, stored, single, table, step, x, out, context, following):
+def _heads(product, attention, stored, single, table, step, x, out, context):
     """Attention of a rank's own heads; out: float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     cache = _cache_at(step + _SCRATCH + _SLICES)
     _norm_rows(product, stored, norm, qkv, scratch, x, context)
-    _multiply(product, qkv, scratch, scratch.y, context, following)
+    _multiply(product, qkv, scratch, scratch.y, context)
     num_queries, stride = cache.num_heads * cache.readers, 4 * qkv.outputs
     first, end = _partition(context, num_queries, 1)
     first_kv, end_kv = _partition(context, cache.num_heads, 1)
@@ -232,14 +219,14 @@ def _heads(product, attention, stored, single, table, step, x, out, context, fol
 
 
 @inlined
-def _expand(product, stored, single, table, step, x, out, context, following):
+def _expand(product, stored, single, table, step, x, out, context):
     """A rank's own part of the inner rows; out: float32."""
     norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     activation, table = _activation_at(table), table + _ACTIVATION
     own, is_gated = load_int(table, 0), load_int(table, 1)
     _norm_rows(product, stored, norm, weights, scratch, x, context)
-    _multiply(product, weights, scratch, scratch.y, context, following)
+    _multiply(product, weights, scratch, scratch.y, context)
     first, end = _partition(context, scratch.num_rows, 1)
     for row in range(first, end):
         values, to = scratch.y + 4 * row * weights.outputs, out + 4 * row * own
@@ -253,13 +240,13 @@ def _expand(product, stored, single, table, step, x, out, context, following):
 
 
 @inlined
-def _project(product, stored, single, table, step, x, inner, out, context, following):
+def _project(product, stored, single, table, step, x, inner, out, context):
     """out = x + inner Wᵀ + b for a rank's own columns. inner: float32 rows of all ranks."""
     weights, scratch = _weights_at(table), _scratch_at(step)
     table += _WEIGHTS
     depth, width, column, own = load_int(table, 0), load_int(table, 1), load_int(table, 2), load_int(table, 3)
     _pack_rows(product, single, weights, scratch, inner, depth, context)
-    _multiply(product, weights, scratch, scratch.y, context, following)
+    _multiply(product, weights, scratch, scratch.y, context)
     first, end = _partition(context, scratch.num_rows, 1)
     size = stored.element_bytes
     for row in range(first, end):
@@ -272,26 +259,23 @@ def _linear(product, single, table, step, x, out, context):
     """out = x Wᵀ + b. x: float32 rows."""
     weights, scratch = _weights_at(table), _scratch_at(step)
     _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
-    _multiply(product, weights, scratch, out, context, 0)
+    _multiply(product, weights, scratch, out, context)
 
 
 @inlined
 def _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
     """One of a list of jobs."""
-    job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
-    if number + 1 < num_jobs:
-        weights = load_int(jobs, 2 * number + 3) + (_NORM if job == PROJECT else 0)
-        following = _first_panel(product, _weights_at(weights), context)
+    job, table = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1)
     if job == HEADS:
-        _heads(product, attention, stored, single, table, step, x, inner, context, following)
+        _heads(product, attention, stored, single, table, step, x, inner, context)
     elif job == EXPAND:
-        _expand(product, stored, single, table, step, x, inner, context, following)
+        _expand(product, stored, single, table, step, x, inner, context)
     elif job == PROJECT:
-        _project(product, stored, single, table, step, x, inner, out, context, following)
+        _project(product, stored, single, table, step, x, inner, out, context)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
         _norm_rows(head, stored, norm, weights, scratch, x, context)
-        _multiply(head, weights, scratch, out, context, 0)
+        _multiply(head, weights, scratch, out, context)
     elif job == LINEAR:
         _linear(product, single, table, step, x, out, context)
     else:

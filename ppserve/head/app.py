@@ -255,17 +255,20 @@ class HeadProcess:
         def reload() -> None:
             if request_handler.keys is not None:
                 request_handler.keys.reload()
-            try:
-                servers.reload_certificates()
-                if self._meeting.tls is not None:
-                    # Stages that are connected stay so. They read their own files when they connect.
-                    self._control.show(stage_context(self._meeting.tls, serves=True))
-            except ConfigError as error:
-                log.error("certificates stay as they are: %s", error)
+            for read_again in (servers.reload_certificates, self._reload_stage_certificate):
+                try:
+                    read_again()
+                except ConfigError as error:
+                    log.error("certificates stay as they are: %s", error)
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_signal_handler(signal.SIGUSR1, self._trace.toggle)
+
+    def _reload_stage_certificate(self) -> None:
+        """For new connections of stages, which read their own files when they connect. Raises ConfigError."""
+        if self._meeting.tls is not None:
+            self._control.show(stage_context(self._meeting.tls, serves=True))
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:

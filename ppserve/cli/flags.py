@@ -95,7 +95,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
     ),
     "Memory": (
         _flag(
-            "--kv-cache-memory", "Per stage, such as 2G, taken at the start; unset = from free memory, as used.",
+            "--kv-cache-memory", "Per stage, such as 2G, taken from the start; unset = from free memory, as used.",
             type=SIZE,
         ),
         _choice(

@@ -80,7 +80,7 @@ def _run_stage(start: wire.Start, found: ProbeResult, link: Link, wiring: Thread
             stage.run()
         finally:
             stage.leave_epoch()  # which ends the waits of neighbours for this stage
-    except Exception as error:
+    except BaseException as error:
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))
     finally:

@@ -189,7 +189,7 @@ class Backend(Protocol):
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> KVCache:
-        """populate: its memory is taken from the system from now on, not when a block is first written."""
+        """populate: a thread begins to take its memory from the system before blocks are written."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         """The model with what a server computes all the time recorded, if this device can; else the model.

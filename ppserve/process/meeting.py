@@ -54,7 +54,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     if config.network.secret_file is None:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
     tls = config.network if config.network.stage_tls_cert else None
-    return Meeting(f"{host}:{port}", config.network.secret_file, is_ours=False, tls=tls)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Meeting(address, config.network.secret_file, is_ours=False, tls=tls)
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
@@ -112,7 +113,7 @@ def _directory_of_launcher() -> Path:
     name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
     places = os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()
     fits = [place for place in places if os.access(place, os.W_OK) and len(os.fsencode(place)) <= _MAX_PLACE_BYTES]
-    return Path(fits[0] if fits else "/tmp", f"ppserve-{os.getuid()}-{name}")
+    return Path(fits[0] if fits else "/tmp", f"ppserve-{os.getuid()}-{name}").absolute()
 
 
 def _check_private(directory: Path) -> None:

@@ -96,8 +96,7 @@ def listen(address: str) -> socket.socket:
 def connect(address: str, timeout_s: float) -> socket.socket:
     """Raises OSError."""
     if not address.startswith("/"):
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+        connection = socket.create_connection(_host_and_port(address), timeout=timeout_s)
         prepare(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX)
@@ -123,9 +122,14 @@ def prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _listen_to_hosts(address: str) -> socket.socket:
     """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
-    host, _, port = address.rpartition(":")
+    host, port = _host_and_port(address)
     is_this_host_alone = host.startswith(("127.", "::1", "localhost"))
     for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.
@@ -134,5 +138,5 @@ def _listen_to_hosts(address: str) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(where, family=family)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", int(port)))
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

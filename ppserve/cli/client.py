@@ -54,13 +54,13 @@ CONNECTION = (
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
     ("min_tokens", _COUNT, "Tokens before anything may end the text."),
-    ("temperature", float, "0 is greedy. Default: 1."),
+    ("temperature", Number(), "0 is greedy. Default: 1."),
     ("top_k", _COUNT, "Draw from the k most likely tokens. 0: from all."),
-    ("top_p", float, "Draw from the most likely tokens that sum to this."),
-    ("min_p", float, "Leave out tokens less likely than this part of the most likely one."),
-    ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", float, "Taken off a token's logit for each time it was generated."),
-    ("presence_penalty", float, "Taken off a token's logit once it was generated."),
+    ("top_p", Number(), "Draw from the most likely tokens that sum to this."),
+    ("min_p", Number(), "Leave out tokens less likely than this part of the most likely one."),
+    ("repetition_penalty", Number(), "Above 1 makes tokens that occurred less likely."),
+    ("frequency_penalty", Number(), "Taken off a token's logit for each time it was generated."),
+    ("presence_penalty", Number(), "Taken off a token's logit once it was generated."),
     ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
@@ -89,10 +89,13 @@ def _request_option(name: str, kind: Any, text: str) -> click.Option:
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
     tls = None
-    if flags["tls"] or flags["tls_ca"] or flags["tls_cert"]:
-        tls = Tls(flags["tls_ca"], flags["tls_cert"], flags["tls_key"])
+    files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
+    if flags["tls"] or any(files):
         try:
+            tls = Tls(*files)
             tls.credentials()
+        except ValueError as error:
+            raise ConfigError("--tls-cert", str(error)) from None
         except OSError as error:
             raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
     target: str = flags["target"]

@@ -33,6 +33,10 @@ class Tls:
     """Of the client's own certificate, for servers that ask for one."""
     key: Path | str | None = None
 
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a certificate and its key are needed together")
+
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError when a file cannot be read."""
         paths = (self.ca, self.key, self.cert)

@@ -78,6 +78,8 @@ def test_json_has_an_object_per_message(target: str) -> None:
         (("hello", "--tls-ca", "no-such-file"), 2, ("no-such-file",)),
         (("hello", "--colour"), 2, ("--colour",)),
         (("hello", "--timeout", "nan"), 2, ("--timeout", "nan")),
+        (("hello", "--temperature", "nan"), 2, ("--temperature", "nan")),
+        (("hello", "--tls-cert", __file__), 2, ("--tls-cert", "key")),
         (("hello", "--target", "127.0.0.1"), 2, ("--target", "HOST:PORT")),
         (("hello", "--target", "http://127.0.0.1:50051"), 2, ("--target", "HOST:PORT")),
         (("hello", "--target", "127.0.0.1:99999"), 2, ("--target", "HOST:PORT")),

@@ -154,6 +154,8 @@ def test_what_grpc_could_not_send_or_read_is_named(tmp_path: Path) -> None:
             Client("127.0.0.1:1", **{name: what})
     with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "ca.pem")))
+    with pytest.raises(ValueError, match="certificate and its key"):
+        Tls(cert=tmp_path / "cert.pem")
 
 
 @pytest.mark.parametrize("after", range(8))

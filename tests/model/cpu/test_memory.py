@@ -48,11 +48,11 @@ def test_populated_memory_is_there_before_it_is_written() -> None:
     arrays = [huge_pages(8 * PAGE_BYTES) for _ in range(2)]
     start_populating(arrays[0]).join()
     faults = [faults_of_writing(array) for array in arrays]
-    assert faults[0] == 0 < faults[1]
+    assert faults[0] <= 2 < faults[1]
 
 
 def test_what_is_written_while_memory_is_populated_stays() -> None:
-    array = huge_pages(64 * PAGE_BYTES)
+    array = huge_pages(16 * PAGE_BYTES)
     numbers = array.view(np.int64)
     thread = start_populating(array)
     numbers[:] = np.arange(len(numbers))
@@ -70,7 +70,7 @@ def test_a_cache_takes_its_memory_at_the_start_if_asked_to() -> None:
         if thread.name == "populate":
             thread.join()
     faults = [faults_of_writing(cache.values_LBHc.numpy()) for cache in caches]
-    assert faults[0] == 0 < faults[1]
+    assert faults[0] <= 2 < faults[1]
 
 
 def test_arrays_lie_apart_on_lines_and_begin_as_zeros() -> None:

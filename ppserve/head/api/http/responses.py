@@ -62,10 +62,8 @@ class EventStream(StreamingResponse):
             scope["state"]["transport"].abort()
 
 
-class HttpError(RequestError):
+class HttpError(RequestError, status="INVALID_ARGUMENT"):
     """An error that only HTTP has."""
-
-    status = "INVALID_ARGUMENT"
 
     def __init__(
         self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None

@@ -192,6 +192,7 @@ def test_bodies_have_a_limit() -> None:
         assert (await served.ask("/health")).status == 200
         assert status_of(served.engine.refused[0]) == 413
         assert isinstance(served.engine.refused[0], HttpError)
+        assert served.engine.refused[0].status == "INVALID_ARGUMENT", "a mistake of the caller, in metrics as well"
 
     run(scenario)
 

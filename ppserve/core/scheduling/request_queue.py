@@ -23,7 +23,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import FairQueue, Throughput, check_possible
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
@@ -156,7 +156,8 @@ class RequestQueue:
     # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Admit or queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
+        """Admit or queue a request. Raises InvalidRequest (it can never run), DeadlinePassed, or Overloaded (it
+        cannot run now)."""
         if request.id in self.groups:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._schedulers[0].config
@@ -241,10 +242,12 @@ class RequestQueue:
 
     # Admission
 
-    def _late(self, group: SequenceGroup, tokens_ahead: int, now: float, fits: bool) -> Overloaded | None:
-        """The refusal of a request whose deadline would pass before its answer is complete."""
+    def _late(self, group: SequenceGroup, tokens_ahead: int, now: float, fits: bool) -> RequestError | None:
+        """The refusal of a request whose deadline passed, or would before its answer is complete."""
         if group.request.deadline_s is None:
             return None
+        if group.request.deadline_s <= now:
+            return DeadlinePassed("the caller's time limit passed")
         answer_s = self._answer_s(group, tokens_ahead, fits)
         if answer_s is None or now + answer_s <= group.request.deadline_s:
             return None

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.errors import InvalidRequest, Overloaded
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
@@ -144,6 +144,8 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
     rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
     with pytest.raises(Overloaded, match="longer than its deadline"):
         rig.scheduler.request_queue.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
+    with pytest.raises(DeadlinePassed):
+        rig.scheduler.request_queue.submit(a_request("late", deadline_s=rig.now), rig.now)
     assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
     assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
 

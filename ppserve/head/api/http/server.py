@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import re
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ppserve.config import ServerSettings
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
@@ -38,7 +38,6 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
-_SECONDS = re.compile(r"\d*\.?\d+")
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
@@ -118,26 +117,31 @@ class HttpServer:
         key = bearer_key(request.headers)
         state.call = begin_call(request, None if self._request_handler.keys is None else key)
         try:
-            self._admit(request, path, key)
-            response = await endpoint(request, self._request_handler)
+            timeout_s = self._admit(request, path, key)
+            async with asyncio.timeout(timeout_s):
+                response = await endpoint(request, self._request_handler)
         except ClientDisconnect:
             log.debug("request %s: its caller hung up", state.call.request_id, extra=state.call.trace)
             response = Response(status_code=_CALLER_GONE)
+        except TimeoutError:
+            response = error_response(state.call.refusal(DeadlinePassed("the caller's time limit passed")))
         except Exception as error:
             response = error_response(state.call.refusal(error))
         response.headers.update(dict(state.call.names))
         self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
         return response
 
-    def _admit(self, request: Request, path: str, key: str | None) -> None:
-        """Raises InvalidRequest, Unauthenticated."""
+    def _admit(self, request: Request, path: str, key: str | None) -> float | None:
+        """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
         handler, state = self._request_handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
             if handler.keys is not None and path not in OPEN_PATHS:
                 handler.keys.check(key)
             # The caller, or a proxy, may have named the call.
             state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")
-            state.call = state.call.within(read_timeout(request.headers.get("x-request-timeout", "")))
+            timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
+            state.call = state.call.within(timeout_s)
+            return timeout_s
 
 
 def begin_call(request: Request, key: str | None) -> Call:
@@ -152,7 +156,10 @@ def read_timeout(text: str) -> float | None:
     """Seconds. Raises InvalidRequest."""
     if not text:
         return None
-    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
         problem = f"not a number of seconds above 0, up to {MAX_TIMEOUT_S:g}"
         raise InvalidRequest([Violation("x-request-timeout", problem)])

@@ -191,11 +191,32 @@ def test_the_caller_s_time_limit() -> None:
         (deadline_s,) = (request.deadline_s for request in served.engine.requests)
         assert deadline_s is not None
         assert before_s + 59 < deadline_s < time.monotonic() + 60
-        for wrong in ("soon", "-1", "0", "nan", "1e9"):
+        for wrong in ("soon", "-1", "0", "nan", "inf", "1e9"):
             answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout=wrong)
             assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout")
+        for right in ("5.", "1e1", "+.5"):
+            assert (await served.ask("/v1/models", x_request_timeout=right)).status == 200
 
     run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_ends_at_its_caller_s_time_limit(stream: bool) -> None:
+    """Also where its body is not there yet."""
+
+    async def scenario(served: Served) -> None:
+        answer = await served.ask("/v1/completions", {"prompt": "a", "stream": stream}, x_request_timeout="0.3")
+        assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
+        assert answer.json["error"]["code"] == "deadline_exceeded"
+        (request,) = served.engine.requests
+        await served.engine.until(lambda engine: request.id in engine.cancelled)
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(raw(path, {"prompt": "a"}, "x-request-timeout: 0.1")[:-1])
+            assert b" 504 " in await reader.readline()
+            writer.close()
+
+    run(scenario, by_hand=True)
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])

@@ -12,6 +12,7 @@ import re
 import secrets
 import subprocess
 import sys
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,8 +30,8 @@ Messages = Sequence[Mapping[str, str]]
 class ChatTemplate:
     """A template, and the processes that render it, each started when all others have a chat.
 
-    tokens: the texts of special tokens that have names in templates; special: of all. A template may name the day
-    (`strftime_now`): then the same messages are another prompt tomorrow.
+    tokens: the texts of special tokens, by their names in templates. special: the texts of all special tokens. A
+    template may name the day (`strftime_now`): then the same messages are another prompt tomorrow.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], special: Collection[str]) -> None:
@@ -39,6 +40,7 @@ class ChatTemplate:
         self.source, self._tokens, self._special = source, tokens, special
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
         self._idle: list[subprocess.Popen[str]] = []
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
     def read(cls, path: Path, tokens: Mapping[str, str], special: Collection[str]) -> ChatTemplate:
@@ -50,11 +52,17 @@ class ChatTemplate:
         except ValueError as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
-    async def render(self, messages: Messages, variables: Mapping[str, Any], continues: bool = False) -> list[str]:
-        """All messages as texts and special tokens in turn. continues: it ends inside the last message. Raises
-        InvalidRequest for messages that the template does not take."""
+    async def render(
+        self, caller: str, messages: Messages, variables: Mapping[str, Any], continues: bool = False
+    ) -> list[str]:
+        """All messages as texts and special tokens in turn, once the caller's chats before it are rendered: nobody
+        takes all renderers. Is not to be cancelled: that would end its turn, but not its renderer's work.
+
+        continues: it ends inside the last message. Raises InvalidRequest for messages that the template does not
+        take."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._render, messages, variables, continues)
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            return await loop.run_in_executor(self._threads, self._render, messages, variables, continues)
 
     def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
         marks = _Marks(self._special)

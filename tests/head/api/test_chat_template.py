@@ -52,7 +52,7 @@ def template(request: pytest.FixtureRequest) -> Iterator[ChatTemplate]:
 def render(template: ChatTemplate, messages: list[dict[str, str]], **variables: Any) -> list[str]:
     continues = variables.pop("continue_final_message", False)
     given = {"add_generation_prompt": not continues, **variables}
-    return asyncio.run(template.render(messages, given, continues))
+    return asyncio.run(template.render("one", messages, given, continues))
 
 
 def test_there_are_templates_of_twenty_models() -> None:
@@ -110,7 +110,7 @@ def test_many_chats_at_once() -> None:
     texts = list(map(str, range(64)))
 
     async def main() -> list[list[str]]:
-        return await asyncio.gather(*(template.render(messages_of([("user", text)]), {}) for text in texts))
+        return await asyncio.gather(*(template.render(text, messages_of([("user", text)]), {}) for text in texts))
 
     assert asyncio.run(main()) == [[text] for text in texts]
     template.close()
@@ -141,14 +141,17 @@ def test_a_template_takes_neither_much_time_nor_much_memory(source: str) -> None
     messages = messages_of([("user", "a"), ("assistant", "b")])
 
     async def main() -> None:
-        """Other chats do not wait for it."""
-        assert await template.render(messages[:1], {}) == ["fine"]
-        slow = asyncio.ensure_future(template.render(messages, {}))
-        assert await template.render(messages[:1], {}) == ["fine"]
+        """Others do not wait for it, but its own caller does."""
+        assert await template.render("one", messages[:1], {}) == ["fine"]
+        slow = asyncio.ensure_future(template.render("one", messages, {}))
+        own = asyncio.ensure_future(template.render("one", messages[:1], {}))
+        assert await template.render("other", messages[:1], {}) == ["fine"]
         assert not slow.done() or source != ENDLESS
+        await asyncio.wait((slow, own), return_when=asyncio.FIRST_COMPLETED)
+        assert slow.done()
         with pytest.raises(InvalidRequest, match=r"the chat template refuses them: [^\n]+$"):
             await slow
-        assert await template.render(messages[:1], {}) == ["fine"]
+        assert await own == ["fine"]
 
     begun_s = time.monotonic()
     try:

@@ -99,7 +99,7 @@ class GenerationBody(Body, kw_only=True):
         if self.stream_options is not None and not self.stream:
             yield Violation("stream_options", "only with stream")
 
-    async def prompts(self, handler: RequestHandler) -> list[Prompt]:
+    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
         """Raises RequestError."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         scores = self.logprobs if self.echo else None
         return {"max_tokens": DEFAULT_MAX_TOKENS, **super().fields(), "prompt_logprobs": scores}
 
-    async def prompts(self, _handler: RequestHandler) -> list[Prompt]:
+    async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt
         kinds = {type(part) for part in given}
         if isinstance(given, str) or kinds == {int}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,6 +18,11 @@ from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
+# What templates are given by other fields than `chat_template_kwargs`.
+_OTHER_FIELDS = {
+    *("messages", "add_generation_prompt", "continue_final_message"),
+    *("bos_token", "eos_token", "pad_token", "unk_token"),
+}
 
 
 class TextPart(msgspec.Struct):
@@ -84,15 +90,15 @@ class ChatBody(GenerationBody, kw_only=True):
         newer = {} if self.max_completion_tokens is None else {"stop.max_tokens": "max_completion_tokens"}
         return names | newer
 
-    async def prompts(self, handler: RequestHandler) -> list[Prompt]:
+    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
         """What the chat template makes of the messages."""
         if handler.template is None:
             problem = "this model has no chat template, and the server was given none: see --chat-template"
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
         messages = [message.for_template() for message in self.messages]
         variables, continues = self.template_variables(), bool(self.continue_final_message)
-        texts = await handler.template.render(messages, variables, continues)
-        return [await handler.tokenize("messages", *texts)]
+        rendering = handler.template.render(caller, messages, variables, continues)
+        return [await handler.tokenize("messages", *await asyncio.shield(rendering))]
 
     def template_variables(self) -> dict[str, Any]:
         generates = self.add_generation_prompt
@@ -114,6 +120,8 @@ class ChatBody(GenerationBody, kw_only=True):
             yield Violation("top_logprobs", "only with logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             yield Violation("continue_final_message", "not together with add_generation_prompt")
+        for name in sorted(_OTHER_FIELDS & (self.chat_template_kwargs or {}).keys()):
+            yield Violation(f"chat_template_kwargs.{name}", "is given by another field")
 
 
 class ChatAnswers(Answers):

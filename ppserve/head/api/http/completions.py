@@ -30,7 +30,7 @@ async def generate(
         # A header's value, as which the name goes back, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
-        prompts = await body.prompts(handler)
+        prompts = await body.prompts(handler, call.caller)
     return await unless_hung_up(request, _answer(handler, call, body, prompts, form))
 
 
@@ -41,7 +41,7 @@ async def _answer(
     given, news, streams = body.fields(), asyncio.Event(), []
     async with AsyncExitStack() as stack:
         for place, prompt in enumerate(prompts):
-            stream = handler.generate(given, prompt, call, news, in_time=True)
+            stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
             try:
                 streams.append(await stack.enter_async_context(stream))
             except InvalidRequest as error:

@@ -101,6 +101,8 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         *(({"messages": HELLO, name: value}, name) for name, value in UNSERVED.items()),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
+        ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"messages": HELLO, "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs.eos_token"),
         (
             {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",

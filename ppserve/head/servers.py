@@ -42,7 +42,11 @@ class Servers:
     async def open(self) -> Ports:
         """Bind and listen. Raises ConfigError for an address that cannot be bound."""
         metrics = await self._pages.start(self._settings.host, self._settings.metrics_port)
-        return Ports(await self._grpc.start(), await self._http.start(), metrics)
+        ports = Ports(await self._grpc.start(), await self._http.start(), metrics)
+        host = self._settings.host
+        if self._settings.tls_cert is None and not (host in ("localhost", "::1") or host.startswith("127.")):
+            log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", host)
+        return ports
 
     def reload_certificates(self) -> None:
         """Shows what the files hold now to new connections. Raises ConfigError, and then changes nothing."""

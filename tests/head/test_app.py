@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_a_keeper_that_fails_ends_the_server_with_the_reason(monkeypatch: pytest
 
     with pytest.raises(StagesLost, match="stage 0 cannot be kept alive: filedescriptor out of range"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_listening_beyond_loopback_without_tls_is_said_once(
+    host: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        settings = replace(SETTINGS, host=host)
+        servers = Servers(settings, handler_of(FakeEngine(), settings), lambda path, status: None, {})
+        await servers.open()
+        await servers.close(0.0, asyncio.get_running_loop().create_future())
+
+    asyncio.run(main())
+    assert sum("without TLS" in message for message in caplog.messages) == warns
 
 
 @pytest.mark.parametrize("has_stream", [False, True])

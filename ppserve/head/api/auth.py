@@ -44,7 +44,7 @@ class ApiKeys:
 
 
 def bearer_key(headers: Mapping[str, Any]) -> str | None:
-    """The key in the `authorization` of headers or metadata, if they hold one."""
+    """The key in the (first) `authorization` of headers or metadata, if they hold one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 

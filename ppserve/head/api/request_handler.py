@@ -78,18 +78,23 @@ class RequestHandler:
 
     @asynccontextmanager
     async def generate(
-        self, given: Fields, prompt: Prompt, call: Call, news: asyncio.Event | None = None, in_time: bool = False
+        self,
+        given: Fields,
+        prompt: Prompt,
+        call: Call,
+        news: asyncio.Event | None = None,
+        deadline_is_error: bool = False,
     ) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        news, in_time: see `RequestStream`. Raises RequestError when the request is refused.
+        news, deadline_is_error: see `RequestStream`. Raises RequestError when the request is refused.
         """
         with self.counting_refusals():
             prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, self._echo(prompt, request), news, in_time)
+        stream = RequestStream(request, self._echo(prompt, request), news, deadline_is_error)
         self._streams[stream] = call
         self._idle.clear()
         try:
@@ -178,7 +183,7 @@ class RequestHandler:
         """As Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without a tokenizer."""
         description, template = self.description, self.template
         if not description.has_tokenizer:
-            raise InvalidRequest([Violation("model", "this model has no tokenizer: send token ids")])
+            raise InvalidRequest([Violation("", "this model has no tokenizer: send token ids")])
         tokens = description.chat_format.tokens
         return {
             "bos_token": None,

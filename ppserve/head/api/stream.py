@@ -54,18 +54,18 @@ class RequestStream:
     """One request's outputs, which its `push` receives, until its reader takes them. Not safe for several threads.
 
     echo: the prompt's text, where it is to be sent back. news: one event for streams that are read together.
-    in_time: the deadline is an error, for protocols that have no word for a sequence that it ended.
+    deadline_is_error: for protocols that have no word for an end at the deadline.
     """
 
     def __init__(
-        self, request: Request, echo: str, news: asyncio.Event | None = None, in_time: bool = False
+        self, request: Request, echo: str, news: asyncio.Event | None = None, deadline_is_error: bool = False
     ) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
         self.request = request
         self.news = news or asyncio.Event()
         """Set when there may be deltas."""
-        self._echo, self._in_time = echo, in_time
+        self._echo, self._deadline_is_error = echo, deadline_is_error
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
         self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in indices}
@@ -82,7 +82,7 @@ class RequestStream:
         for output in outputs:
             if output.error is not None:
                 self.fail(output.error)
-            elif self._in_time and output.finish is FinishReason.DEADLINE:
+            elif self._deadline_is_error and output.finish is FinishReason.DEADLINE:
                 self.fail(DeadlinePassed("the caller's time limit passed"))
                 if output.token_id is not None:
                     self.push([replace(output, finish=None)])

@@ -34,13 +34,13 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
     context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
     try:  # a server would only log what is wrong, and refuse every handshake
         context.load_cert_chain(cert, key, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
     authority = None if client_ca is None else _read("--tls-client-ca", client_ca)
     if authority is not None:
         try:
             context.load_verify_locations(client_ca)
-        except ssl.SSLError as error:
+        except OSError as error:
             raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(chain, secret, authority, context)

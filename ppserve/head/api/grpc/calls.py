@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
@@ -64,7 +64,7 @@ class KeyCheck(aio.ServerInterceptor):
         if not method.startswith(OPEN_SERVICES):
             try:
                 with self._handler.counting_refusals(method.endswith("/" + GENERATE)):
-                    self._keys.check(bearer_key(dict(handler_call_details.invocation_metadata or ())))
+                    self._keys.check(bearer_key(first_of_each(handler_call_details.invocation_metadata)))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -79,13 +79,18 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
 
 def call_from(context: Context, keys_are_checked: bool) -> Call:
     """The call as the request handler sees it. Call this when it comes in: its deadline counts from now."""
-    metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+    metadata = first_of_each(context.invocation_metadata())
     key = bearer_key(metadata) if keys_are_checked else None
     certificate = b",".join(context.peer_identities() or ())
     peer = context.peer()
     caller = caller_name(key, certificate, peer.rpartition(":")[0])
     call = Call.begin(caller, context.time_remaining(), metadata.get("traceparent"))
     return replace(call, is_local=peer.startswith(LOCAL_PEERS))
+
+
+def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
+    """Of several entries of one name the first counts, as with HTTP."""
+    return dict(reversed(tuple(metadata or ())))
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:

@@ -40,7 +40,7 @@ class VllmService:
         try:
             with self._handler.counting_refusals():
                 given, prompt = request_fields(message)
-            async with self._handler.generate(given, prompt, call, in_time=True) as stream:
+            async with self._handler.generate(given, prompt, call, deadline_is_error=True) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
                 async for _, delta in deltas_of([stream]):
                     for answer in messages.answers(delta):

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ppserve.client.connection import CHANNEL_OPTIONS
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
+from ppserve.head.api import tls
 from ppserve.head.api.grpc.calls import LOCAL_PEERS
 from ppserve.head.api.grpc.server import GrpcServer, server_options
 from ppserve.head.api.tls import read_certificates
@@ -117,7 +118,13 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
         async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (_, target):
             async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
                 assert await health_of(channel) == SERVING
-                for metadata in (None, bearer("wrong"), (("authorization", "0123456789abcdef"),)):
+                good = "0123456789abcdef"
+                for metadata in (
+                    None,
+                    bearer("wrong"),
+                    bearer("wrong") + bearer(good),
+                    (("authorization", good),),
+                ):
                     calls = [
                         stub.Generate(pb.GenerateRequest(), metadata=metadata),
                         stub.Tokenize(pb.TokenizeRequest(), metadata=metadata),
@@ -130,8 +137,8 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
                         ),
                     ]
                     assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
-                assert len(engine.refused) == 3, "only Generate is a request"
-                for key in ("0123456789abcdef", "fedcba9876543210"):
+                assert len(engine.refused) == 4, "only Generate is a request"
+                for key in (good, "fedcba9876543210"):
                     call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
                     assert await code_of(call) is grpc.StatusCode.OK
                 callers = [request.caller for request in engine.requests]
@@ -244,6 +251,13 @@ def test_certificates_that_cannot_be_used(tmp_path: Path, files: dict[str, str],
         assert refusal.value.name == flag
 
     asyncio.run(main())
+
+
+def test_a_certificate_that_goes_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "_read", lambda flag, path: b"")
+    with pytest.raises(ConfigError) as refusal:
+        read_certificates(ServerSettings(tls_cert=Path("gone"), tls_key=Path("gone")))
+    assert refusal.value.name == "--tls-cert"
 
 
 def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:

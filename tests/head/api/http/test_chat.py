@@ -124,6 +124,23 @@ def test_a_refusal_names_the_field(template: Path, body: dict[str, Any], param: 
     run(template, scenario)
 
 
+@pytest.mark.slow
+def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(tmp_path: Path) -> None:
+    path = tmp_path / "endless.jinja"
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    path.write_text("{% if messages|length > 1 %}" + loops + "{% endif %}fine")
+
+    async def scenario(served: Served) -> None:
+        for messages in (HELLO * 2, HELLO):
+            answer = await served.ask(CHAT, {"messages": messages}, x_request_timeout="0.5")
+            assert answer.status == 504
+        assert served.handler.template is not None
+        assert await served.handler.template.render("another", HELLO, {}) == ["fine"]
+        assert (await served.ask(CHAT, {"messages": HELLO})).status == 200
+
+    run(path, scenario)
+
+
 def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
     async def scenario(served: Served) -> None:
         nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}

@@ -1,14 +1,16 @@
-"""Checks and times a stage on a GPU, in one call: what docs/gpu.md lists as unverified.
+"""Checks and times a stage on a GPU, in one call: what docs/gpu.md promises.
 
-    python benchmarks/gpu.py [SECTION ...] [--dtype bfloat16] [--json FILE]
+    python benchmarks/gpu.py [SECTION ...] [--model NAME] [--dtype bfloat16] [--json FILE]
 
-Each section runs in a process of its own that is ended after so many seconds, together less than 10 minutes. A
-section that fails says why, and the others follow. Weights are random. `--device cpu --small` tries the script.
+Without a model `steps` times all of them, and the other sections have a GPT-2. Each section runs in a process of
+its own that is ended after so many seconds, together less than 10 minutes. A section that fails says why, and the
+others follow. Weights are random. `--device cpu --small` tries the script.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,13 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import click
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import parallel_state
 from ppserve import Pipeline
-from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
+from ppserve.core.architecture import Architecture, Rotary, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.partition import decode_parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
@@ -43,14 +46,20 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, create_transport
-from tests.model.checkpoint.writers import random_tensors, write_hf
+from tests.model.checkpoint.writers import random_tensors, stored_name, write_hf, write_hf_state
 from tests.model.random_checkpoint import RandomCheckpoint
 
+LLAMA: dict[str, Any] = {"activation": "silu", "biases": False, "tied_embeddings": False, "family": "llama"}
+LLAMA |= {"is_gated": True, "rotary": Rotary(tuple(float(np.float32(10000 ** (-i / 32))) for i in range(32)))}
 MODELS = {
     "124M": Architecture(12, 768, 12, 1024, 50257, 50257, 3072),
     "1.5B": Architecture(48, 1600, 25, 1024, 50257, 50257, 6400),
+    "1.1B": Architecture(22, 2048, 32, 2048, 32000, 32000, 5632, kv_heads=4, head_width=64, **LLAMA),
 }
-SMALL = {"small": Architecture(2, 64, 4, 128, 211, 211, 256)}
+SMALL = {
+    "small": Architecture(2, 64, 4, 128, 211, 211, 256),
+    "llama": Architecture(2, 128, 4, 128, 211, 211, 256, kv_heads=2, head_width=64, **LLAMA),
+}
 BLOCK, SEQUENCES, PROMPT, DECODES = 16, 4, 30, 40
 BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}  # by the datasheets; another device's floor is that of the fastest
 GOALS = {16: 4.0, 256: 2.5}  # by rows: a decoding step's time beside the time of its bytes
@@ -63,6 +72,7 @@ class Bench:
     device: torch.device
     dtype: str
     small: bool
+    model: str | None = None
     path: Path | None = None
     figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -82,7 +92,13 @@ class Bench:
 
     @property
     def models(self) -> dict[str, Architecture]:
-        return SMALL if self.small else MODELS
+        models = SMALL if self.small else MODELS
+        return models if self.model is None else {self.model: models[self.model]}
+
+    @property
+    def arch(self) -> Architecture:
+        """Of sections that have one model."""
+        return next(iter(self.models.values()))
 
     @property
     def context(self) -> int:
@@ -93,6 +109,14 @@ class Bench:
             torch.cuda.synchronize()
 
 
+@functools.cache
+def checkpoint_of(arch: Architecture) -> RandomCheckpoint:
+    """One for each model, whose numbers are drawn once: that takes longer than all else."""
+    found = RandomCheckpoint(arch)
+    found._whole = functools.cache(found._whole)  # type: ignore[method-assign]
+    return found
+
+
 class Alone:
     """A whole model as one stage."""
 
@@ -100,7 +124,7 @@ class Alone:
         self.bench, self.arch = bench, arch
         self.backend = CudaBackend(bench.device, bench.dtype, DeviceOptions(invariant, graphs, rows))
         self.layout = StageLayout(0, 1, 0, 2 * arch.num_layers)
-        self.plain = load_stage(RandomCheckpoint(arch), self.layout, self.backend)
+        self.plain = load_stage(checkpoint_of(arch), self.layout, self.backend)
         self.table_size = -(-(bench.context + DECODES + PROMPT) // BLOCK)
         self.cache = self.backend.make_cache(arch, self.layout, rows * self.table_size, BLOCK)
         self.cache.fill(0.01)
@@ -144,7 +168,7 @@ def waits(bench: Bench) -> None:
         Draw(SamplingParams(temperature=0)),
     ]
     for graphs in (False, True):
-        stage = Alone(bench, next(iter(bench.models.values())), SEQUENCES, False, graphs)
+        stage = Alone(bench, bench.arch, SEQUENCES, False, graphs)
         for counts in ((1, 1, 1, 1), (20, 7, 1 + bench.context // 2, 16), (1, 20, 1, 7)):
             pieces = [stage.piece(i, bench.context if n == 1 else 0, n) for i, n in enumerate(counts)]
             slices = tuple(replace(piece, draw=draw) for piece, draw in zip(pieces, draws, strict=True))
@@ -165,7 +189,7 @@ def invariance(bench: Bench) -> None:
     """The self-test's words in both modes; and rows in a crowd and in chunks, bit for bit."""
     length = bench.context
     for invariant in (False, True):
-        stage = Alone(bench, next(iter(bench.models.values())), 5 if bench.small else 33, invariant, False)
+        stage = Alone(bench, bench.arch, 5 if bench.small else 33, invariant, False)
         said = check_determinism(stage.plain)
         others = range(1, 5 if bench.small else 33)
         whole = stage.step([stage.piece(0, 0, length, draws=False)])[0].clone()
@@ -199,7 +223,7 @@ def steps(bench: Bench) -> None:
             mode = {"model": model, "invariant": invariant, "recording_s": stage.recording_s}
             for rows in sizes:
                 ms, busy_ms = stage.time([stage.piece(i, bench.context, 1) for i in range(rows)], 30)
-                keys = rows * bench.context * 2 * arch.num_layers * arch.width
+                keys = rows * bench.context * 2 * arch.num_layers * arch.num_kv_heads * arch.head_size
                 times = ms * bytes_per_s / 1e3 / ((params + decode_parts(arch).head + keys) * itemsize)
                 reached = rows not in GOALS or times <= GOALS[rows]
                 figures = {"rows": rows, "host_ms": ms, "device_ms": busy_ms, "times_floor": times}
@@ -212,11 +236,11 @@ def steps(bench: Bench) -> None:
 def served(bench: Bench) -> None:
     """Tokens per second of whole pipelines on one GPU, their tokens, and the ledger's sums."""
     count, new = (4, 8) if bench.small else (256, 128)
-    arch = replace(next(iter(bench.models.values())), eos_ids=())
+    arch = replace(bench.arch, eos_ids=())
     prompts = [[(5 * i + j) % (arch.vocab_size - 1) for j in range(20 + i % 30)] for i in range(count)]
     tokens = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_hf(Path(folder), arch, random_tensors(arch, dtype=getattr(torch, bench.dtype)))
+        write_model(Path(folder), arch, random_tensors(arch, dtype=getattr(torch, bench.dtype)))
         for stages, invariant in ((1, False), (1, True), (2, True)):
             settings: Any = {"dtype": bench.dtype, "max_num_seqs": count, "batch_invariant": invariant}
             with Pipeline(folder, stages, **settings) as pipeline:
@@ -236,12 +260,29 @@ def served(bench: Bench) -> None:
     bench.check("served", two_stages_say_the_same=tokens[1, True] == tokens[2, True])
 
 
+def write_model(folder: Path, arch: Architecture, tensors: dict[str, torch.Tensor]) -> None:
+    """As on Hugging Face, without a tokenizer."""
+    if arch.family == "gpt2":
+        write_hf(folder, arch, tensors)
+        return
+    sizes = {
+        "hidden_size": arch.width,
+        "num_hidden_layers": arch.num_layers,
+        "intermediate_size": arch.inner_width,
+    }
+    sizes |= {"num_key_value_heads": arch.num_kv_heads, "head_dim": arch.head_size, "vocab_size": arch.vocab_size}
+    sizes |= {"max_position_embeddings": arch.max_positions, "num_attention_heads": arch.num_heads}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    write_hf_state(folder, {stored_name("llama", name, 0, "model.layers."): t for name, t in tensors.items()})
+
+
 def ranks(bench: Bench) -> None:
     """Two stages as two processes on one GPU, over NCCL: one stage's tokens, and a wait for the dead that ends."""
-    arch = next(iter(bench.models.values()))
+    arch = bench.arch
     one = Alone(bench, arch, SEQUENCES, True, False)
     alone = [[drawn.token_id for drawn in one.step(list(plan.slices))[1][0]] for plan in _rank_plans(one)]
-    given = json.dumps([str(bench.device), bench.dtype, astuple(arch)])
+    given = json.dumps([str(bench.device), bench.dtype, bench.small, bench.model])
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "ranks", "--rank", given, folder]
         both = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
@@ -268,17 +309,18 @@ def run_rank(given: str, folder: str, rank: int) -> None:
 
     The first dies while the other waits. By NCCL an aborted wait returns as if all were well: an end too.
     """
-    place, dtype, numbers = json.loads(given)
-    device, arch = torch.device(place), Architecture(*numbers)
+    place, dtype, small, model = json.loads(given)
+    device, bench = torch.device(place), Bench(torch.device(place), dtype, small, model)
+    arch = bench.arch
     os.environ |= {"NCCL_HOSTID": f"ppserve-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"NCCL_NET": "Socket", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     kind = "nccl" if device.type == "cuda" else "gloo"
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(kind, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    one = Alone(Bench(device, dtype, arch.width == 64), arch, SEQUENCES, True, False)
+    one = Alone(bench, arch, SEQUENCES, True, False)
     layout = stage_layouts(Split((arch.num_layers, arch.num_layers)))[rank]
-    model = load_stage(RandomCheckpoint(arch), layout, one.backend)
+    model = load_stage(checkpoint_of(arch), layout, one.backend)
     cache = one.backend.make_cache(arch, layout, SEQUENCES * one.table_size, BLOCK)
     transport = create_transport(kind, Frames(arch.width, one.backend.precision.hidden, device=device))
     transport.warm_up()
@@ -333,22 +375,24 @@ def run_apart(name: str, options: list[str], limit_s: float, figures: Path) -> b
 @click.command(help=__doc__)
 @click.argument("sections", nargs=-1, type=click.Choice(list(SECTIONS)))
 @click.option("--device", default="cuda:0")
+@click.option("--model", type=click.Choice([*MODELS, *SMALL]))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16")
 @click.option("--small", is_flag=True, help="A tiny model: to try this script.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 @click.option("--here", is_flag=True, hidden=True, help="One section, in this process.")
 @click.option("--rank", nargs=3, type=str, hidden=True, help="One process of the section `ranks`.")
 def main(
-    sections: tuple[str, ...], device: str, dtype: str, small: bool, path: Path | None, here: bool,
-    rank: tuple[str, str, str] | None,
+    sections: tuple[str, ...], device: str, model: str | None, dtype: str, small: bool, path: Path | None,
+    here: bool, rank: tuple[str, str, str] | None,
 ) -> None:  # fmt: skip
     if rank is not None:
         run_rank(rank[0], rank[1], int(rank[2]))
     if here:
-        bench = Bench(torch.device(device), dtype, small, path)
+        bench = Bench(torch.device(device), dtype, small, model, path)
         SECTIONS[sections[0]](bench)
         sys.exit(bool(bench.wrong))
     options = ["--device", device, "--dtype", dtype, *["--small"] * small]
+    options += [] if model is None else ["--model", model]
     figures, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for name in sections or tuple(SECTIONS):

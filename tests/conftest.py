@@ -15,6 +15,9 @@ from hypothesis import settings
 from tests import as_gpu, slow
 from tests.e2e.serving import Server, serving
 
+# Ranks are forked from here: if torch asked CUDA itself whether there are GPUs, they could not use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # Triton reads it when it is first imported, by whichever test: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

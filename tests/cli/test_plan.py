@@ -67,7 +67,7 @@ def test_all_shapes_of_a_world(costs):
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--stages", "9"], "9 stages cannot share 8 layers"),
+        (["--stages", "9"], "--stages: 9 stages cannot share 8 layers"),
         (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
         (["--model", "/nonexistent/model"], "nonexistent"),
         (["--max-model-len", "99999"], "--max-model-len"),

@@ -84,7 +84,7 @@ def test_a_layer_is_cut_where_whole_ones_do_not_balance():
 
 
 def test_more_stages_than_layers_is_named():
-    with pytest.raises(ConfigError, match="--layers: 9 stages cannot share 8 layers"):
+    with pytest.raises(ConfigError, match="--stages: 9 stages cannot share 8 layers"):
         split_by_weight(gpt2(8, 64, 4), 9)
 
 

@@ -34,11 +34,10 @@ from ppserve.bench.summary import render_table, summarize
 from ppserve.bench.top import ScrapeFailed, View, read
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, Number, Parsed
+from ppserve.cli.types import COUNT, POSITIVE, Number, Parsed
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.errors import ConfigError, PpserveError
 
-_POSITIVE = Number(min=0, min_open=True)
 _LENGTHS = Parsed("n|uniform:n:n", Lengths.parse)
 _DEFAULT_CONCURRENCY = 16
 _DEFAULT_OPEN_REQUESTS = 100
@@ -46,16 +45,16 @@ _DEFAULT_OPEN_REQUESTS = 100
 
 @click.command(short_help="Load a server and say what it did.", params=[*CONNECTION])
 @click.option("--concurrency", type=COUNT, help="Callers with one request each at a time.  [default: 16]")
-@click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
+@click.option("--rate", type=POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
 @click.option("--prompt-tokens", type=_LENGTHS, default="128", show_default=True, help="128 or uniform:64:256.")
 @click.option("--new-tokens", type=_LENGTHS, default="64", show_default=True, help="Of each answer.")
 @click.option(
     "--requests", type=COUNT, help="Requests to send.  [default: 4 per caller, at least 16; open loop: 100;"
     " no limit with --duration]",
 )  # fmt: skip
-@click.option("--duration", type=_POSITIVE, help="Seconds after which no more are sent.")
+@click.option("--duration", type=POSITIVE, help="Seconds after which no more are sent.")
 @click.option("--warm-up", "num_warm_up", type=click.IntRange(0), help="Requests before.  [default: 1 per caller]")
-@click.option("--timeout", "timeout_s", type=_POSITIVE, help="Deadline of each request in seconds.")
+@click.option("--timeout", "timeout_s", type=POSITIVE, help="Deadline of each request in seconds.")
 @click.option(
     "--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(1 << 32), show_default="a new one",
     help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.",

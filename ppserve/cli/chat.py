@@ -7,23 +7,23 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import click
 
 from ppserve.cli.client import api_key
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, TEXT, Number
+from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed
 from ppserve.errors import ConfigError, PpserveError
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets the system's message, /quit ends."
 _PAUSE_S = 0.5
 _READS_WITHIN_S = 120.0
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class _Lost(Exception):
@@ -65,26 +65,22 @@ class ReceivedAnswer:
 class ChatServer:
     """A server's address, and how to ask it."""
 
-    def __init__(self, url: str, key: str | None, authority: Path | None) -> None:
+    def __init__(self, url: SplitResult, key: str | None, authority: Path | None) -> None:
         """Raises ConfigError."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("--url", f"{url!r} is not http://HOST:PORT")
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/").removesuffix("/v1")
-        try:
-            self._tls = ssl.create_default_context(cafile=authority) if parts.scheme == "https" else None
-        except ssl.SSLError:
-            raise ConfigError("--tls-ca", f"{authority} holds no PEM certificate") from None
+        kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if url.scheme == "https":
+            try:
+                tls = ssl.create_default_context(cafile=authority)
+            except ssl.SSLError:
+                raise ConfigError("--tls-ca", f"{authority} holds no PEM certificate") from None
+            kind = partial(http.client.HTTPSConnection, context=tls)
+        self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
+        self._path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of an answer. Raises _Lost where trying again may help, else PpserveError."""
-        where = self._host, self._port
-        with closing(
-            http.client.HTTPSConnection(*where, timeout=_READS_WITHIN_S, context=self._tls)
-            if self._tls
-            else http.client.HTTPConnection(*where, timeout=_READS_WITHIN_S)
-        ) as connection:
+        with closing(self._connect()) as connection:
             try:
                 connection.request("POST", f"{self._path}/v1/chat/completions", json.dumps(body), self._headers)
                 response = connection.getresponse()
@@ -157,13 +153,20 @@ class Dialogue:
                 time.sleep(_PAUSE_S)
 
 
+def _url(text: str) -> SplitResult:
+    url = urlsplit(text if "://" in text else f"http://{text}")
+    if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
+        raise ValueError(f"{text!r} is not http://HOST:PORT")
+    return url
+
+
 @click.command(short_help="Talk to a model that answers.")
 @click.option(
-    "--url", default="http://127.0.0.1:8000", envvar="PPSERVE_URL", show_default=True,
-    help="The server; any that has /v1/chat/completions.",
+    "--url", type=Parsed("url", _url), default="http://127.0.0.1:8000", envvar="PPSERVE_URL",
+    show_default=True, help="The server; any that has /v1/chat/completions.",
 )  # fmt: skip
-@click.option("--api-key-file", type=_FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY.")
-@click.option("--tls-ca", type=_FILE, help="The authority of an https server; unset = the system's.")
+@click.option("--api-key-file", type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY.")
+@click.option("--tls-ca", type=FILE, help="The authority of an https server; unset = the system's.")
 @click.option("--model", type=TEXT, help="For servers of several models.")
 @click.option("--system", type=TEXT, help="The system's message.")
 @click.option("--max-tokens", type=COUNT, help="Of each answer.  [default: what fits]")
@@ -174,7 +177,7 @@ class Dialogue:
     "--retry", "retry_s", type=Number(0), default=120.0, show_default=True, help="Seconds, while it is away."
 )
 @click.option("--timings", is_flag=True, help="Say after each answer how fast it came.")
-def chat(url: str, api_key_file: Path | None, tls_ca: Path | None, **flags: Any) -> None:
+def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **flags: Any) -> None:
     """Ask, read, ask again: a line is a question, with what was said before.
 
     /reset forgets the conversation, /system TEXT sets the system's message, /quit ends. Ctrl-C ends an answer.

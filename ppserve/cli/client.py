@@ -15,7 +15,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.main import say
-from ppserve.cli.types import TEXT, Number
+from ppserve.cli.types import POSITIVE, TEXT, Number
 from ppserve.client import (
     AsyncClient,
     CallFailed,
@@ -34,7 +34,6 @@ _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
 # The proto's uint32 and uint64.
 _COUNT = click.IntRange(0, 2**32 - 1)
 _SEED = click.IntRange(0, 2**64 - 1)
-_TIME = Number(min=0, min_open=True)
 
 _PATH = click.Path(path_type=Path)
 CONNECTION = (
@@ -75,7 +74,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("stream_interval", _COUNT, "Tokens per message."),
     ("priority", click.IntRange(-(2**31), 2**31 - 1), "Higher is admitted first; counts as at most 10."),
     ("request_id", TEXT, "A name for the server's log."),
-    ("timeout_s", _TIME, "Seconds to wait for the answer."),
+    ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )
 
 
@@ -142,7 +141,7 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
 @click.command(params=[*CONNECTION])
 @click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
-@click.option("--timeout", "timeout_s", type=_TIME, default=5.0, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, show_default=True, help="Seconds to wait.")
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
     with Client(**connection(flags)) as client:
@@ -174,6 +173,7 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
 
 async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json: bool, stream: bool) -> None:
     policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_report_retry)
+    print_chunk, print_answer = (_print_object,) * 2 if as_json else (_print_chunk, _print_answer)
     as_it_comes = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
     async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, not after all retries
@@ -181,24 +181,18 @@ async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json:
         async for chunk in client.stream(prompt, **options):
             chunks.append(chunk)
             if as_it_comes:
-                _print_chunk(chunk, as_json)
+                print_chunk(chunk)
         if not as_it_comes:
-            _print_answer(completion_of(chunks), as_json)
+            print_answer(completion_of(chunks))
     if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
         raise PpserveError("--timeout passed before the answer's end")
 
 
-def _print_chunk(chunk: Chunk, as_json: bool) -> None:
-    if as_json:
-        _print_object(chunk)
-    else:
-        say(chunk.text, end="" if chunk.finish is None else "\n")
+def _print_chunk(chunk: Chunk) -> None:
+    say(chunk.text, end="" if chunk.finish is None else "\n")
 
 
-def _print_answer(completion: Completion, as_json: bool) -> None:
-    if as_json:
-        _print_object(completion)
-        return
+def _print_answer(completion: Completion) -> None:
     for sequence in completion.sequences:
         if len(completion.sequences) > 1:
             say(f"--- answer {sequence.index} ---")

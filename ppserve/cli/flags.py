@@ -9,9 +9,8 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, LAYERS, PORTS, SIZE, Number, PortOption, auto_or
+from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, LAYERS, PORTS, SIZE, Number, PortOption, auto_or
 
-_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
 
@@ -56,7 +55,7 @@ def _as_text(origin: str, value: object) -> str:
 
 
 _CONFIG = click.Option(
-    ["--config"], type=_FILE, is_eager=True, expose_value=False, callback=_load_config_file,
+    ["--config"], type=FILE, is_eager=True, expose_value=False, callback=_load_config_file,
     help="TOML file with any of these flags as entries.",
 )  # fmt: skip
 
@@ -66,7 +65,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--model", "`tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, a hub id.", default="tiny"),
         _choice("--dtype", cfg.DTYPES, "auto", "Of weights and hidden states."),
         _choice("--quantization", cfg.QUANTIZATIONS, "none", "Of linear layers; the LM head: int8. CPUs only."),
-        _flag("--chat-template", "Jinja template for chats; unset = the model's own.", type=_FILE),
+        _flag("--chat-template", "Jinja template for chats; unset = the model's own.", type=FILE),
     ),
     "Pipeline": (
         _flag("--stages", "From a plain shell: start this many stages under torchrun.", type=COUNT),
@@ -114,19 +113,19 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _port("--http-port", "HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine too, on the gRPC port, for routers.", is_flag=True),
         _port("--metrics-port", "HTTP /metrics; 0 picks a free one.", default=9400),
-        _flag("--api-key-file", "One key a line; reloaded on SIGHUP.", type=_FILE),
-        _flag("--tls-cert", "Certificate for gRPC and HTTP; with the next.", type=_FILE),
-        _flag("--tls-key", "Its key.", type=_FILE),
-        _flag("--tls-client-ca", "Demand client certificates of this authority.", type=_FILE),
+        _flag("--api-key-file", "One key a line; reloaded on SIGHUP.", type=FILE),
+        _flag("--tls-cert", "Certificate for gRPC and HTTP; with the next.", type=FILE),
+        _flag("--tls-key", "Its key.", type=FILE),
+        _flag("--tls-client-ca", "Demand client certificates of this authority.", type=FILE),
         _flag(
             "--shutdown-timeout", "Seconds that running streams have to finish.", type=Number(0, 86400), default=25
         ),
     ),
     "Several hosts": (
-        _flag("--secret-file", "What head and stages prove to know; the same on every host.", type=_FILE),
-        _flag("--stage-tls-cert", "This host's certificate for the head; with the next two.", type=_FILE),
-        _flag("--stage-tls-key", "Its key.", type=_FILE),
-        _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", type=_FILE),
+        _flag("--secret-file", "What head and stages prove to know; the same on every host.", type=FILE),
+        _flag("--stage-tls-cert", "This host's certificate for the head; with the next two.", type=FILE),
+        _flag("--stage-tls-key", "Its key.", type=FILE),
+        _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", type=FILE),
         _flag("--interface", "This host's, for other stages; unset = the one that leads to the head."),
         _flag("--advertise", "This host's address for other stages; unset = found as --interface is."),
         _port("--control-port", "Of the head, for stages.", type=click.IntRange(1, 65535)),

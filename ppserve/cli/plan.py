@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,7 +11,7 @@ from click.core import ParameterSource
 
 from ppserve.cli.flags import FLAGS
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, SIZE
+from ppserve.cli.types import COUNT, FILE, SIZE
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import StepSize
 from ppserve.core.grid import RankGrid
@@ -25,7 +24,6 @@ from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prosp
 from ppserve.planning.simulator import CostSheet, Simulator, read_costs, render_outcome
 
 _RANKS = click.IntRange(1, 4096)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers")
 """The flags in which the shapes of a world differ."""
 _REQUESTS_PER_CALLER = 6
@@ -43,7 +41,7 @@ _OF_SERVE = (
 @click.option("--stages", type=COUNT, default=1)
 @click.option("--world", type=_RANKS, help="Compare all shapes of so many ranks.")
 @click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
-@click.option("--costs", type=_FILE, help="/costs.json of a server: predict throughput, latency and bubbles.")
+@click.option("--costs", type=FILE, help="/costs.json of a server: predict throughput, latency and bubbles.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def plan(**flags: Any) -> None:
     """What would run where: layers, parameters, KV memory, balance. Reads no weights.

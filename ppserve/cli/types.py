@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -92,6 +93,8 @@ def _ports(text: str) -> tuple[int, int]:
     return ports
 
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)

@@ -18,6 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.certificates import make_certificates, needs_openssl
 
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
@@ -118,8 +120,14 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     gone = chat(url, "a\n", "--retry", "0")
     assert gone.returncode == 1
     assert "ppserve: error: no answer: " in gone.stderr
-    wrong = chat("ftp://x", "a\n")
-    assert (wrong.returncode, wrong.stderr) == (2, "ppserve: error: --url: 'ftp://x' is not http://HOST:PORT\n")
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "x:0", "http://[::1"])
+def test_a_url_that_is_none_is_one_line(url: str) -> None:
+    wrong = chat(url, "a\n")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("ppserve: error: Invalid value for '--url': ")
+    assert wrong.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:

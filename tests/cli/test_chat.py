@@ -18,8 +18,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.certificates import make_certificates, needs_openssl
 
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
@@ -120,14 +118,10 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     gone = chat(url, "a\n", "--retry", "0")
     assert gone.returncode == 1
     assert "ppserve: error: no answer: " in gone.stderr
-
-
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "x:0", "http://[::1"])
-def test_a_url_that_is_none_is_one_line(url: str) -> None:
-    wrong = chat(url, "a\n")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("ppserve: error: Invalid value for '--url': ")
-    assert wrong.stderr.count("\n") == 1
+    for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1"):
+        wrong = chat(url, "a\n")
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+        assert wrong.stderr.startswith("ppserve: error: Invalid value for '--url': ")
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:

@@ -106,7 +106,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
             num_tokens=len(delta.tokens),
             text=delta.text,
             tokens=tuple(self._token(*token) for token in delta.tokens) if lists_tokens else (),
-            prompt_tokens=tuple(map(self._token, request.prompt_ids, delta.prompt_scores)),
+            prompt_tokens=tuple(self._token(*token) for token in delta.prompt_tokens),
             seed=request.sampling.seed if delta.is_first or last.finish is not None else None,
             finish=None if last.finish is None else Finish(last.finish.value, last.matched),
             usage=None if last.finish is None else usage,

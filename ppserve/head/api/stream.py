@@ -17,6 +17,8 @@ from ppserve.head.descriptions import MAX_COUNT
 from ppserve.head.engine.streams import TokenOutput
 
 Score = TokenLogprobs | None
+ScoredToken = tuple[int, Score]
+"""A token with its log-probability, if asked for; the first of a prompt has none."""
 
 AT_THE_END = MAX_COUNT
 """The `stream_interval` with which all of a sequence is one delta."""
@@ -38,10 +40,10 @@ class Delta:
 
     index: int  # of the sequence
     offset: int  # of its first token among the generated tokens
-    tokens: tuple[tuple[int, Score], ...]  # with their log-probabilities, if asked for
+    tokens: tuple[ScoredToken, ...]
     text: str  # what these tokens complete, after the prompt's text on a first delta if `echo` asks for it
     is_first: bool  # whether it is its sequence's first
-    prompt_scores: tuple[Score, ...]  # for each token of the prompt, if asked for; on one delta of the request
+    prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; on one delta of the request
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 
     @property
@@ -127,14 +129,15 @@ class RequestStream:
             tokens=tuple([(o.token_id, o.logprobs) for o in outputs if o.token_id is not None]),
             text=self._echo + text if is_first else text,
             is_first=is_first,
-            prompt_scores=self._prompt_scores(outputs) if is_first and index == self._scored_index else (),
+            prompt_tokens=self._prompt_tokens(outputs) if is_first and index == self._scored_index else (),
             last=outputs[-1],
         )
 
-    def _prompt_scores(self, outputs: Sequence[TokenOutput]) -> tuple[Score, ...]:
-        """For every token of the prompt; none at all when the request ended before its prompt was scored."""
+    def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
+        """None at all when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
-        return scores if len(scores) >= len(self.request.prompt_ids) else ()
+        ids = self.request.prompt_ids
+        return tuple(zip(ids, scores, strict=True)) if len(scores) >= len(ids) else ()
 
 
 async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
@@ -147,3 +150,10 @@ async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int
         for place, stream in enumerate(streams):
             for delta in stream.pop_deltas():
                 yield place, delta
+
+
+async def ordered_deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """As `deltas_of`, but by place and sequence, once all have ended."""
+    deltas = [pair async for pair in deltas_of(streams)]
+    for pair in sorted(deltas, key=lambda pair: (pair[0], pair[1].index)):
+        yield pair

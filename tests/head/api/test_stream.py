@@ -93,13 +93,13 @@ def test_echo_and_prompt_scores_come_once() -> None:
     deltas = popped(pending, a_token(0, 0, prompt_logprobs=SCORES), a_token(0, 1))
     deltas += popped(pending, a_token(1, 0, END), a_token(1, 1, END))
     assert [d.text for d in deltas] == ["say a", "say a", "b", "b"]
-    assert [d.prompt_scores for d in deltas] == [(None, *SCORES), (), (), ()]
+    assert [d.prompt_tokens for d in deltas] == [((1, None), (2, SCORES[0]), (3, SCORES[1])), (), (), ()]
 
 
 def test_a_sequence_that_ends_before_its_prompt_is_scored_has_no_scores() -> None:
     pending = RequestStream(a_request(output=SCORED), "")
     (delta,) = popped(pending, TokenOutput(0, 0, finish=FinishReason.CANCELLED))
-    assert (delta.tokens, delta.num_generated, delta.prompt_scores) == ((), 0, ())
+    assert (delta.tokens, delta.num_generated, delta.prompt_tokens) == ((), 0, ())
 
 
 def test_a_resumed_request_has_one_sequence() -> None:
@@ -142,5 +142,5 @@ def test_no_sequence_begins_before_the_prompt_s_scores() -> None:
     pending = RequestStream(a_request(num_sequences=2, output=SCORED), "")
     assert popped(pending, a_token(0, index=1), a_token(1, index=1, finish=END)) == []
     first, second = popped(pending, a_token(0, prompt_logprobs=SCORES, finish=END))
-    assert (first.index, len(first.prompt_scores)) == (0, 3)
+    assert (first.index, len(first.prompt_tokens)) == (0, 3)
     assert (second.index, len(second.tokens)) == (1, 2)

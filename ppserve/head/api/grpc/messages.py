@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from ppserve.core.request import FinishReason, Request
+from ppserve.core.request import Request
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
+from ppserve.tokenizer import Tokenizer
 from ppserve.v1 import generation_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -29,60 +29,46 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]
     return given, message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
 
 
-class GenerateMessages:
-    """The messages of one request, by what it asked for.
+def delta_message(delta: Delta, request: Request, public_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
+    """public_id: the request's id as its caller knows it."""
+    output, last = request.output, delta.last
+    shown = delta.tokens if output.token_ids or output.logprobs is not None else ()
+    message = pb.GenerateResponse(
+        request_id=public_id,
+        index=delta.index,
+        first_token=delta.offset,
+        num_tokens=len(delta.tokens),
+        text=delta.text,
+        tokens=[_token(*token, tokenizer) for token in shown],
+        prompt_tokens=[_token(*token, tokenizer) for token in delta.prompt_tokens],
+        seed=request.sampling.seed if delta.is_first or last.finish is not None else None,
+    )
+    if last.finish is not None:
+        _add_end(message, delta, request)
+    return message
 
-    public_id: the request's id as its caller knows it. token_bytes: the bytes of a token.
-    """
 
-    def __init__(self, request: Request, public_id: str, token_bytes: Callable[[int], bytes]) -> None:
-        self._request = request
-        self._public_id = public_id
-        self._token_bytes = token_bytes
-        self._lists_tokens = request.output.token_ids or request.output.logprobs is not None
+def _add_end(message: pb.GenerateResponse, delta: Delta, request: Request) -> None:
+    last = delta.last
+    message.finish.reason = pb.Finish.Reason.Value(last.finish)  # type: ignore[assignment, arg-type]
+    if isinstance(last.matched, str):
+        message.finish.stop = last.matched
+    elif last.matched is not None:
+        message.finish.token_id = last.matched
+    message.usage.prompt_tokens = len(request.prompt_ids)
+    message.usage.completion_tokens = delta.num_generated
+    message.usage.cached_tokens = last.cached_tokens
+    if request.output.timings and last.timings is not None:
+        message.timings.CopyFrom(_copied(pb.Timings, last.timings))
 
-    def message(self, delta: Delta) -> pb.GenerateResponse:
-        """One message for one delta."""
-        message = pb.GenerateResponse(
-            request_id=self._public_id,
-            index=delta.index,
-            first_token=delta.offset,
-            num_tokens=len(delta.tokens),
-            text=delta.text,
-        )
-        if self._lists_tokens:
-            for token_id, score in delta.tokens:
-                message.tokens.append(self._token(token_id, score))
-        if delta.prompt_scores:
-            for token_id, score in zip(self._request.prompt_ids, delta.prompt_scores, strict=True):
-                message.prompt_tokens.append(self._token(token_id, score))
-        finish = delta.last.finish
-        if delta.is_first or finish is not None:
-            message.seed = self._request.sampling.seed
-        if finish is not None:
-            self._add_end(message, delta, finish)
-        return message
 
-    def _add_end(self, message: pb.GenerateResponse, delta: Delta, reason: FinishReason) -> None:
-        last = delta.last
-        message.finish.reason = pb.Finish.Reason.Value(reason)  # type: ignore[assignment]
-        if isinstance(last.matched, str):
-            message.finish.stop = last.matched
-        elif last.matched is not None:
-            message.finish.token_id = last.matched
-        message.usage.prompt_tokens = len(self._request.prompt_ids)
-        message.usage.completion_tokens = delta.num_generated
-        message.usage.cached_tokens = last.cached_tokens
-        if self._request.output.timings and last.timings is not None:
-            message.timings.CopyFrom(_copied(pb.Timings, last.timings))
-
-    def _token(self, token_id: int, score: Score) -> pb.TokenInfo:
-        token = pb.TokenInfo(id=token_id, bytes=self._token_bytes(token_id))
-        if score is not None:
-            token.logprob = score.logprob
-            for top_id, logprob in score.top:
-                token.top.add(id=top_id, bytes=self._token_bytes(top_id), logprob=logprob)
-        return token
+def _token(token_id: int, score: Score, tokenizer: Tokenizer) -> pb.TokenInfo:
+    token = pb.TokenInfo(id=token_id, bytes=tokenizer.token_bytes(token_id))
+    if score is not None:
+        token.logprob = score.logprob
+        for top_id, logprob in score.top:
+            token.top.add(id=top_id, bytes=tokenizer.token_bytes(top_id), logprob=logprob)
+    return token
 
 
 def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:

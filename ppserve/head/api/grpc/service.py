@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.messages import GenerateMessages, model_message, request_fields, topology_message
+from ppserve.head.api.grpc.messages import delta_message, model_message, request_fields, topology_message
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.stream import deltas_of
 from ppserve.v1 import generation_pb2 as pb
@@ -23,9 +23,9 @@ class GenerationService:
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         given, prompt = request_fields(message)
         async with self._handler.generate(given, prompt, call) as stream:
-            messages = GenerateMessages(stream.request, call.request_id, self._handler.tokenizer.token_bytes)
+            shown = stream.request, call.request_id, self._handler.tokenizer
             async for _, delta in deltas_of([stream]):
-                yield messages.message(delta)
+                yield delta_message(delta, *shown)
 
     async def Tokenize(self, message: pb.TokenizeRequest, _call: Call) -> pb.TokenizeResponse:
         ids = await self._handler.tokenize("text", message.text)

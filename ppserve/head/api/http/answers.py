@@ -19,7 +19,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.http.bodies import GenerationBody, StreamOptions
 from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
+from ppserve.head.api.stream import FINISH_WORDS, Delta, ScoredToken
 from ppserve.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's value.
@@ -27,7 +27,6 @@ _MIN_LOGPROB = -9999.0
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 Json = dict[str, Any]
-ScoredToken = tuple[int, Score]
 
 
 class Answers:
@@ -51,9 +50,8 @@ class Answers:
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        """All sequences as one answer. deltas: one for each of them, with its prompt's place."""
+        """All sequences as one answer. deltas: one for each of them, in order, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
-        choices.sort(key=lambda choice: choice["index"])
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
     def event(self, place: int, delta: Delta) -> bytes:
@@ -93,12 +91,12 @@ class PromptProgress:
         """By sequence: each counts its characters."""
         self.newest: dict[int, Delta] = {}
         self._place = place
-        self._prompt_scores: Sequence[Score] = ()
+        self._prompt_tokens: Sequence[ScoredToken] = ()
 
     def choice(self, delta: Delta) -> Json:
         """The fields that completions and chats have in common. Call it once for each delta, in order."""
         self.newest[delta.index] = delta
-        self._prompt_scores = delta.prompt_scores or self._prompt_scores
+        self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
         reason, matched = delta.last.finish, delta.last.matched
         choice: Json = {
             "index": self._place * self.request.num_sequences + delta.index,
@@ -111,8 +109,7 @@ class PromptProgress:
 
     def scored_prompt(self, delta: Delta) -> Iterable[ScoredToken]:
         """The prompt's tokens, where they are asked for and come first."""
-        scores = self._prompt_scores if delta.is_first else ()
-        return zip(self.request.prompt_ids, scores, strict=True) if scores else ()
+        return self._prompt_tokens if delta.is_first else ()
 
 
 def _usage(prompts: Sequence[PromptProgress]) -> Json:

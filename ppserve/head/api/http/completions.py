@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,7 +17,7 @@ from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, refuse, renamed
-from ppserve.head.api.stream import RequestStream, deltas_of
+from ppserve.head.api.stream import Delta, deltas_of, ordered_deltas_of
 
 
 async def generate(
@@ -49,12 +49,12 @@ async def _answer(
                 raise renamed(error, body.names | which) from None
         answers = form(call, body, [stream.request for stream in streams], handler)
         if not body.stream:
-            deltas = [pair async for pair in deltas_of(streams)]
-            num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for _, delta in deltas)
-            return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
-        events = _events(call, answers, streams)
-        first = await anext(events)  # until then, an error can be told by a status
-        return EventStream(first, events, stack.pop_all())
+            whole = [pair async for pair in ordered_deltas_of(streams)]
+            num_tokens = sum(len(delta.tokens) + len(delta.prompt_tokens) for _, delta in whole)
+            return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(whole)))
+        deltas = deltas_of(streams)
+        first = await anext(deltas)  # until then, an error can be told by a status
+        return EventStream(_events(call, answers, first, deltas), stack.pop_all())
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
@@ -75,18 +75,17 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
         hanging_up.cancel()
 
 
-async def _events(call: Call, answers: Answers, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
-    """Raises an error before the first event; later ones are events."""
-    has_begun = False
+async def _events(
+    call: Call, answers: Answers, first: tuple[int, Delta], others: AsyncIterator[tuple[int, Delta]]
+) -> AsyncGenerator[bytes, None]:
+    """Errors are events, too."""
     try:
-        async for place, delta in deltas_of(streams):
+        yield _event(answers.event(*first))
+        async for place, delta in others:
             yield _event(answers.event(place, delta))
-            has_begun = True
         if (last := answers.last_event()) is not None:
             yield _event(last)
     except Exception as error:
-        if not has_begun:
-            raise
         yield _event(error_json(call.refusal(error)))
     yield _event(b"[DONE]")
 

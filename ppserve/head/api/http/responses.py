@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -38,19 +38,14 @@ class JsonResponse(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, from the first on. Owns what they are made of, and closes it however the answer ends."""
+    """Server-sent events. Owns what they are made of, and closes it however the answer ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None], owned: AsyncExitStack) -> None:
-        async def events() -> AsyncIterator[bytes]:
-            yield first
-            async for event in others:
-                yield event
-
+    def __init__(self, events: AsyncGenerator[bytes, None], owned: AsyncExitStack) -> None:
         # The second header asks nginx not to wait for more before it hands an event on.
-        super().__init__(events(), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        owned.push_async_callback(others.aclose)
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        owned.push_async_callback(events.aclose)
         self._owned = owned
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

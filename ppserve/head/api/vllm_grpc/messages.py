@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from google.protobuf.message import Message
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Violation
 from ppserve.head.api.requests import Prompt, refuse
-from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score
+from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.descriptions import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
@@ -47,34 +48,23 @@ def _unserved(message: Message, home: str) -> Iterator[Violation]:
 
 
 class SequenceMessages:
-    """The messages of one request: chunks where it streams, and each sequence's end with all of it.
-
-    streams: whether ends are sent as they come. Otherwise they are sent together, by index: routers number such
-    answers as they arrive.
-    """
+    """The messages of one request: chunks where it streams, and each sequence's end with all of it."""
 
     def __init__(self, request: Request, streams: bool) -> None:
         self._request = request
         self._streams = streams
-        self._tokens: dict[int, list[tuple[int, Score]]] = {}
-        self._prompt_scores: Sequence[Score] = ()
-        self._ends: dict[int, pb.GenerateResponse] = {}
+        self._tokens = defaultdict[int, list[ScoredToken]](list)
+        self._prompt_tokens: Sequence[ScoredToken] = ()
 
     def answers(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
-        """What a delta brings: a chunk, ends, both or nothing."""
-        self._prompt_scores = delta.prompt_scores or self._prompt_scores
-        tokens = self._tokens.setdefault(delta.index, [])
+        """What a delta brings: a chunk, its sequence's end, or both."""
+        self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
+        tokens = self._tokens[delta.index]
         tokens += delta.tokens
         if self._streams:
             yield pb.GenerateResponse(chunk=self._chunk(delta))
         if delta.last.finish is not None:
-            end = pb.GenerateResponse(complete=self._complete(delta, delta.last.finish, tokens))
-            if self._streams:
-                yield end
-                return
-            self._ends[delta.index] = end
-            if len(self._ends) == self._request.num_sequences:
-                yield from (self._ends[index] for index in sorted(self._ends))
+            yield pb.GenerateResponse(complete=self._complete(delta, delta.last.finish, tokens))
 
     def _chunk(self, delta: Delta) -> pb.GenerateStreamChunk:
         return pb.GenerateStreamChunk(
@@ -87,9 +77,7 @@ class SequenceMessages:
             index=delta.index,
         )
 
-    def _complete(
-        self, delta: Delta, reason: FinishReason, tokens: Sequence[tuple[int, Score]]
-    ) -> pb.GenerateComplete:
+    def _complete(self, delta: Delta, reason: FinishReason, tokens: Sequence[ScoredToken]) -> pb.GenerateComplete:
         message = pb.GenerateComplete(
             output_ids=[token_id for token_id, _ in tokens],
             finish_reason=FINISH_WORDS[reason],
@@ -107,7 +95,7 @@ class SequenceMessages:
             message.matched_token_id = matched
         return message
 
-    def _output_logprobs(self, tokens: Sequence[tuple[int, Score]]) -> pb.OutputLogProbs | None:
+    def _output_logprobs(self, tokens: Sequence[ScoredToken]) -> pb.OutputLogProbs | None:
         num_top = self._request.output.logprobs
         if num_top is None:
             return None
@@ -121,10 +109,10 @@ class SequenceMessages:
         return lists
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        if not self._prompt_scores:
+        if not self._prompt_tokens:
             return None
         lists = pb.InputLogProbs(token_ids=self._request.prompt_ids)
-        for score in self._prompt_scores:
+        for _, score in self._prompt_tokens:
             lists.token_logprobs.append(pb.InputTokenLogProb(value=None if score is None else score.logprob))
             if self._request.output.prompt_logprobs:
                 lists.top_logprobs.append(_top(score))

@@ -17,7 +17,7 @@ from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.requests import renamed
-from ppserve.head.api.stream import deltas_of
+from ppserve.head.api.stream import deltas_of, ordered_deltas_of
 from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
@@ -42,7 +42,9 @@ class VllmService:
                 given, prompt = request_fields(message)
             async with self._handler.generate(given, prompt, call, deadline_is_error=True) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
-                async for _, delta in deltas_of([stream]):
+                # Routers number answers that are not streamed as they arrive.
+                deltas = deltas_of if message.stream else ordered_deltas_of
+                async for _, delta in deltas([stream]):
                     for answer in messages.answers(delta):
                         yield answer
         except InvalidRequest as error:

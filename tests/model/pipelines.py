@@ -15,14 +15,12 @@ from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
-from tests.model.stock import StockBackend
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
 GREEDY_DRAW = Draw(GREEDY)
 BACKENDS: dict[str, Backend] = {
     "kernels": CpuBackend("float32"),
-    "stock": StockBackend("float32"),
     "gpu reference": CudaBackend(CPU, "float32"),
 }
 

@@ -4,15 +4,51 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.fetching import fetched
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.tokenizer import load_tokenizer, read_chat_format
 from tests.model.pipelines import Pipeline
-from tests.model.test_ladder import as_transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
+
+NAMES = {
+    "model.embed_tokens": "wte",
+    "model.norm": "ln_f",
+    "model.layers": "h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn": "attn",
+    "_proj": "",
+}
+
+
+def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
+    """The same weights in Hugging Face's model."""
+    arch = checkpoint.architecture
+    assert arch.rotary is not None
+    config = transformers.LlamaConfig(
+        vocab_size=arch.padded_vocab_size,
+        max_position_embeddings=arch.max_positions,
+        hidden_size=arch.width,
+        intermediate_size=arch.inner_width,
+        num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_heads,
+        num_key_value_heads=arch.num_kv_heads,
+        rms_norm_eps=arch.layer_norm_epsilon,
+        tie_word_embeddings=arch.tied_embeddings,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.copy_(torch.tensor(arch.rotary.frequencies))
+        for name, parameter in model.named_parameters():
+            for theirs, ours in NAMES.items():
+                name = name.replace(theirs, ours)
+            parameter.copy_(checkpoint.tensor(name))
+    return model
 
 
 def test_logits_and_tokens_are_those_of_transformers_and_it_knows_paris() -> None:
@@ -30,11 +66,8 @@ def test_logits_and_tokens_are_those_of_transformers_and_it_knows_paris() -> Non
     pipeline = Pipeline(checkpoint, "17,13", num_sequences=1)
     ours = pipeline.logits(pipeline.hidden(ids, 7))
     answer = [drawn.token_id for drawn in pipeline.generate(ids, 12)]
-    model, rotary = as_transformers(checkpoint), checkpoint.architecture.rotary
-    assert rotary is not None
     with torch.inference_mode():
-        model.model.rotary_emb.inv_freq.copy_(torch.tensor(rotary.frequencies))
-        theirs = model(torch.tensor([[*ids, *answer[:-1]]])).logits[0]
+        theirs = as_transformers(checkpoint)(torch.tensor([[*ids, *answer[:-1]]])).logits[0]
     torch.testing.assert_close(ours, theirs[: len(ids)], atol=1e-3, rtol=0)
     assert answer == theirs[len(ids) - 1 :].argmax(-1).tolist()
     assert "Paris" in tokenizer.decode(token for token in answer if token is not None)

@@ -210,20 +210,6 @@ def test_the_gpus_backend_gathers_as_well() -> None:
     cut.close()
 
 
-def test_a_control_sums_in_another_order() -> None:
-    """What Megatron does with the second matrix: inputs are shared out, and the ranks' sums are added."""
-    torch.manual_seed(0)
-    backend, x_TK, weight_NK = CpuBackend("float32"), torch.randn(5, 96), torch.randn(64, 96)
-    whole = backend.linear(weight_NK, None)(x_TK)
-    by_outputs = [backend.linear(part_nK, None)(x_TK) for part_nK in weight_NK.split(32)]
-    by_inputs = [
-        backend.linear(weight_Nk.contiguous(), None)(x_Tk)
-        for weight_Nk, x_Tk in zip(weight_NK.split(48, 1), x_TK.split(48, 1), strict=True)
-    ]
-    assert torch.equal(torch.cat(by_outputs, 1), whole)
-    assert not torch.equal(by_inputs[0] + by_inputs[1], whole)
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "nanoGPT", "llm.c", "GGUF"])
 def test_ranks_read_their_slices_of_every_format(kind: str, tmp_path: Path) -> None:
     nanogpt = {"biases": False, "activation": "gelu"} if kind == "nanoGPT" else {}

@@ -121,6 +121,9 @@ VARIANTS: dict[str, Callable[[Path], Authored]] = {
     "unscaled": lambda d: hugging_face(d, scale_attn_weights=False),
     "epsilon": lambda d: hugging_face(d, layer_norm_epsilon=0.1),
     **{name: lambda d, name=name: hugging_face(d, activation_function=name) for name in ACTIVATIONS},
+    "head size 80": lambda d: hugging_face(d, n_embd=160, n_head=2),
+    "heads of 10 over 2, odd": lambda d: hugging_face(d, model="Llama", hidden_size=42, head_dim=10),
+    "wide heads": lambda d: hugging_face(d, model="Qwen3", hidden_size=40, head_dim=32),
     "mistral": lambda d: hugging_face(d, model="Mistral", sliding_window=None),
     **{name: lambda d, name=name: hugging_face(d, model=name) for name in ("Llama", "Qwen2", "Qwen3")},
     **{

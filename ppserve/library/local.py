@@ -14,9 +14,10 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.process.environment import RankEnvironment
+from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.loop import StageLoop
-from ppserve.stage.probe import ProbeResult, probe
+from ppserve.stage.probe import probe
 from ppserve.stage.wiring import ThreadWiring
 
 log = logging.getLogger("ppserve.library")
@@ -59,30 +60,25 @@ def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane
     """A thread for each rank. Raises UsageError."""
     grid = config.pipeline.grid(world_size)
     wirings = [ThreadWiring() for _ in range(grid.data)]
-    found = [probe(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
-    return [
-        threading.Thread(
-            target=_run_stage,
-            args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
-            name=grid.name(rank),
-            daemon=True,
-        )
-        for rank, link in control.links.items()
-    ]
+    threads = []
+    for rank, link in control.links.items():
+        found = probe(config, RankEnvironment(rank, world_size, rank, world_size))
+        wiring = wirings[grid.place(rank).replica]
+        stage = StageLoop(wire.Start(config, rank, world_size), found, link, wiring)
+        args = stage, found.compute, link
+        threads.append(threading.Thread(target=_run_stage, args=args, name=grid.name(rank), daemon=True))
+    return threads
 
 
-def _run_stage(start: wire.Start, found: ProbeResult, link: Link, wiring: ThreadWiring) -> None:
+def _run_stage(stage: StageLoop, compute: Compute, link: Link) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
-        found.compute.occupy()
-        stage = StageLoop(start, found, link, wiring)
-        try:
-            stage.run()
-        finally:
-            stage.leave_epoch()  # which ends the waits of neighbours for this stage
+        compute.occupy()
+        stage.run()
     except BaseException as error:
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))
+        stage.leave_epoch()  # which ends the waits of neighbours for this stage
     finally:
         # The pipeline keeps the link, which must not keep the stage with its weights, keys and values.
         link.start(lambda _epoch: None)

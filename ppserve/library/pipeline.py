@@ -177,7 +177,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             return stream.completions()
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
-        given, engine = read_options(options), self._running()
+        given = read_options(options)
         name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = {}
         for place, prompt in enumerate(prompts):
@@ -186,7 +186,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             request = to_request(given, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = RequestStream(request, self._text_of(prompt) if request.output.echo else "")
-        return Stream(self, engine, self._tokenizer, requests)
+        return Stream(self._running, self._tokenizer, requests)
 
     def _text_of(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)

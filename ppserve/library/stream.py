@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
@@ -27,20 +27,21 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     """
 
     def __init__(
-        self, owner: object, engine: Engine, tokenizer: Tokenizer, requests: Mapping[str, RequestStream]
+        self, running: Callable[[], Engine], tokenizer: Tokenizer, requests: Mapping[str, RequestStream]
     ) -> None:
         """Queues the requests, by the names that their chunks have. Raises RequestError if one of them is refused,
-        and ends the others. owner: the pipeline, which must not end before its streams."""
-        self._owner = owner
-        self._engine = engine
+        and ends the others. running: a method of the pipeline, which must not end before its streams."""
+        self._running = running
         self._tokenizer = tokenizer
-        self._open = dict(requests)
+        self._open: dict[str, RequestStream] = {}
         self._news: _News = queue.SimpleQueue()
         self._ready: deque[Chunk | RequestError] = deque()
         self._reading = threading.Lock()
+        self._engine = running()
         try:
             for name, pending in requests.items():
-                engine.submit(OpenRequest(pending.request, _sink(name, self._news), tokenizer)).result()
+                self._open[name] = pending
+                self._engine.submit(OpenRequest(pending.request, _sink(name, self._news), tokenizer)).result()
         except BaseException:
             self.close()
             raise
@@ -66,8 +67,10 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
                     raise StopIteration
                 self._add_outputs(*self._news.get())
             piece = self._ready.popleft()
+        if isinstance(piece, Draining | StagesLost):
+            self._running()  # raises why: a program may know more than a server's callers
         if isinstance(piece, RequestError):
-            raise self._explained(piece)
+            raise piece
         return piece
 
     def __exit__(self, *_error: object) -> None:
@@ -88,12 +91,6 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         except RequestError as error:
             self._ready.append(error)
         self._open.pop(name, None)
-
-    def _explained(self, error: RequestError) -> RequestError:
-        """A server does not tell its callers why a stage was lost; a program may know."""
-        if isinstance(error, StagesLost):
-            return StagesLost(str(self._engine.failed.result(0)))
-        return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
     def _chunk(self, name: str, pending: RequestStream, delta: Delta) -> Chunk:
         request, last = pending.request, delta.last

@@ -21,7 +21,7 @@ from ppserve.core.figures import table
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import encode, to_request
+from ppserve.head.api.requests import echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import (
     ModelDescription,
@@ -185,11 +185,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
             request = to_request(given, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
-            requests[own_name] = RequestStream(request, self._text_of(prompt) if request.output.echo else "")
+            requests[own_name] = RequestStream(request, echo(prompt, request, self._tokenizer))
         return Stream(self._running, self._tokenizer, requests)
-
-    def _text_of(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     # ---- what it says ---------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from ppserve.core.request import FinishReason, Request
+from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.requests import Fields, Prompt, check_ids, encode, to_request
+from ppserve.head.api.requests import Fields, Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
 from ppserve.head.engine.loop import Engine
@@ -94,7 +94,7 @@ class RequestHandler:
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, self._echo(prompt, request), news, deadline_is_error)
+        stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error)
         self._streams[stream] = call
         self._idle.clear()
         try:
@@ -194,11 +194,6 @@ class RequestHandler:
             "model_max_length": description.max_context,
             "chat_template": None if template is None else template.source,
         }
-
-    def _echo(self, prompt: Prompt, request: Request) -> str:
-        if not request.output.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:

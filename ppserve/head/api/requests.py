@@ -109,6 +109,13 @@ def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: 
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 
 
+def echo(prompt: Prompt, request: Request, tokenizer: Tokenizer) -> str:
+    """The prompt's text, where the request wants it back."""
+    if not request.output.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
     """Raises InvalidRequest when `ids` cannot be turned into text here."""
     limit = description.limits.max_prompt_bytes

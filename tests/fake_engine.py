@@ -156,7 +156,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     refused: list[RequestError] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
-    cancelled: dict[str, FinishReason] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -174,8 +174,8 @@ class FakeEngine:
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)
 
-    def cancel(self, request_id: str, reason: FinishReason) -> None:
-        self.cancelled.setdefault(request_id, reason)
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
         self._news.set()
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
-from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, RequestStream, Score
 from ppserve.head.engine.loop import Engine
@@ -56,7 +55,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     def close(self) -> None:
         """Cancels the requests that have not ended."""
         for pending in self._open.values():
-            self._engine.cancel(pending.request.id, FinishReason.CANCELLED)
+            self._engine.cancel(pending.request.id)
         self._open.clear()
         self._ready.clear()
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
@@ -109,14 +108,14 @@ class RequestHandler:
             if not self._streams:
                 self._idle.set()
             if not stream.is_complete:
-                self._engine.cancel(request.id, FinishReason.CANCELLED)
+                self._engine.cancel(request.id)
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
         """End the open requests of these names; those of `caller` alone, for names are no secret."""
         for stream, call in self._streams.items():
             if call.request_id in request_ids and call.caller == caller:
-                self._engine.cancel(stream.request.id, FinishReason.CANCELLED)
+                self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
         """Restart a replica's stage processes; return when it serves again. Raises RequestError.

@@ -93,9 +93,13 @@ class Engine(threading.Thread):
         """Queue a request. The future is done when it is queued, or has a RequestError."""
         return self._call(lambda: self._queue_request(opened))
 
-    def cancel(self, request_id: str, reason: FinishReason) -> None:
+    def cancel(self, request_id: str) -> None:
         """End a request. Nothing happens if it has ended."""
-        self._call(lambda: self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s()))
+
+        def end() -> None:
+            self._streams.add_events(self.request_queue.abort(request_id, FinishReason.CANCELLED), self._now_s())
+
+        self._call(end)
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining until all have formed, and if

@@ -252,7 +252,7 @@ class History:
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")
-        self.engine.cancel(key, FinishReason.CANCELLED)
+        self.engine.cancel(key)
 
     def next_head(self) -> None:
         self._start_head()

@@ -46,8 +46,8 @@ def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:
 def test_a_cancelled_request_ends_now_although_its_step_is_under_way() -> None:
     rig = EngineRig("")
     reader = rig.open(a_request("a"))
-    rig.engine.cancel("a", FinishReason.CANCELLED)
-    rig.engine.cancel("nobody", FinishReason.CANCELLED)
+    rig.engine.cancel("a")
+    rig.engine.cancel("nobody")
     rig.engine.turn()
     assert [output.finish for output in reader.outputs] == [FinishReason.CANCELLED]
     rig.finish(rig.open(a_request("b")))
@@ -57,7 +57,7 @@ def test_a_caller_that_leaves_before_it_is_queued_harms_nobody() -> None:
     rig = EngineRig("")
     leaving = rig.engine.submit(OpenRequest(a_request("a"), Reader().push, no_tokenizer()))
     leaving.cancel()
-    rig.engine.cancel("a", FinishReason.CANCELLED)
+    rig.engine.cancel("a")
     rig.finish(rig.open(a_request("b")))
     assert not rig.engine.failed.done()
 

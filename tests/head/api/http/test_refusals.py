@@ -228,7 +228,6 @@ def test_hanging_up_reaches_the_engine(stream: bool, prompt: object) -> None:
         await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
         writer.close()
         await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))
-        assert set(served.engine.cancelled.values()) == {FinishReason.CANCELLED}
 
     run(scenario, by_hand=True)
 

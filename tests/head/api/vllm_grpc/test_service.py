@@ -197,7 +197,6 @@ def test_abort_ends_the_caller_s_own_requests_of_that_name(tmp_path: Path) -> No
         await stub.Abort(pb.AbortRequest(request_ids=["one", "nobody"]), metadata=mine)
         await engine.until(lambda engine: bool(engine.cancelled))
         assert [name.partition("/")[0] for name in engine.cancelled] == ["one"]
-        assert set(engine.cancelled.values()) == {FinishReason.CANCELLED}
         for call in calls:
             call.cancel()
 

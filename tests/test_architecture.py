@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.starting": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.placement": {"ppserve.process.network"},
+    "ppserve.head.servers": {"ppserve.process.network"},
     "ppserve.head.engine.control": {"ppserve.process.meeting", "ppserve.process.network", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},

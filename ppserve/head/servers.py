@@ -14,6 +14,7 @@ from ppserve.head.api.tls import read_certificates
 from ppserve.head.api.vllm_grpc.service import VllmService
 from ppserve.head.listener import Ports
 from ppserve.head.observe.pages import MakePage, PageServer
+from ppserve.process.network import is_loopback
 
 log = logging.getLogger("ppserve.head")
 
@@ -41,10 +42,10 @@ class Servers:
 
     async def open(self) -> Ports:
         """Bind and listen. Raises ConfigError for an address that cannot be bound."""
-        metrics = await self._pages.start(self._settings.host, self._settings.metrics_port)
-        ports = Ports(await self._grpc.start(), await self._http.start(), metrics)
         host = self._settings.host
-        if self._settings.tls_cert is None and not (host in ("localhost", "::1") or host.startswith("127.")):
+        metrics = await self._pages.start(host, self._settings.metrics_port)
+        ports = Ports(await self._grpc.start(), await self._http.start(), metrics)
+        if self._settings.tls_cert is None and not is_loopback(host):
             log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", host)
         return ports
 
@@ -64,7 +65,7 @@ class Servers:
         closing = asyncio.ensure_future(self._close(timeout_s))
         waits = closing, at_once
         await asyncio.wait(waits, timeout=timeout_s + _CLOSES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-        if not closing.done():
+        if at_once.done() and not closing.done():
             await self._request_handler.drain(0.0)
             await asyncio.wait((closing,), timeout=_CLOSES_WITHIN_S)
         if not closing.done():

@@ -48,8 +48,9 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
     return Route(own, head)
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether only this host itself is reached by this address, or by this name, which is not resolved."""
+    return host == "::1" or host.startswith(("127.", "localhost"))
 
 
 def address_of(name: str, known: Interfaces, version: int) -> str:
@@ -130,10 +131,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 def _listen_to_hosts(address: str) -> socket.socket:
     """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
     host, port = _host_and_port(address)
-    is_this_host_alone = host.startswith(("127.", "::1", "localhost"))
     for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.
-        if is_loopback(str(where[0]).partition("%")[0]) and not is_this_host_alone:
+        if is_loopback(str(where[0])) and not is_loopback(host):
             continue
         with contextlib.suppress(OSError):
             return socket.create_server(where, family=family)

@@ -12,6 +12,7 @@ import pytest
 
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.errors import StagesLost
+from ppserve.head.api.call import Call
 from ppserve.head.app import HeadProcess
 from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
@@ -105,3 +106,21 @@ def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun
             assert call is None or (await code_of(call)).name == "UNAVAILABLE"
 
     asyncio.run(main())
+
+
+def test_streams_are_ended_once_also_where_a_server_does_not_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ppserve.head.servers._CLOSES_WITHIN_S", 0.1)
+
+    async def main() -> None:
+        handler = handler_of(FakeEngine(by_hand=True), SETTINGS)
+        servers = Servers(SETTINGS, handler, lambda path, status: None, {})
+        monkeypatch.setattr(servers._http, "stop", lambda: asyncio.sleep(WITHIN_S))
+        await servers.open()
+        async with handler.generate({}, "", Call.begin("", None, None)):
+            await servers.close(0.0, asyncio.get_running_loop().create_future())
+
+    asyncio.run(main())
+    assert caplog.text.count("ended 1 streams") == 1
+    assert "have not closed within 0.1 s" in caplog.text

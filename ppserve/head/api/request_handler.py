@@ -53,9 +53,8 @@ class RequestHandler:
         count_refusal: Callable[[RequestError], None] = lambda error: None,
         template: ChatTemplate | None = None,
     ) -> None:
-        self._engine, self.description = engine, description
-        self.tokenizer, self.keys, self.template = tokenizer, keys, template
-        self._count_refusal = count_refusal
+        self._engine, self.description, self.tokenizer = engine, description, tokenizer
+        self.keys, self.template, self._count_refusal = keys, template, count_refusal
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,7 +108,8 @@ class RequestHandler:
                 self._idle.set()
             if not stream.is_complete:
                 self._engine.cancel(request.id)
-        log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
+        end = "answered" if stream.is_complete else "cancelled"
+        log.info("request %s: %s", call.request_id, end, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
         """End the open requests of these names; those of `caller` alone, for names are no secret."""

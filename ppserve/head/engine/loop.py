@@ -95,11 +95,8 @@ class Engine(threading.Thread):
 
     def cancel(self, request_id: str) -> None:
         """End a request. Nothing happens if it has ended."""
-
-        def end() -> None:
-            self._streams.add_events(self.request_queue.abort(request_id, FinishReason.CANCELLED), self._now_s())
-
-        self._call(end)
+        abort = partial(self.request_queue.abort, request_id, FinishReason.CANCELLED)
+        self._call(lambda: self._streams.add_events(abort(), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining until all have formed, and if
@@ -269,7 +266,7 @@ class Engine(threading.Thread):
         for replica in self._living:
             if replica.number == number:
                 return replica
-        raise _refused("replica", f"there is no replica {number}")
+        raise InvalidRequest([Violation("replica", f"there is no replica {number}")])
 
     def _serves_after(self, number: int, epoch: int) -> bool:
         replica = self._find_replica(number)
@@ -281,7 +278,8 @@ class Engine(threading.Thread):
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:
-            raise _refused("pauses", "no other replica serves: streams would have to wait for this one")
+            problem = "no other replica serves: streams would have to wait for this one"
+            raise InvalidRequest([Violation("pauses", problem)])
         log.info("replica %d is restarted", number)
         if others:
             replica.give_back()
@@ -307,7 +305,3 @@ class Engine(threading.Thread):
 
     def _now_s(self) -> float:
         return self._clock() / 1e9
-
-
-def _refused(field: str, problem: str) -> InvalidRequest:
-    return InvalidRequest([Violation(field, problem)])

@@ -54,11 +54,14 @@ def test_text_and_ids_ask_for_the_same() -> None:
     run(scenario)
 
 
-def test_leaving_early_ends_the_request() -> None:
+def test_leaving_early_ends_the_request_and_is_logged_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         async with request_handler.generate({}, "", a_call()):
             assert request_handler.num_open_streams == 1
         assert engine.cancelled == {engine.requests[0].id}
+        assert ["answered" in caplog.text, "cancelled" in caplog.text] == [False, True]
         assert request_handler.num_open_streams == 0
 
     run(scenario, by_hand=True)

@@ -210,7 +210,6 @@ class Assign(_Message, frozen=True, tag=True):
     """Load these layers: of a stage with several tensor ranks, this one's part."""
 
     layout: StageLayout
-    dtype: str
 
 
 class Form(_Message, frozen=True, tag=True):
@@ -290,18 +289,16 @@ class FrameReader:
         """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
         self._buffer += received
         messages: list[Any] = []
-        begin, end = _LENGTH.size, 0
-        while len(self._buffer) >= begin:
-            (length,) = _LENGTH.unpack_from(self._buffer, end)
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
             if length > self._max_bytes:
                 raise WireError(f"a frame of {length} bytes is beyond the limit of {self._max_bytes}")
-            if len(self._buffer) - begin < length:
+            if len(self._buffer) - _LENGTH.size < length:
                 break
-            end = begin + length
+            del self._buffer[: _LENGTH.size]
             try:
-                messages.append(self._decoder.decode(memoryview(self._buffer)[begin:end]))
+                messages.append(self._decoder.decode(self._buffer[:length]))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise WireError(f"a frame that does not fit the schema: {error}") from None
-            begin = end + _LENGTH.size
-        del self._buffer[:end]
+            del self._buffer[:length]
         return messages

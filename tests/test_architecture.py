@@ -244,7 +244,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_085, 1_010),
+    "ppserve/*.py": (1_082, 1_010),
     "ppserve/core/*.py": (1_100, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
@@ -252,7 +252,7 @@ BUDGET = {
     "ppserve/process/*.py": (1_099, 1_099),
     "ppserve/stage/*.py": (1_247, 1_247),
     "ppserve/stage/transport/*.py": (1_000, 1_000),
-    "ppserve/head/*.py ppserve/head/engine/*.py": (2_726, 2_700),
+    "ppserve/head/*.py ppserve/head/engine/*.py": (2_723, 2_700),
     "ppserve/head/api/**/*.py": (2_821, 2_600),
     "ppserve/head/observe/*.py": (786, 786),
     "ppserve/model/*.py": (1_545, 1_545),
@@ -265,7 +265,7 @@ BUDGET = {
     "ppserve/client/*.py": (600, 600),
     "ppserve/bench/*.py": (800, 800),
     "ppserve/cli/*.py": (1_344, 1_340),
-    "tests/**/*.py": (28_012, 27_500),
+    "tests/**/*.py": (28_037, 27_500),
     "benchmarks/**/*.py": (2_500, 2_500),
     "README.md": (180, 180),
 }

@@ -57,7 +57,7 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Challenge(b"\0\xff"),
         wire.Welcome(b"\0\xff"),
         wire.Refused("no", True),
-        wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
+        wire.Assign(StageLayout(1, 2, 4, 4)),
         wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
         wire.Abandon(3),
         wire.Plan(PLAN),

@@ -196,7 +196,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         name=Path(config.model.path).name,
         architecture=arch,
         num_parameters=arch.num_params,
-        dtype=decision.dtype,
+        dtype=hello.model.dtype,
         quantization=config.model.quantization,
         max_context=decision.scheduling.max_model_len,
         has_tokenizer=tokenizer.vocab_size > 0,

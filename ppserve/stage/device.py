@@ -59,11 +59,11 @@ class Compute:
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
         return f"cpu ({platform.machine()}, {counted(self.threads, 'thread')})"
 
-    def backend(self, dtype: str) -> Backend:
+    def backend(self) -> Backend:
         """Raises ConfigError for a dtype that the device does not have."""
         if self.device.type == "cpu" and not self.reference:
-            return CpuBackend(dtype, self.threads, self.quantization, self.kv_dtype)
-        return CudaBackend(self.device, dtype, self.options)
+            return CpuBackend(self.dtype, self.threads, self.quantization, self.kv_dtype)
+        return CudaBackend(self.device, self.dtype, self.options)
 
     @property
     def kernel_variants(self) -> tuple[str, ...]:

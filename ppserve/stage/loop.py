@@ -130,7 +130,7 @@ class StageLoop:
         """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
         layout, compute = assign.layout, self._found.compute
         try:
-            backend = compute.backend(assign.dtype)
+            backend = compute.backend()
             checkpoint, send = self._found.checkpoint, self._link.send
             model = load_stage(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt

@@ -149,7 +149,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tup
 def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
     """Lone stages with no sublayer, one and two. They share embedding and head, of which several may not fit."""
     layout = StageLayout(0, 1, 0, 2, *rank)
-    whole = load_stage(checkpoint, layout, compute.backend(compute.dtype))
+    whole = load_stage(checkpoint, layout, compute.backend())
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
     cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.

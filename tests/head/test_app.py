@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,16 +112,20 @@ def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun
 def test_streams_are_ended_once_also_where_a_server_does_not_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ppserve.head.servers._CLOSES_WITHIN_S", 0.1)
+    monkeypatch.setattr("ppserve.head.servers._CLOSES_WITHIN_S", 0.5)
+
+    async def stop_late(stop: Any) -> None:
+        await stop()
+        await asyncio.sleep(WITHIN_S)
 
     async def main() -> None:
         handler = handler_of(FakeEngine(by_hand=True), SETTINGS)
         servers = Servers(SETTINGS, handler, lambda path, status: None, {})
-        monkeypatch.setattr(servers._http, "stop", lambda: asyncio.sleep(WITHIN_S))
+        monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
         await servers.open()
         async with handler.generate({}, "", Call.begin("", None, None)):
             await servers.close(0.0, asyncio.get_running_loop().create_future())
 
     asyncio.run(main())
     assert caplog.text.count("ended 1 streams") == 1
-    assert "have not closed within 0.1 s" in caplog.text
+    assert "have not closed within 0.5 s" in caplog.text

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import NetworkSettings
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.process.meeting import connect_to_head
@@ -27,7 +27,7 @@ pytestmark = needs_openssl
 hello = partial(hello_of, world_size=2, architecture=Architecture(4, 64, 4, 128, 300, 300, 256))
 
 LARGE = wire.Broken(1, "x" * 3_000_000)
-ASSIGN = wire.Assign(StageLayout(1, 2, 4, 4), "d" * 3_000_000)
+FORM = wire.Form(1, "t" * 3_000_000, 100, 768, "127.0.0.1", 0, "::1")
 
 
 def files(folder: Path) -> NetworkSettings:
@@ -54,8 +54,8 @@ def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tl
         says = threading.Thread(target=lambda: [link.send(LARGE) for _ in range(5)])
         says.start()
         for _ in range(5):
-            running.send(1, ASSIGN)
-        assert [link.inbox.get(timeout=WITHIN_S)[1] for _ in range(5)] == [ASSIGN] * 5
+            running.send(1, FORM)
+        assert [link.inbox.get(timeout=WITHIN_S)[1] for _ in range(5)] == [FORM] * 5
         assert [running.next_event().message for _ in range(5)] == [LARGE] * 5
         says.join(WITHIN_S)
         running.send(1, wire.Shutdown())

@@ -71,7 +71,7 @@ class OneStage:
 
     def assign(self, layout: StageLayout) -> wire.FromStage:
         """What the stage says when it has loaded, or cannot."""
-        self.tell(wire.Assign(layout, "float32"))
+        self.tell(wire.Assign(layout))
         while isinstance(message := self.next(), wire.Loading):
             pass
         return message

@@ -215,7 +215,7 @@ def test_weights_that_cannot_be_read_are_final() -> None:
     with ThreadPoolExecutor(1) as threads:
         stage = start(threads, 0, 1, ThreadWiring(), Damaged(architecture()))
         stage.hear(wire.Hello)
-        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4)))
         assert "stage 0: random: ln_f.weight: truncated" in stage.hear(wire.Failed).reason
         stage.tell(wire.Shutdown(76))
         assert stage.exit_code.result(WITHIN_S) == 76
@@ -240,8 +240,8 @@ class FailingGpu(CudaBackend):
 class OnFailingGpu(Compute):
     doubt = "of another kind"
 
-    def backend(self, dtype: str) -> Backend:
-        return FailingGpu(self.device, dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
+    def backend(self) -> Backend:
+        return FailingGpu(self.device, self.dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
 
 
 # What torch's allocator says; and what others who take memory say: graphs, cuBLAS, Triton's launcher.
@@ -310,7 +310,7 @@ def test_a_device_that_is_lost_while_loading_ends_the_stage(monkeypatch: pytest.
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(OnFailingGpu, "probe", Poisoned.probe)
     with failing(monkeypatch, "self-test", lost) as stage:
-        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4)))
         with pytest.raises(torch.AcceleratorError):
             stage.exit_code.result(WITHIN_S)
 

@@ -55,7 +55,6 @@ class Decision:
 
     architecture: Architecture
     layouts: tuple[StageLayout, ...]
-    dtype: str
     transport: str
     scheduling: SchedulerConfig
     parts: PartCosts | None = None  # what the ranks measured, on average; None where they did not

@@ -236,7 +236,7 @@ class Members:
 
     def _assign(self, member: Member, decision: Decision) -> None:
         layout = replace(decision.layouts[member.stage], tensor=member.tensor, num_tensor=self.grid.tensor)
-        self._control.send((member.rank,), wire.Assign(layout, decision.dtype))
+        self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_if_complete(self, now_ns: int) -> None:
         """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the

@@ -32,7 +32,7 @@ CPU_CHUNK = 128
 
 
 def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
-    """Layouts, dtype and transport for these ranks. Raises ConfigError."""
+    """Layouts and transport for these ranks. Raises ConfigError."""
     first, grid = hellos[0], config.pipeline.grid(hellos[0].world_size)
     for hello in hellos[1:]:
         if found := difference(first, hello):
@@ -49,7 +49,6 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     return Decision(
         architecture=arch,
         layouts=stage_layouts(split),
-        dtype=first.model.dtype,
         transport=_transport(config.pipeline.transport, hellos),
         scheduling=scheduler_config(config, arch, hellos, grid),
         parts=parts,

@@ -115,7 +115,7 @@ def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) ->
     y = aligned((padded, 3072), np.float32)
 
     def multiply_all() -> None:
-        rows = Scratch(num_rows, tile_rows, address(words), address(scales))
+        rows = Scratch(num_rows, tile_rows, address(words), address(scales), 0, 0, 0, 0)
         for packed in (packed for layer in layers for packed in layer):
             weights = packed.seen_by_kernels
             shape = packed.num_inputs, rows, weights.chunks

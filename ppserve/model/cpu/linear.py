@@ -41,8 +41,7 @@ class PackedWeights:
 
     Products start from the bias in float32, so that a result is one chain of multiply-adds; for the others the
     bias is added at the end. int8 weights are symmetric, one scale for each output; those of int4 are in
-    `four_bits`. Raises ConfigError where there
-    are more inputs than int8 sums have room for.
+    `four_bits`. Raises ConfigError where there are more inputs than int8 sums have room for.
     """
 
     def __init__(

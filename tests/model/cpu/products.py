@@ -56,7 +56,7 @@ class Product:
         )
         values = aligned(weights.chunks * kind.chunk_inputs, np.float32)
         y = aligned((padded, weights.outputs), np.float32)
-        rows = Scratch(count, tile_rows, address(words), address(scales))
+        rows = Scratch(count, tile_rows, address(words), address(scales), 0, 0, 0, 0)
         x = np.ascontiguousarray(x)
         pack_rows(kind, Storage("float32"), address(x), depth, rows, weights.chunks, address(values))
         for first, end in pairwise((0, *cuts, weights.outputs // PANEL)):

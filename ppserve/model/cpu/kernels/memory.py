@@ -23,8 +23,6 @@ from ppserve.model.cpu.kernels.atomics import add_shared
 
 LINE_BYTES = 64
 PAGE_BYTES = 2 << 20
-_SMALL_PAGE_BYTES = 4096
-_HUGE_PAGES = 14  # Linux's number
 _LOWEST_PRIORITY = 19
 # What an arena takes at once. Memory that is never written costs nothing.
 _REGION_BYTES = 64 << 20
@@ -52,8 +50,8 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
         memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system has no {size >> 20} MB: {error}") from None
-    with contextlib.suppress(OSError):
-        memory.madvise(_HUGE_PAGES)
+    with contextlib.suppress(OSError, AttributeError):  # there are none, or the system is not Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % PAGE_BYTES
     return whole[start : start + num_bytes]
@@ -78,7 +76,7 @@ def start_populating(array: NDArray[np.uint8]) -> threading.Thread:
 @kernel
 def _touch(array: NDArray[np.uint8], zero: int) -> None:
     """Adds zero in each page. If it were a constant, the compiler would leave the addition out."""
-    for offset in range(0, len(array), _SMALL_PAGE_BYTES):
+    for offset in range(0, len(array), mmap.PAGESIZE):
         add_shared(array.ctypes.data + offset, zero)  # type: ignore[call-arg]
 
 

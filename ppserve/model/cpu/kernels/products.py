@@ -191,10 +191,10 @@ class Scratch(NamedTuple):
     tile_rows: int
     words: int
     scales: int
-    y: int = 0
-    inner: int = 0
-    values: int = 0
-    values_stride: int = 0
+    y: int
+    inner: int
+    values: int
+    values_stride: int
 
 
 @inlined

@@ -263,9 +263,8 @@ def _linear(product, single, table, step, x, out, context):
 
 
 @inlined
-def _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context):
-    """One of a list of jobs."""
-    job, table = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1)
+def _do(product, head, attention, stored, single, job, table, step, x, inner, out, context):
+    """One job of a list."""
     if job == HEADS:
         _heads(product, attention, stored, single, table, step, x, inner, context)
     elif job == EXPAND:
@@ -307,8 +306,8 @@ def work(
         if inner == 0:
             inner = _scratch_at(step).inner
         for number in range(num_jobs):
-            _do(product, head, attention, stored, single, jobs, number, num_jobs, step, x, inner, out, context)
-            kind = load_int(jobs, 2 * number)
+            kind, table = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1)
+            _do(product, head, attention, stored, single, kind, table, step, x, inner, out, context)
             if kind != EXPAND or number + 1 == num_jobs:  # PROJECT packs the rows that the same thread activated
                 barrier(job_queue, thread, num_threads)
             if kind == PROJECT:

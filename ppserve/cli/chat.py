@@ -155,8 +155,10 @@ class Dialogue:
 
 def _url(text: str) -> SplitResult:
     url = urlsplit(text if "://" in text else f"http://{text}")
-    if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
+    is_plain = text.isascii() and text.isprintable() and " " not in text
+    if url.scheme not in ("http", "https") or not url.hostname or url.port == 0 or not is_plain:
         raise ValueError(f"{text!r} is not http://HOST:PORT")
+    url.hostname.encode("idna")  # raises UnicodeError for what no lookup takes
     return url
 
 

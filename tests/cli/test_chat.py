@@ -118,7 +118,7 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     gone = chat(url, "a\n", "--retry", "0")
     assert gone.returncode == 1
     assert "ppserve: error: no answer: " in gone.stderr
-    for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1"):
+    for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1", "a b", "x/ä", "a..b"):
         wrong = chat(url, "a\n")
         assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
         assert wrong.stderr.startswith("ppserve: error: Invalid value for '--url': ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +15,10 @@ from urllib.parse import SplitResult, urlsplit
 
 import click
 
-from ppserve.cli.client import api_key
+from ppserve.cli.client import api_key, trusting
 from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed
-from ppserve.errors import ConfigError, PpserveError
+from ppserve.errors import PpserveError
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets the system's message, /quit ends."
 _PAUSE_S = 0.5
@@ -69,11 +68,7 @@ class ChatServer:
         """Raises ConfigError."""
         kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
-            try:
-                tls = ssl.create_default_context(cafile=authority)
-            except ssl.SSLError:
-                raise ConfigError("--tls-ca", f"{authority} holds no PEM certificate") from None
-            kind = partial(http.client.HTTPSConnection, context=tls)
+            kind = partial(http.client.HTTPSConnection, context=trusting(authority))
         self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import os
+import ssl
 import sys
 from itertools import starmap
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.main import say
-from ppserve.cli.types import POSITIVE, TEXT, Number
+from ppserve.cli.types import FILE, POSITIVE, TEXT, Number
 from ppserve.client import (
     AsyncClient,
     CallFailed,
@@ -35,17 +36,16 @@ _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
 _COUNT = click.IntRange(0, 2**32 - 1)
 _SEED = click.IntRange(0, 2**64 - 1)
 
-_PATH = click.Path(path_type=Path)
 CONNECTION = (
     click.Option(
         ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, metavar="HOST:PORT",
         help="The server.",
     ),
-    click.Option(["--api-key-file"], type=_PATH, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
+    click.Option(["--api-key-file"], type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
     click.Option(["--tls"], is_flag=True, help="Speak TLS, trusting the system's authorities."),
-    click.Option(["--tls-ca"], type=_PATH, help="Speak TLS, trusting this authority."),
-    click.Option(["--tls-cert"], type=_PATH, help="Certificate that proves who calls."),
-    click.Option(["--tls-key"], type=_PATH, help="Its key."),
+    click.Option(["--tls-ca"], type=FILE, help="Speak TLS, trusting this authority."),
+    click.Option(["--tls-cert"], type=FILE, help="Certificate that proves who calls."),
+    click.Option(["--tls-key"], type=FILE, help="Its key."),
 )  # fmt: skip
 """How commands reach a server. No flag holds the key: every user of a machine sees the arguments of processes."""
 
@@ -90,13 +90,11 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     tls = None
     files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
     if flags["tls"] or any(files):
+        trusting(flags["tls_ca"])  # gRPC does not say which file is wrong
         try:
             tls = Tls(*files)
-            tls.credentials()
         except ValueError as error:
             raise ConfigError("--tls-cert", str(error)) from None
-        except OSError as error:
-            raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
     target: str = flags["target"]
     host, _, port = target.rpartition(":")
     # gRPC's own schemes are its to judge. Of a port it takes the lowest 16 bits.
@@ -104,6 +102,14 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
         raise ConfigError("--target", f"{target!r} is not HOST:PORT")
     return {"target": target, "api_key": api_key(flags["api_key_file"]), "tls": tls}
+
+
+def trusting(file: Path | None) -> ssl.SSLContext:
+    """What checks a server's certificate. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=file)
+    except ssl.SSLError:
+        raise ConfigError("--tls-ca", f"{file} holds no PEM certificate") from None
 
 
 def api_key(file: Path | None) -> str | None:

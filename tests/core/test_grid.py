@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ppserve.config import PipelineSettings
 from ppserve.core.grid import RankGrid, RankPlace
 from ppserve.errors import ConfigError
-
-sizes = st.integers(1, 5)
-
-
-@given(sizes, sizes, sizes)
-def test_every_rank_has_one_place(tensor: int, data: int, pipeline: int) -> None:
-    grid = RankGrid(tensor, data, pipeline)
-    places = [grid.place(rank) for rank in range(grid.size)]
-    assert [p.tensor + tensor * (p.replica + data * p.stage) for p in places] == list(range(grid.size))
-    assert len(set(places)) == grid.size
 
 
 def test_the_ranks_of_a_replica_are_in_order_of_stages_then_of_tensor_ranks() -> None:

@@ -84,10 +84,6 @@ def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield server
 
 
-over_shm = pytest.mark.parametrize("three_stages", ["shm"], indirect=True)
-"""For what does not depend on the transport."""
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Answer]:
     """What all streams are to bring."""
@@ -153,19 +149,9 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
     assert server.stage_pid(0) == survivor, "a survivor lost its weights"
 
 
-@over_shm
+@pytest.mark.parametrize("three_stages", ["shm"], indirect=True)
 def test_a_frozen_stage_is_replaced(three_stages: Server, undisturbed: list[Answer]) -> None:
     assert ask_and_hurt(three_stages, 1, signal.SIGSTOP) == undisturbed
-
-
-@over_shm
-def test_requests_that_arrive_while_a_stage_is_away_are_served(
-    three_stages: Server, undisturbed: list[Answer]
-) -> None:
-    so_far = len(three_stages.log)
-    os.kill(three_stages.stage_pid(0), signal.SIGKILL)
-    three_stages.wait_for_line("stage 0 died", so_far)
-    assert ask(three_stages.grpc, STREAMS[:1], at_once=1) == undisturbed[:1]
 
 
 def test_stages_killed_in_mid_guess_change_no_token_and_one_that_cannot_come_back_ends_streams_and_server(

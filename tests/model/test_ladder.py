@@ -3,15 +3,13 @@ transformers beside ours."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import AttentionWeights, Backend, Sublayer
+from ppserve.model.backend import Backend
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.decoder import load_stage
@@ -63,21 +61,6 @@ def test_where_the_stages_are_cut_changes_no_bit(arch: Architecture, split: str,
     whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ("4", split))
     assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
     assert whole.generate(prompt(30), 8) == cut.generate(prompt(30), 8)
-
-
-def test_layer_scaling_follows_the_global_index() -> None:
-    """The control of the test above: were the index the stage's own, the cut would show."""
-    arch = architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True)
-
-    class ScalesByOwnNumber(CpuBackend):
-        def attention(self, weights: AttentionWeights) -> Sublayer:
-            return super().attention(replace(weights, scale=arch.attention_scale(weights.number)))
-
-    whole, cut = (
-        Pipeline(RandomCheckpoint(arch), split, backend=ScalesByOwnNumber("float32"), num_sequences=1)
-        for split in ("4", "2,2")
-    )
-    assert not torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
 
 
 def test_bfloat16_stays_near_the_reference() -> None:

@@ -29,28 +29,6 @@ from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 pytestmark = pytest.mark.slow
 
 DTYPES = ["float32", "bfloat16"]
-WIDTHS = [48, 60, 100, 200, 768, 1088]
-ROW_COUNTS = [1, 2, 3, 4, 5, 7, 13, 16, 17, 32, 63, 64, 65, 100, 128, 129, 200]
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_linear_is_plain_and_its_rows_stand_alone(width: int, dtype: str, num_threads: int) -> None:
-    torch.manual_seed(width)
-    weight = torch.randn(3 * width + 2, width) / width**0.5
-    bias = torch.randn(3 * width + 2)
-    linear = CpuBackend(dtype, num_threads).linear(weight, bias)
-    x = torch.randn(ROW_COUNTS[-1], width)
-    whole = linear(x)
-    rounded = getattr(torch, dtype)
-    plain = torch.nn.functional.linear(x.to(rounded).float(), weight.to(rounded).float(), bias)
-    torch.testing.assert_close(whole, plain, atol=2e-5, rtol=2e-5)
-    for count in ROW_COUNTS:
-        assert torch.equal(linear(x[:count]), whole[:count]), f"{count} rows"
-        assert torch.equal(linear(x[-count:]), whole[-count:]), f"the last {count} rows"
-
-
 ARCHITECTURES = {
     **{f"gpt2 {width}": architecture(width=width) for width in (48, 100, 160)},
     "llama": llama(heads=9, kv_heads=3, head_width=64),

@@ -33,6 +33,7 @@ from tests.model.checkpoint.writers import architecture as small
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.model.test_ladder import SHAPES
+from tests.stage.test_gather import cut_of
 from tour.dimensions import Travels
 
 MakeBackend = Callable[[], Backend]
@@ -246,10 +247,6 @@ def test_things_are_shared_out_evenly() -> None:
     assert cut_of(25, 0, 2).widths == (13, 12)
     assert cut_of(25, 1, 2).times(64).own == slice(832, 1600)
     assert cut_of(7, 2, 3) == Cut((3, 2, 2), 2)
-
-
-def cut_of(size: int, rank: int, count: int) -> Cut:
-    return StageLayout(0, 1, 0, 2, rank, count).cut(size)
 
 
 PARAMS = [

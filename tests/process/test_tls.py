@@ -8,19 +8,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import NetworkSettings
 from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
-from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
 from tests.hellos import hello as hello_of
-from tests.process.heads import WITHIN_S, Tap, head
+from tests.process.heads import WITHIN_S, head
 
 pytestmark = needs_openssl
 
@@ -60,23 +59,6 @@ def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tl
         says.join(WITHIN_S)
         running.send(1, wire.Shutdown())
         assert isinstance(link.inbox.get(timeout=WITHIN_S)[1], wire.Shutdown)
-
-
-def test_what_passes_cannot_be_read(tmp_path: Path, tls: NetworkSettings) -> None:
-    """By a wiretap between both: the same frames in the clear are found, as a control."""
-    for secured in (None, tls):
-        assert (b"said in confidence" in overheard(tmp_path, secured)) == (secured is None)
-
-
-def overheard(directory: Path, tls: NetworkSettings | None) -> bytes:
-    with head(directory, tls=tls) as running:
-        tap = Tap(directory, running.meeting.address)
-        with connect_to_head(replace(running.meeting, address=tap.address), 0, WITHIN_S) as connection:
-            connection.sendall(wire.encode(hello(0)) + wire.encode(wire.Broken(1, "said in confidence")))
-            assert [running.next_event().message.__class__ for _ in "ab"] == [wire.Hello, wire.Broken]
-        assert running.next_event() == Disconnected(0, "exit")
-        tap.join()
-    return tap.up + tap.down
 
 
 def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: NetworkSettings) -> None:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import FinishReason, OutputOptions
+from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("commits_before", range(0, 24, 3))
-def test_a_loss_at_any_moment_changes_no_token(num_stages: int, commits_before: int) -> None:
-    rig = a_rig(num_stages, prefill_chunk=5)
-    for i in range(6):
-        output = OutputOptions(prompt_logprobs=0 if i % 2 else None)
-        request = a_request(f"r{i}", num_prompt=3 + 4 * i, max_tokens=8, num_sequences=1 + i % 3, output=output)
-        rig.submit(request)
-    for _ in range(commits_before):
-        rig.turn()
-    fill(rig)
-    rig.lose_stage()
-    check_scheduler(rig.scheduler)
-    rig.finish()
 
 
 def test_a_common_beginning_is_replayed_once() -> None:

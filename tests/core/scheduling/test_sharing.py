@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.request import Request, StopConditions
 from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
-
-
-@pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 6, 7, 8, 9])
-@pytest.mark.parametrize("prefill_chunk", [1, 3, None])
-def test_n_answers_are_those_of_n_requests(num_prompt: int, prefill_chunk: int | None) -> None:
-    rig = a_rig(num_stages=2, prefill_chunk=prefill_chunk)
-    rig.submit(a_request("r", num_prompt, num_sequences=4))
-    rig.finish()
-    assert len({tuple(e.token_id for e in events) for events in rig.events.values()}) == 4
 
 
 @pytest.mark.parametrize(("num_prompt", "rest"), [(41, 1), (44, 4)])
@@ -33,15 +24,6 @@ def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
     rig.submit(a_request("r", num_prompt=6, max_tokens=60, resume_index=0, resume_ids=answer[:50], caller="a"))
     rig.drain()
     assert rig.scheduler.request_queue.queue._accounts["a"].served == 6 + 60
-
-
-def test_a_complete_answer_can_be_resumed() -> None:
-    rig = a_rig()
-    answer = expected_answer(a_request("r")).token_ids
-    rig.submit(a_request("r", resume_index=0, resume_ids=answer))
-    rig.drain()
-    (event,) = rig.events["r", 0]
-    assert (event.token_id, event.finish, event.offset) == (None, FinishReason.MAX_TOKENS, 6)
 
 
 # ---- prefix cache ----

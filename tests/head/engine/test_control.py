@@ -177,6 +177,8 @@ REFUSED: dict[str, Says] = {
     "a rank below all": lambda peer: wire.encode(peer.proof(-1)),
     "a rank beyond all": lambda peer: wire.encode(peer.proof(2)),
     "a greeting without a proof": lambda peer: wire.encode(hello(0)),
+    "a farewell without a proof": lambda peer: wire.encode(wire.Failed("its stage dies at once")),
+    "a part of a frame, and noise": lambda peer: b"\x10\0\0\0abc" + b"\xff" * 5000,
     "a greeting right behind the proof": lambda peer: wire.encode(peer.proof(0)) + wire.encode(hello(0)),
     "two proofs": lambda peer: 2 * wire.encode(peer.proof(0)),
     "no message": lambda peer: b"GET / HTTP/1.1\r\n\r\n",

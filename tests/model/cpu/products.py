@@ -26,6 +26,11 @@ def arithmetic(precision: str, variant: str) -> str:
     return OPERATIONS[micro_kernels(precision, variant, features())[0].operation].arithmetic
 
 
+def same(one: Floats, other: Floats) -> bool:
+    """The same bits."""
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
 @kernel
 def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ignore[no-untyped-def]
     for row in range(rows.num_rows):

@@ -10,6 +10,7 @@ from ppserve.model.cpu.kernels.attention_tile import AttentionKernel, attention_
 from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES
 from ppserve.model.cpu.kernels.variants import choose, features
 from tests.model.cpu.attention import Floats, Layer, Part
+from tests.model.cpu.products import same
 
 KINDS = [kind for storage in ELEMENT_BYTES for kind in attention_kernels(storage, choose({}, features()))]
 Shape = tuple[int, int, int, int]
@@ -37,11 +38,6 @@ def plain(qkv: Floats, shape: Shape) -> Floats:
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
     scores = (query @ key.mT * key.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1).numpy()
-
-
-def same(one: Floats, other: Floats) -> bool:
-    """The same bits."""
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def make(kind: AttentionKernel, shape: Shape, sequences: int = 1) -> tuple[Layer, list[tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
 from ppserve.model.cpu.linear import MOST_INT8_INPUTS
 from tests.model.cpu.emulated_tiles import emulated
-from tests.model.cpu.products import Floats, Product
+from tests.model.cpu.products import Floats, Product, same
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,6 @@ def problem(depth: int, width: int, seed: int = 0) -> tuple[Floats, torch.Tensor
     torch.manual_seed(seed)
     x = torch.randn(MOST_ROWS, depth).numpy()
     return x, torch.randn(width, depth) / depth**0.5, torch.randn(width)
-
-
-def same(one: Floats, other: Floats) -> bool:
-    """The same bits."""
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def tiles(precision: str) -> MicroKernel:

@@ -141,12 +141,11 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
     metrics page is not there at the start.
     """
-    live = _is_terminal() and not once
     client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
     with client:
         try:
             for view in _views(client, None if metrics == "none" else metrics, interval_s):
-                _show(view, flags["target"], live)
+                _show(view, flags["target"], once)
                 if once:
                     break
         except KeyboardInterrupt:
@@ -173,17 +172,13 @@ def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[V
         before = after
 
 
-def _show(view: View, target: str, live: bool) -> None:
-    if not _is_terminal():
+def _show(view: View, target: str, once: bool) -> None:
+    if sys.stdout is None or not sys.stdout.isatty():
         say(view.render_line(time.strftime("%H:%M:%S")))
         return
     size = shutil.get_terminal_size()
     lines = view.render_screen(target, size.columns)
-    if live:
+    if not once:
         click.clear()
         lines = lines[: size.lines - 1]
     say("\n".join(lines))
-
-
-def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()

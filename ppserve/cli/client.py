@@ -90,11 +90,15 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     tls = None
     files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
     if flags["tls"] or any(files):
-        trusting(flags["tls_ca"])  # gRPC does not say which file is wrong
+        context = trusting(flags["tls_ca"])
         try:
             tls = Tls(*files)
+            if tls.cert is not None:  # gRPC would not say which file is wrong
+                context.load_cert_chain(tls.cert, tls.key, password=lambda: "")
         except ValueError as error:
             raise ConfigError("--tls-cert", str(error)) from None
+        except OSError:
+            raise ConfigError("--tls-cert", "not PEM, or not the certificate of --tls-key") from None
     target: str = flags["target"]
     host, _, port = target.rpartition(":")
     # gRPC's own schemes are its to judge. Of a port it takes the lowest 16 bits.

@@ -95,8 +95,6 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     values: dict[str, Any] = {}
     for _ in range(num_values):
         key, (kind,) = cursor.text(), cursor.numbers("I")
-        if key in values:
-            raise ValueError(f"{key} is given twice")
         values[key] = cursor.value(kind)
     tensors = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = values.get("general.alignment", 32)

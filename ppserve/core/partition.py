@@ -61,13 +61,9 @@ class ExpectedWorkload:
         prompt = self._prompt(max_positions)
         context = min(prompt + self.new // 2, max_positions - 1)
         num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))
-        pieces = [(context, 1)] * num_decodes
-        left = min(round(num_decodes * prompt / self.new), _MAX_PROMPT_TOKENS)
-        while left:
-            num_tokens = min(left, prompt)
-            pieces.append(((prompt - num_tokens) // 2, num_tokens))
-            left -= num_tokens
-        return _plan(pieces, num_decodes)
+        num_tokens = min(round(num_decodes * prompt / self.new), _MAX_PROMPT_TOKENS, max_positions)
+        prompts = [(max(0, prompt - num_tokens) // 2, num_tokens)] if num_tokens else []
+        return _plan([(context, 1)] * num_decodes + prompts, num_decodes)
 
     def drawn_share(self, max_positions: int) -> float:
         """Of the draws of such steps, how many there are on average: below 1 where a prompt takes more steps than

@@ -252,18 +252,18 @@ class HeadProcess:
             loop.add_signal_handler(signum, on_stop)
 
     def _on_reload(self, request_handler: RequestHandler, servers: Servers) -> None:
+        keys = [request_handler.keys.read] if request_handler.keys else []
+        reads = [*keys, servers.reload_certificates, self._reload_stage_certificate]
+
         def reload() -> None:
-            if request_handler.keys is not None:
-                request_handler.keys.reload()
-            for read_again in (servers.reload_certificates, self._reload_stage_certificate):
+            for read_again in reads:
                 try:
                     read_again()
                 except ConfigError as error:
-                    log.error("certificates stay as they are: %s", error)
+                    log.error("what was read before stays: %s", error)
 
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        loop.add_signal_handler(signal.SIGUSR1, self._trace.toggle)
+        for signum, act in ((signal.SIGHUP, reload), (signal.SIGUSR1, self._trace.toggle)):
+            asyncio.get_running_loop().add_signal_handler(signum, act)
 
     def _reload_stage_certificate(self) -> None:
         """For new connections of stages, which read their own files when they connect. Raises ConfigError."""

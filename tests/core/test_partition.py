@@ -110,7 +110,7 @@ def test_an_unusable_split_says_what_is_wrong(split, problem):
         (ExpectedWorkload(128, 64), 16, [(48, 32)]),
         (ExpectedWorkload(8, 128), 16, [(3, 1)]),
         (ExpectedWorkload(1, 256), 16, []),
-        (ExpectedWorkload(32, 4), 16, [(0, 32)] * 4),
+        (ExpectedWorkload(32, 4), 16, [(0, 128)]),
         (ExpectedWorkload(512, 16), 4, [(192, 128)]),
         (ExpectedWorkload(4000, 1), 1, [(447, 128)]),
     ],

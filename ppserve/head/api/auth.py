@@ -25,16 +25,12 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digests = list(map(_digest, read_keys(path)))
+        self.read()
 
-    def reload(self) -> None:
-        """Read the file again. One that is not usable is logged, and the keys stay as they were."""
-        try:
-            self._digests = list(map(_digest, read_keys(self._path)))
-        except ConfigError as error:
-            log.error("keys stay as they were: %s", error)
-        else:
-            log.info("read %d API keys again", len(self._digests))
+    def read(self) -> None:
+        """Now, or again. Raises ConfigError, and then changes nothing."""
+        self._digests = list(map(_digest, read_keys(self._path)))
+        log.info("read %d API keys", len(self._digests))
 
     def check(self, key: str | None) -> None:
         """Raises Unauthenticated unless `key` is one of them. Its duration does not depend on how much matches."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, Unauthenticated
+from ppserve.errors import ConfigError, Draining, InvalidRequest, Overloaded, RequestError, Unauthenticated
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import INTERNAL_TEXT, Call
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
@@ -179,11 +179,12 @@ def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
     for wrong in (None, "", "0123456789abcdeF", "# one"):
         with pytest.raises(Unauthenticated):
             keys.check(wrong)
-    path.write_text("short\n")
-    keys.reload()
+    path.write_text("short")
+    with pytest.raises(ConfigError):
+        keys.read()
     keys.check("0123456789abcdef")
     path.write_text("fedcba9876543210\n")
-    keys.reload()
+    keys.read()
     with pytest.raises(Unauthenticated):
         keys.check("0123456789abcdef")
 

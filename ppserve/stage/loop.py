@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -236,6 +237,8 @@ class StageLoop:
         # First: ending a group may take long, and the others hear of it from the head.
         self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
+        # Connections end with the last object that refers to them, and an error may be part of a cycle.
+        traceback.clear_frames(error.__traceback__)
 
     # ---- steps ----------------------------------------------------------------------------------------
 

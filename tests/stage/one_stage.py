@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -172,7 +173,8 @@ class Obedient:
         assert turn.acquire(timeout=WITHIN_S)
         self.waiting.clear()
         if self.breaks or self._interrupted:
-            raise self.error
+            error = copy(self.error)  # a cycle: it refers to this frame
+            raise error
 
     def warm_up(self) -> None:
         self._note("warm up")

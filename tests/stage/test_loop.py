@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -324,6 +326,21 @@ def test_memory_that_is_not_enough_for_a_step_says_what_helps(
     reason = last.hear(wire.Broken).reason
     assert reason.startswith(f"{type(error).__name__}: {error}; ")
     assert all(remedy in reason for remedy in REMEDIES)
+
+
+def test_nothing_keeps_the_wires_of_an_epoch_that_broke(last: OneStage, wiring: ByHand) -> None:
+    """Else connections would stay, and a neighbour wait on. Python 3.12.1's `contextmanager` makes such cycles."""
+    last.tell(wire.Plan(plan(1, 0)))
+    wires = weakref.ref(wiring.opened[0])
+    wiring.opened[0].breaks = True
+    gc.disable()
+    try:
+        wiring.opened.pop().arrived.release()
+        last.hear(wire.Broken)
+        last.enter(2)
+        assert wires() is None
+    finally:
+        gc.enable()
 
 
 def test_shutdown_leaves_the_epoch(last: OneStage, wiring: ByHand) -> None:

@@ -31,6 +31,7 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.api.vllm_grpc.service import VllmService
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.engine.member import Decision, Member, StageState
@@ -235,8 +236,9 @@ async def served(
     """A real server in this process on a free port: (door, target)."""
     settings = settings or ServerSettings(port=0)
     handler = handler_of(engine, settings)
-    door = GrpcServer(settings, handler, [VllmService(handler)] if settings.vllm_grpc else [])
-    port = await door.start()
+    others = [VllmService(handler)] if settings.vllm_grpc else []
+    door = GrpcServer(handler, others, read_certificates(settings))
+    port = await door.start(settings.host, settings.port)
     door.request_handler.set_serving(True)
     try:
         yield door, f"127.0.0.1:{port}"

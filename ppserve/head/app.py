@@ -252,23 +252,22 @@ class HeadProcess:
             loop.add_signal_handler(signum, on_stop)
 
     def _on_reload(self, request_handler: RequestHandler, servers: Servers) -> None:
-        keys = [request_handler.keys.read] if request_handler.keys else []
-        reads = [*keys, servers.reload_certificates, self._reload_stage_certificate]
+        held = {"keys": request_handler.keys, "certificates": servers.certificates}
+        reads = {what: each.read for what, each in held.items() if each is not None}
+        if (tls := self._meeting.tls) is not None:
+            # For new connections of stages, which read their own files when they connect.
+            reads["certificates for stages"] = lambda: self._control.show(stage_context(tls, serves=True))
 
         def reload() -> None:
-            for read_again in reads:
+            for what, read_again in reads.items():
                 try:
                     read_again()
+                    log.info("%s read again", what)
                 except ConfigError as error:
-                    log.error("what was read before stays: %s", error)
+                    log.error("%s stay as they are: %s", what, error)
 
         for signum, act in ((signal.SIGHUP, reload), (signal.SIGUSR1, self._trace.toggle)):
             asyncio.get_running_loop().add_signal_handler(signum, act)
-
-    def _reload_stage_certificate(self) -> None:
-        """For new connections of stages, which read their own files when they connect. Raises ConfigError."""
-        if self._meeting.tls is not None:
-            self._control.show(stage_context(self._meeting.tls, serves=True))
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:

@@ -181,7 +181,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = {}
         for place, prompt in enumerate(prompts):
-            call = Call.begin("", timeout_s, None)
+            call = Call.begin({}, b"", "", has_keys=False).within(timeout_s)
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
             request = to_request(given, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)

@@ -123,7 +123,7 @@ def test_streams_are_ended_once_also_where_a_server_does_not_close(
         servers = Servers(SETTINGS, handler, lambda path, status: None, {})
         monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
         await servers.open()
-        async with handler.generate({}, "", Call.begin("", None, None)):
+        async with handler.generate({}, "", Call.begin({}, b"", "", has_keys=False)):
             await servers.close(0.0, asyncio.get_running_loop().create_future())
 
     asyncio.run(main())

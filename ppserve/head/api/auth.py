@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ppserve.errors import ConfigError, Unauthenticated
-
-log = logging.getLogger(__name__)
 
 MIN_KEY_CHARS = 16
 
@@ -30,11 +27,11 @@ class ApiKeys:
     def read(self) -> None:
         """Now, or again. Raises ConfigError, and then changes nothing."""
         self._digests = list(map(_digest, read_keys(self._path)))
-        log.info("read %d API keys", len(self._digests))
 
-    def check(self, key: str | None) -> None:
-        """Raises Unauthenticated unless `key` is one of them. Its duration does not depend on how much matches."""
-        digest = _digest(key or "")
+    def check(self, headers: Mapping[str, Any]) -> None:
+        """Raises Unauthenticated unless they hold one of the keys. Its duration does not depend on how much
+        matches."""
+        digest = _digest(bearer_key(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
 
@@ -60,11 +57,7 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
 def read_keys(path: Path) -> list[str]:
     """The keys of a file, one a line; blank lines and lines that begin with # are skipped. Raises ConfigError for
     a file without any, and for a line that is none."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError("--api-key-file", f"cannot read {path}: {why}") from error
+    lines = read_file("--api-key-file", path).decode(errors="replace").splitlines()
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     if not keys:
@@ -74,6 +67,14 @@ def read_keys(path: Path) -> list[str]:
             problem = f"{path}, line {number}: a key has at least {MIN_KEY_CHARS} printable characters, no spaces"
             raise ConfigError("--api-key-file", problem)
     return list(keys.values())
+
+
+def read_file(flag: str, path: Path) -> bytes:
+    """What it holds. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(flag, f"cannot read {path}: {error.strerror}") from error
 
 
 def _digest(key: str) -> bytes:

@@ -6,9 +6,12 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Violation
+from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.descriptions import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
@@ -32,13 +35,16 @@ class Call:
     is_local: bool = False  # whether it comes from the head's own host
 
     @classmethod
-    def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:
-        """A call that comes in now, under a name of ours. timeout_s: its caller's limit. traceparent: ignored if
-        it is not one."""
-        trace = traceparent if _TRACEPARENT.fullmatch(traceparent or "") else None
-        name = f"req-{secrets.token_hex(8)}"
-        # Every reader of JSON holds 53 bits of a number.
-        return cls(name, secrets.randbits(53), caller, traceparent=trace).within(timeout_s)
+    def begin(cls, headers: Mapping[str, Any], certificate: bytes, host: str, has_keys: bool) -> Call:
+        """A call that comes in now with these headers or metadata, under a name of ours. certificate, host: its
+        caller's. has_keys: whether its key is checked."""
+        trace = headers.get("traceparent", "")
+        return cls(
+            request_id=f"req-{secrets.token_hex(8)}",
+            seed=secrets.randbits(53),  # what every reader of JSON holds of a number
+            caller=caller_name(bearer_key(headers) if has_keys else None, certificate, host),
+            traceparent=trace if _TRACEPARENT.fullmatch(trace) else None,
+        )
 
     def within(self, timeout_s: float | None) -> Call:
         """The same call, whose caller waits so long from now, if it has a limit."""

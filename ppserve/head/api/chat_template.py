@@ -47,10 +47,9 @@ class ChatTemplate:
         """The template that the operator gives. Raises ConfigError."""
         try:
             return cls(path.read_text("utf-8"), tokens, special)
-        except OSError as error:
-            raise ConfigError("--chat-template", f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
+            raise ConfigError("--chat-template", f"{path} cannot be read as a Jinja template: {why}") from error
 
     async def render(
         self, caller: str, messages: Messages, variables: Mapping[str, Any], continues: bool = False
@@ -66,7 +65,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
         marks = _Marks(self._special)
-        # A role is checked to be a word, and the template compares it.
+        # A role is checked to be one of a few words, and the template compares it.
         shown = [{**marks.put(message), "role": message["role"]} for message in messages]
         # With a space, as transformers has it: a template that strips messages shows itself.
         end = secrets.token_hex(16) + " "

@@ -58,7 +58,9 @@ class RequestHandler:
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_serving = self._draining = False
+        self._draining = False
+        self.is_serving = False
+        """What health checks are told."""
         self.serving_changed = asyncio.Event()
         """Set with the next change of `is_serving`; then there is another one."""
 
@@ -138,29 +140,24 @@ class RequestHandler:
     def num_open_streams(self) -> int:
         return len(self._streams)
 
-    @property
-    def is_serving(self) -> bool:
-        """What health checks are told."""
-        return self._is_serving and not self._draining
-
     def set_serving(self, serving: bool) -> None:
         """Whether the stages of a replica answer."""
-        self._is_serving = serving
+        self.is_serving = serving
         self.serving_changed.set()
         self.serving_changed = asyncio.Event()
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, *at_once: asyncio.Future[Any]) -> None:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
-        UNAVAILABLE because `timeout_s` passed."""
+        UNAVAILABLE because `timeout_s` passed or `at_once` is done."""
         self._draining = True
         self.set_serving(False)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            for stream in self._streams:
-                stream.fail(Draining("the server shut down before this request was through"))
+        idle = asyncio.ensure_future(self._idle.wait())
+        await asyncio.wait((idle, *at_once), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        if self._streams:
             log.warning("ended %d streams that were still running", len(self._streams))
+        for stream in self._streams:
+            stream.fail(Draining("the server shut down before this request was through"))
 
     # ---- text and tokens -----------------------------------------------------------------------------
 

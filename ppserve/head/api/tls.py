@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
+from ppserve.head.api.auth import read_file
 
 
-@dataclass(frozen=True, slots=True)
 class Certificates:
-    """The contents of the PEM files."""
+    """What the PEM files hold. New connections are shown the newest; those that stand keep theirs."""
 
-    chain: bytes
-    key: bytes = field(repr=False)
-    client_ca: bytes | None  # None: clients need no certificate
-    context: ssl.SSLContext  # all three, for servers that use Python's `ssl`
+    pem: tuple[bytes, bytes, bytes | None]
+    """The key, the certificate's chain, and the authority of clients, who need no certificate without it."""
+    context: ssl.SSLContext
+    """All three, for servers that use Python's `ssl`."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self.read()
+        # Called in every handshake, also of clients that name no server.
+        self.context.sni_callback = self._show_newest
+
+    def read(self) -> None:
+        """Now, or again. Raises ConfigError for those that cannot be used, and then changes nothing."""
+        cert, key, client_ca = self._cert, self._key, self._client_ca
+        chain, secret = read_file("--tls-cert", cert), read_file("--tls-key", key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A session that is taken up again would go by certificates that may have been replaced since.
+        context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
+        try:  # a server would only log what is wrong, and refuse every handshake
+            context.load_cert_chain(cert, key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
+        authority = None if client_ca is None else read_file("--tls-client-ca", client_ca)
+        if authority is not None:
+            try:
+                context.load_verify_locations(client_ca)
+            except OSError as error:
+                raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        self.pem, self.context = (secret, chain, authority), context
+
+    def _show_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = self.context
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
@@ -28,26 +56,4 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
         if beside := [flag for flag, path in given.items() if path is not None]:
             raise ConfigError("--tls-cert" if cert is None else "--tls-key", f"needed beside {beside[0]}")
         return None
-    chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # A session that is taken up again would go by certificates that may have been replaced since.
-    context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
-    try:  # a server would only log what is wrong, and refuse every handshake
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ValueError) as error:
-        raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
-    authority = None if client_ca is None else _read("--tls-client-ca", client_ca)
-    if authority is not None:
-        try:
-            context.load_verify_locations(client_ca)
-        except OSError as error:
-            raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return Certificates(chain, secret, authority, context)
-
-
-def _read(flag: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(flag, f"cannot read {path}: {error.strerror}") from error
+    return Certificates(cert, key, client_ca)

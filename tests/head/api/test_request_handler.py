@@ -31,7 +31,7 @@ def run(scenario: Callable[[FakeEngine, RequestHandler], Awaitable[None]], **eng
 
 
 def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent: str | None = None) -> Call:
-    return Call.begin(caller, timeout_s, traceparent)
+    return Call.begin({"traceparent": traceparent or ""}, b"", caller, has_keys=False).within(timeout_s)
 
 
 async def text_of(
@@ -114,10 +114,8 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     assert threading.get_ident() not in threads
 
 
-def test_what_ends_a_request_before_it_is_queued_is_counted(tmp_path: Path) -> None:
+def test_what_ends_a_request_before_it_is_queued_is_counted() -> None:
     counted: list[str] = []
-    keys = tmp_path / "keys"
-    keys.write_text("0123456789abcdef\n")
 
     async def main() -> None:
         engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
@@ -130,7 +128,7 @@ def test_what_ends_a_request_before_it_is_queued_is_counted(tmp_path: Path) -> N
             await text_of(handler, "a")
         for generates in (True, False):
             with pytest.raises(Unauthenticated), handler.counting_refusals(generates):
-                ApiKeys(keys).check("wrong")
+                raise Unauthenticated
         await handler.drain(0)
         with pytest.raises(Draining):
             await text_of(handler, "a")
@@ -175,18 +173,19 @@ def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# one\n0123456789abcdef\n")
     keys = ApiKeys(path)
-    keys.check("0123456789abcdef")
-    for wrong in (None, "", "0123456789abcdeF", "# one"):
+    right = {"authorization": "Bearer 0123456789abcdef"}
+    keys.check(right)
+    for wrong in ({}, *({"authorization": f"Bearer {key}"} for key in ("", "0123456789abcdeF", "# one"))):
         with pytest.raises(Unauthenticated):
             keys.check(wrong)
-    path.write_text("short")
+    path.write_text("short\n")
     with pytest.raises(ConfigError):
         keys.read()
-    keys.check("0123456789abcdef")
+    keys.check(right)
     path.write_text("fedcba9876543210\n")
     keys.read()
     with pytest.raises(Unauthenticated):
-        keys.check("0123456789abcdef")
+        keys.check(right)
 
 
 def test_whom_a_call_counts_for() -> None:

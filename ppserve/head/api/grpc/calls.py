@@ -21,7 +21,7 @@ from google.rpc.status_pb2 import Status
 from grpc import aio
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Unauthenticated, Violation
-from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
+from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import RequestHandler
 
@@ -64,7 +64,7 @@ class KeyCheck(aio.ServerInterceptor):
         if not method.startswith(OPEN_SERVICES):
             try:
                 with self._handler.counting_refusals(method.endswith("/" + GENERATE)):
-                    self._keys.check(bearer_key(first_of_each(handler_call_details.invocation_metadata)))
+                    self._keys.check(first_of_each(handler_call_details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -77,14 +77,11 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
     return grpc.method_handlers_generic_handler(service.descriptor.full_name, handlers)
 
 
-def call_from(context: Context, keys_are_checked: bool) -> Call:
+def call_from(context: Context, has_keys: bool) -> Call:
     """The call as the request handler sees it. Call this when it comes in: its deadline counts from now."""
+    peer, certificate = context.peer(), b",".join(context.peer_identities() or ())
     metadata = first_of_each(context.invocation_metadata())
-    key = bearer_key(metadata) if keys_are_checked else None
-    certificate = b",".join(context.peer_identities() or ())
-    peer = context.peer()
-    caller = caller_name(key, certificate, peer.rpartition(":")[0])
-    call = Call.begin(caller, context.time_remaining(), metadata.get("traceparent"))
+    call = Call.begin(metadata, certificate, peer.rpartition(":")[0], has_keys).within(context.time_remaining())
     return replace(call, is_local=peer.startswith(LOCAL_PEERS))
 
 

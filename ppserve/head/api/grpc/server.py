@@ -11,12 +11,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ppserve.config import ServerSettings
-from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
 from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.tls import Certificates, read_certificates
+from ppserve.head.api.tls import Certificates
 from ppserve.head.descriptions import Limits
 from ppserve.head.listener import address_text, bound
 
@@ -33,13 +31,10 @@ class GrpcServer:
     """A server of all services that speak gRPC, from `start` to `stop`."""
 
     def __init__(
-        self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[Service] = ()
+        self, request_handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
     ) -> None:
-        """others: services of other protocols on the same port. Raises ConfigError for certificates that cannot be
-        used. Call inside the event loop."""
-        self._settings = settings
-        self.request_handler = request_handler
-        self._tls = read_certificates(settings)
+        """others: services of other protocols on the same port. Call inside the event loop."""
+        self.request_handler, self.tls = request_handler, tls
         keys = request_handler.keys
         self._server = aio.server(
             interceptors=[] if keys is None else [KeyCheck(request_handler, keys)],
@@ -52,30 +47,16 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(Health(request_handler, names), self._server)
         reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
 
-    async def start(self) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
-        settings = self._settings
-        address = address_text(settings.host, settings.port)
-        try:
-            if self._tls is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._credentials(self._tls))
-        except RuntimeError as error:
-            bound(settings.host, settings.port, "--port").close()  # says why, which gRPC does not
-            raise ConfigError("--port", f"{settings.port} is in use") from error
+        bound(host, port, "--port").close()  # says why, which gRPC does not
+        address = address_text(host, port)
+        if self.tls is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, _credentials(self.tls))
         await self._server.start()
         return port
-
-    def show(self, certificates: Certificates) -> None:
-        """To new connections, from now on; those that stand keep theirs."""
-        self._tls = certificates
-
-    def _credentials(self, tls: Certificates) -> grpc.ServerCredentials:
-        """Asked for in every handshake, in a thread of gRPC's."""
-        return grpc.dynamic_ssl_server_credentials(
-            _for_grpc(tls), lambda: _for_grpc(self._tls or tls), tls.client_ca is not None
-        )
 
     async def stop(self) -> None:
         """Close, once the request handler is drained."""
@@ -136,5 +117,10 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
     ]
 
 
-def _for_grpc(of: Certificates) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(of.key, of.chain)], of.client_ca)
+def _credentials(tls: Certificates) -> grpc.ServerCredentials:
+    def newest() -> grpc.ServerCertificateConfiguration:
+        """Asked for in every handshake, in a thread of gRPC's."""
+        key, chain, client_ca = tls.pem
+        return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
+
+    return grpc.dynamic_ssl_server_credentials(newest(), newest, tls.pem[2] is not None)

@@ -19,7 +19,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.http.bodies import GenerationBody, StreamOptions
 from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.stream import FINISH_WORDS, Delta, ScoredToken
+from ppserve.head.api.stream import FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's value.
@@ -141,20 +141,18 @@ class LogprobWriter:
         """The sequence's next tokens, an entry for each in every list. prompt: those of the prompt where they are
         asked for and come first; the first of them has no log-probability. `text_offset` counts the characters
         before a token. Prompt and answer are decoded apart: a character is not completed across them."""
-        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
-        self._add(lists, prompt)
-        self._offset += len(self._decoder.decode(b"", final=True)) if lists["tokens"] else 0
-        self._add(lists, generated)
-        return lists
+        entries = [self._completed(*token) for token in prompt]
+        self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
+        entries += [self._completed(*token) for token in generated]
+        return {name: [entry[place] for entry in entries] for place, name in enumerate(_LISTS)}
 
-    def _add(self, lists: dict[str, list[Any]], scored: Iterable[ScoredToken]) -> None:
-        for token_id, score in scored:
-            name = self._name(token_id)
-            logprob = None if score is None else _finite(score.logprob)
-            top = None if score is None else self._top(name, score)
-            for list_name, value in zip(_LISTS, (name, logprob, top, self._offset), strict=True):
-                lists[list_name].append(value)
-            self._offset += len(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
+    def _completed(self, token_id: int, score: Score) -> tuple[Any, ...]:
+        """Its value in each list."""
+        name, offset = self._name(token_id), self._offset
+        self._offset += len(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
+        if score is None:
+            return name, None, None, offset
+        return name, _finite(score.logprob), self._top(name, score), offset
 
     def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
         """The likeliest come first: where two tokens have one name, the first of them keeps it."""

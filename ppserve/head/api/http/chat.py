@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # What templates are given by other fields than `chat_template_kwargs`.
 _OTHER_FIELDS = {
     *("messages", "add_generation_prompt", "continue_final_message"),
@@ -41,9 +41,10 @@ class ChatMessage(msgspec.Struct):
     audio: Any = None
 
     def violations(self, place: str) -> Iterator[Violation]:
-        # A template compares it, and may write it within the text of a special token.
-        if not re.fullmatch(r"[\w-]{1,64}", self.role):
-            yield Violation(f"{place}.role", "is no word")
+        if self.role not in ROLES:
+            yield Violation(f"{place}.role", f"not one of {', '.join(ROLES)}")
+        if self.content is None and not self.tool_calls:
+            yield Violation(f"{place}.content", "missing")
         for name in ("tool_calls", "function_call", "audio"):
             if getattr(self, name):
                 yield Violation(f"{place}.{name}", "not served")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NoReturn
@@ -15,9 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ppserve.config import ServerSettings
 from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
-from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.answers import Answers
@@ -26,7 +23,7 @@ from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
 from ppserve.head.api.http.responses import HttpError, error_response
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.tls import Certificates, read_certificates
+from ppserve.head.api.tls import Certificates
 from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
@@ -59,11 +56,12 @@ class HttpServer:
     """A server of OpenAI's paths, from `start` to `stop`."""
 
     def __init__(
-        self, settings: ServerSettings, request_handler: RequestHandler, count_answer: Callable[[str, int], None]
+        self,
+        request_handler: RequestHandler,
+        count_answer: Callable[[str, int], None],
+        tls: Certificates | None = None,
     ) -> None:
-        """count_answer: is told the path of every answer ("other" where it is not served) and its status. Raises
-        ConfigError for certificates that cannot be used."""
-        self._settings = settings
+        """count_answer: is told the path of every answer ("other" where it is not served) and its status."""
         self._request_handler = request_handler
         self._count_answer = count_answer
         app = Starlette(
@@ -75,24 +73,11 @@ class HttpServer:
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
         app.router.redirect_slashes = False
-        tls = read_certificates(settings)
-        self._newest_tls = tls.context if tls else None
-        if tls is not None:
-            # Called in every handshake, also of clients that name no server.
-            tls.context.sni_callback = self._show_newest
-        self._listener = Listener(app, MAX_CONNECTIONS, self._newest_tls)
+        self._listener = Listener(app, MAX_CONNECTIONS, tls.context if tls else None)
 
-    async def start(self) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Binds, listens and returns the port. Raises ConfigError for an address that cannot be bound."""
-        return await self._listener.start(self._settings.host, self._settings.http_port, "--http-port")
-
-    def show(self, certificates: Certificates) -> None:
-        """To new connections, from now on; those that stand keep theirs."""
-        self._newest_tls = certificates.context
-
-    def _show_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        assert self._newest_tls is not None
-        connection.context = self._newest_tls
+        return await self._listener.start(host, port, "--http-port")
 
     async def stop(self) -> None:
         """Close, once the request handler is drained."""
@@ -104,20 +89,18 @@ class HttpServer:
         """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
         reason, message = error.detail.upper().replace(" ", "_"), f"{error.detail.lower()} on this server"
-        missing = HttpError(error.status_code, reason, message, headers=error.headers)
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
-            raise missing
+            raise HttpError(error.status_code, reason, message, headers=error.headers)
 
         return await self._answer(refuse, request)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The endpoint's answer, or its error as one; counted, and with the call's names."""
         path, state = request.scope["path"], request.state
-        key = bearer_key(request.headers)
-        state.call = begin_call(request, None if self._request_handler.keys is None else key)
+        state.call = begin_call(request, self._request_handler.keys is not None)
         try:
-            timeout_s = self._admit(request, path, key)
+            timeout_s = self._admit(request, path)
             async with asyncio.timeout(timeout_s):
                 response = await endpoint(request, self._request_handler)
         except ClientDisconnect:
@@ -131,12 +114,12 @@ class HttpServer:
         self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
         return response
 
-    def _admit(self, request: Request, path: str, key: str | None) -> float | None:
+    def _admit(self, request: Request, path: str) -> float | None:
         """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
         handler, state = self._request_handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
             if handler.keys is not None and path not in OPEN_PATHS:
-                handler.keys.check(key)
+                handler.keys.check(request.headers)
             # The caller, or a proxy, may have named the call.
             state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")
             timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
@@ -144,12 +127,12 @@ class HttpServer:
             return timeout_s
 
 
-def begin_call(request: Request, key: str | None) -> Call:
-    """The call as the request handler knows it, under a name of ours. key: one that is checked."""
+def begin_call(request: Request, has_keys: bool) -> Call:
+    """The call as the request handler knows it."""
     tls = request.state.transport.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) if tls is not None else None
     host = request.client.host if request.client is not None else ""
-    return Call.begin(caller_name(key, certificate or b"", host), None, request.headers.get("traceparent"))
+    return Call.begin(request.headers, certificate or b"", host, has_keys)
 
 
 def read_timeout(text: str) -> float | None:

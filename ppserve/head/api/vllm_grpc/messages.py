@@ -21,7 +21,6 @@ _UNSERVED = {
 }
 # What our proto calls it -> what this one does, where that is not the part after the dot.
 NAMES = {
-    "request_id": "request_id",
     "token_ids.ids": "tokenized.input_ids",
     "stop.include_stop": "sampling_params.include_stop_str_in_output",
 }

@@ -14,6 +14,7 @@ from typing import Any
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.tls import Certificates, read_certificates
 from tests.fake_engine import FakeEngine, handler_of, in_thread
 
 
@@ -43,7 +44,7 @@ class Served:
 
     engine: FakeEngine
     handler: RequestHandler
-    server: HttpServer
+    certificates: Certificates | None
     port: int
     counted: Counter[tuple[str, int]]
     """Answers, by path and status."""
@@ -92,11 +93,12 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     counted: Counter[tuple[str, int]] = Counter()
     handler = handler_of(engine, parsed)
     handler.set_serving(True)
-    server = HttpServer(parsed, handler, lambda *answer: counted.update([answer]))
-    port = await server.start()
+    certificates = read_certificates(parsed)
+    server = HttpServer(handler, lambda *answer: counted.update([answer]), certificates)
+    port = await server.start(parsed.host, parsed.http_port)
     try:
         async with asyncio.timeout(60):
-            yield Served(engine, handler, server, port, counted)
+            yield Served(engine, handler, certificates, port, counted)
     finally:
         await handler.drain(0)
         await server.stop()

@@ -18,7 +18,7 @@ from tests.head.api.http.asking import Served, served_http
 CHAT = "/v1/chat/completions"
 TEMPLATE = """\
 {% for message in messages %}
-{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}
+{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
 {{ message.role[0] }}:{{ message.content }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}a:{% endif %}"""
@@ -97,7 +97,9 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "robot", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         *(({"messages": HELLO, name: value}, name) for name, value in UNSERVED.items()),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import ssl
 from contextlib import suppress
@@ -11,12 +12,10 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
 from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.api.http.responses import HttpError, status_of
 from ppserve.head.api.http.server import HttpServer
-from ppserve.head.api.tls import read_certificates
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import CARD, EOS, FakeEngine, handler_of
@@ -71,13 +70,13 @@ def test_paths_and_methods_that_there_are_not() -> None:
 def test_an_address_that_cannot_be_bound() -> None:
     async def main() -> None:
         async with served_http() as served:
-            for settings, flag, problem in (
-                (ServerSettings(http_port=served.port), "--http-port", "address already in use"),
-                (ServerSettings(host="192.0.2.1", http_port=0), "--host", "cannot assign"),
+            for host, port, flag, problem in (
+                ("127.0.0.1", served.port, "--http-port", "address already in use"),
+                ("192.0.2.1", 0, "--host", "cannot assign"),
             ):
-                second = HttpServer(settings, handler_of(FakeEngine()), lambda path, status: None)
+                second = HttpServer(handler_of(FakeEngine()), lambda path, status: None)
                 with pytest.raises(ConfigError, match=problem) as refusal:
-                    await second.start()
+                    await second.start(host, port)
                 assert refusal.value.name == flag
                 await second.stop()
 
@@ -160,12 +159,12 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
             stays = await asyncio.open_connection("127.0.0.1", served.port, ssl=known)
             (tmp_path / "new").mkdir()
             make_certificates(tmp_path / "new")
-            of_new = [tmp_path / "new" / name for name in ("leaf.pem", "leaf.key", "ca.pem")]
-            certificates = read_certificates(ServerSettings(**dict(zip(mutual, of_new, strict=True))))
-            assert certificates is not None
-            served.server.show(certificates)
-            newly_known = ssl.create_default_context(cafile=str(of_new[2]))
-            newly_known.load_cert_chain(*of_new[:2])
+            for name in ("leaf.pem", "leaf.key", "ca.pem"):
+                shutil.copy(tmp_path / "new" / name, tmp_path / name)
+            assert served.certificates is not None
+            served.certificates.read()
+            newly_known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+            newly_known.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
             assert b"200 OK" in await ask(served, newly_known)
             assert await ask(served, known) == b""
             stays[1].write(request)

@@ -133,10 +133,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         **settings: Unpack[Settings],
     ) -> None:
         config, world_size = _parse_settings(model, {"stages": stages, **settings})
-        self._control = LocalControlPlane(range(world_size))
-        self._engine = build_engine(config, world_size, self._control, lambda call: call())
+        control = LocalControlPlane(range(world_size))
+        self._engine = build_engine(config, world_size, control, lambda call: call())
         self._pid = os.getpid()
-        threads = (self._engine, *make_stages(config, world_size, self._control))
+        threads = (self._engine, *make_stages(config, world_size, control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
         self._end = weakref.finalize(self, _end_threads, self._engine, threads, torch.get_num_threads())
         for thread in threads:

@@ -49,23 +49,21 @@ class ScratchMemory:
             self._array("values", self._num_threads * width, np.float32),
         ]
         words, scales, y, inner, values = (place for _, place in arrays)
-        tile_rows = kind.tile_rows(num_rows)
-        return Scratch(num_rows, tile_rows, words, scales, y, inner, values, 4 * width), [
-            array for array, _ in arrays
-        ]
+        scratch = Scratch(num_rows, kind.tile_rows(num_rows), words, scales, y, inner, values, 4 * width)
+        return scratch, [array for array, _ in arrays]
 
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], NDArray[Any]]:
         """What each thread writes, and the array to keep as long as it does."""
-        rows = max(cache.num_heads * cache.readers, kind.rows[-1])
+        rows = max(cache.num_heads * cache.readers, kind.most_rows)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
         # A tile writes whole groups, also behind the last position.
         stride = 4 * (-(-most_positions // GROUP) + kind.panels + 1) * GROUP
         panels = -(-cache.head_size // GROUP)
         groups, queries = 6 * 8 * most_groups, 4 * (rows * cache.head_size + GROUP)
-        scores, sums = rows * stride, 4 * (kind.rows[-1] * panels + 1) * GROUP
+        scores, sums = rows * stride, 4 * (kind.most_rows * panels + 1) * GROUP
         sizes = [-(-size // LINE_BYTES) * LINE_BYTES for size in (groups, queries, scores, sums)]
         memory, begin = self._array("attention", self._num_threads * sum(sizes), np.uint8)
         threads = []

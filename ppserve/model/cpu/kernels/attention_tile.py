@@ -25,7 +25,7 @@ from ppserve.model.compiled.settings import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, load_stored
 from ppserve.model.cpu.kernels.tile_code import Code
-from ppserve.model.cpu.kernels.variants import NEEDS
+from ppserve.model.cpu.kernels.variants import included
 
 GROUP = 16
 """Positions in a group, and features in a panel of values."""
@@ -63,8 +63,7 @@ _SHAPES = {"avx512": (16, 4, (1, 3, 6)), "portable": (8, 1, (1, 3, 6))}
 
 def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
     """Those that `variant` includes, the best first."""
-    included = list(NEEDS)[: list(NEEDS).index(variant) + 1]
-    return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included]
+    return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included(variant)]
 
 
 class _AttentionCode(Code, ABC):

@@ -35,7 +35,7 @@ from ppserve.model.cpu.kernels.group_tile import GroupTile
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel, TileArguments, VectorTile
-from ppserve.model.cpu.kernels.variants import NEEDS, Features
+from ppserve.model.cpu.kernels.variants import Features, included
 
 TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {
     **dict.fromkeys(("bf16_tiles", "int8_tiles"), AmxTile),
@@ -154,11 +154,10 @@ CHOICES = (
 
 def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKernel]:
     """Those that a CPU with these features can run and that `variant` includes, the best first."""
-    included = list(NEEDS)[: list(NEEDS).index(variant) + 1]
     return [
         choice.kind
         for choice in CHOICES
-        if choice.precision == precision and choice.variant in included and choice.needs <= found
+        if choice.precision == precision and choice.variant in included(variant) and choice.needs <= found
     ]
 
 

@@ -60,6 +60,11 @@ def _grants_tiles(found: set[str]) -> bool:
     return bool(ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0)
 
 
+def included(variant: str) -> list[str]:
+    """A variant and those before it."""
+    return list(NEEDS)[: list(NEEDS).index(variant) + 1]
+
+
 def available(found: Features) -> tuple[str, ...]:
     """The variants that a CPU with these features can run, weakest first."""
     names = list(NEEDS)

@@ -266,10 +266,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
 
 def encode(message: _Message) -> bytes:
     """The frame of a message, length prefix included."""
-    frame = bytearray(_LENGTH.size)
-    _encoder.encode_into(message, frame, _LENGTH.size)
-    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
-    return bytes(frame)
+    content = _encoder.encode(message)
+    return _LENGTH.pack(len(content)) + content
 
 
 class FrameReader:

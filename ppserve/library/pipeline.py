@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict, Unpack, cast, get_type_hints
+from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -150,7 +150,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer]:
         """Waits until every stage has loaded its layers."""
         engine = self._engine
-        wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
+        ends: list[Future[Any]] = [engine.formed, engine.failed]
+        wait(ends, return_when=FIRST_COMPLETED)
         if engine.failed.done():
             raise engine.failed.result()
         return describe_model(config, [replica.members for replica in engine.replicas])

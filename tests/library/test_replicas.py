@@ -15,7 +15,7 @@ LONG = {"max_tokens": 120, "ignore_eos": True}
 def lose(pipeline: Pipeline, replica: int) -> None:
     """Its first stage says that it cannot go on. A thread does not come back."""
     rank = pipeline._engine.replicas[replica].members.first.rank
-    pipeline._control.links[rank].send(wire.Failed("as the test wants"))
+    pipeline._engine._control.links[rank].send(wire.Failed("as the test wants"))
 
 
 @pytest.mark.slow

@@ -29,8 +29,7 @@ class ApiKeys:
         self._digests = list(map(_digest, read_keys(self._path)))
 
     def check(self, headers: Mapping[str, Any]) -> None:
-        """Raises Unauthenticated unless they hold one of the keys. Its duration does not depend on how much
-        matches."""
+        """Raises Unauthenticated unless they hold a key; takes as long however much of it matches."""
         digest = _digest(bearer_key(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")

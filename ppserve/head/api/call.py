@@ -36,8 +36,8 @@ class Call:
 
     @classmethod
     def begin(cls, headers: Mapping[str, Any], certificate: bytes, host: str, has_keys: bool) -> Call:
-        """A call that comes in now with these headers or metadata, under a name of ours. certificate, host: its
-        caller's. has_keys: whether its key is checked."""
+        """A call that comes in now, under a name of ours. headers: or metadata. certificate, host: its caller's.
+        has_keys: whether keys are checked."""
         trace = headers.get("traceparent", "")
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",

@@ -146,7 +146,7 @@ class _Marks:
 
 
 def _until(mark: str, text: str) -> str:
-    """What stands before the last message's end. Raises InvalidRequest for a template that does not show it."""
+    """What stands before the last message's end. Raises InvalidRequest where it is not shown."""
     before, found, after = text.rpartition(mark.rstrip())
     if not found:
         raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])

@@ -1,6 +1,4 @@
-"""A call's life, the same for every protocol: tokenize, check, submit, stream. When its reader leaves early, the
-request is cancelled.
-"""
+"""A call's life, the same for every protocol: tokenize, check, submit, stream."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
+# Work on so many characters or tokens takes milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
 
 # How often it is asked whether a restarted replica serves.
@@ -68,7 +66,7 @@ class RequestHandler:
 
     @contextmanager
     def counting_refusals(self, generates: bool = True) -> Iterator[None]:
-        """Counts an error that ends the block as the end of a request. generates: whether the call is one."""
+        """Counts an error that ends the block as a request's end. generates: whether the call is one."""
         try:
             yield
         except RequestError as error:
@@ -162,13 +160,12 @@ class RequestHandler:
     # ---- text and tokens -----------------------------------------------------------------------------
 
     async def tokenize(self, field: str, *texts: str) -> list[int]:
-        """The tokens of a text; where there are several, every second one is the text of a special token. field:
-        what the protocol calls them. Raises InvalidRequest."""
+        """As `encode`; in a thread where there is much."""
         length = sum(map(len, texts))
         return await run_in_thread_if_long(length, lambda: encode(field, texts, self.tokenizer, self.description))
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
-        """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
+        """The text and the exact bytes of `ids`. Raises InvalidRequest, naming `field`."""
         check_ids(field, ids, self.description)
         tokenizer = self.tokenizer
         return await run_in_thread_if_long(
@@ -193,5 +190,5 @@ class RequestHandler:
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
-    """What `work` returns; in a thread where it has so much to do that other streams would wait for it."""
+    """What `work` returns; in a thread where other streams would wait for it."""
     return work() if length < LONG_TEXT else await asyncio.to_thread(work)

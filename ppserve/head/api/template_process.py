@@ -26,7 +26,7 @@ MAX_CPU_S = 5.0
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`: transformers marks with it what a model is trained to say. Here it is its content."""
+    """`{% generation %}`: what a model is trained to say, for transformers. Here it is its content."""
 
     tags = {"generation"}  # noqa: RUF012
 

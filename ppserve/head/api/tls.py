@@ -14,7 +14,7 @@ class Certificates:
     """What the PEM files hold. New connections are shown the newest; those that stand keep theirs."""
 
     pem: tuple[bytes, bytes, bytes | None]
-    """The key, the certificate's chain, and the authority of clients, who need no certificate without it."""
+    """The key, the certificate's chain, and the authority of clients; without it they need none."""
     context: ssl.SSLContext
     """All three, for servers that use Python's `ssl`."""
 

@@ -78,7 +78,7 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
 
 
 def call_from(context: Context, has_keys: bool) -> Call:
-    """The call as the request handler sees it. Call this when it comes in: its deadline counts from now."""
+    """Its deadline counts from now."""
     peer, certificate = context.peer(), b",".join(context.peer_identities() or ())
     metadata = first_of_each(context.invocation_metadata())
     call = Call.begin(metadata, certificate, peer.rpartition(":")[0], has_keys).within(context.time_remaining())
@@ -91,7 +91,7 @@ def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
-    """Bytes in, bytes out. The message is parsed here, not by gRPC, so that bad bytes get a proper status."""
+    """Bytes in, bytes out. Parsed here, not by gRPC, so that bad bytes get a proper status."""
     kind, answer = GetMessageClass(method.input_type), getattr(service, method.name)
     generates = method.name == GENERATE
 

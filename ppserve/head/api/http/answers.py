@@ -50,7 +50,7 @@ class Answers:
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        """All sequences as one answer. deltas: one for each of them, in order, with its prompt's place."""
+        """All sequences as one answer. deltas: one for each, in order, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
@@ -75,7 +75,8 @@ class Answers:
         """One choice of an answer, or of an event."""
         choice = {**prompt.choice(delta), "text": delta.text, "logprobs": None}
         if prompt.has_scores:
-            choice["logprobs"] = prompt.writers[delta.index].completion(prompt.scored_prompt(delta), delta.tokens)
+            echoed = prompt.prompt_tokens if delta.is_first else ()
+            choice["logprobs"] = prompt.writers[delta.index].completion(echoed, delta.tokens)
         if prompt.has_ids and delta.is_first:
             choice["prompt_token_ids"] = prompt.request.prompt_ids
         return choice
@@ -91,12 +92,13 @@ class PromptProgress:
         """By sequence: each counts its characters."""
         self.newest: dict[int, Delta] = {}
         self._place = place
-        self._prompt_tokens: Sequence[ScoredToken] = ()
+        self.prompt_tokens: Sequence[ScoredToken] = ()
+        """Of the prompt, where their scores are asked for."""
 
     def choice(self, delta: Delta) -> Json:
         """The fields that completions and chats have in common. Call it once for each delta, in order."""
         self.newest[delta.index] = delta
-        self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
+        self.prompt_tokens = delta.prompt_tokens or self.prompt_tokens
         reason, matched = delta.last.finish, delta.last.matched
         choice: Json = {
             "index": self._place * self.request.num_sequences + delta.index,
@@ -106,10 +108,6 @@ class PromptProgress:
         if self.has_ids:
             choice["token_ids"] = [token_id for token_id, _ in delta.tokens]
         return choice
-
-    def scored_prompt(self, delta: Delta) -> Iterable[ScoredToken]:
-        """The prompt's tokens, where they are asked for and come first."""
-        return self._prompt_tokens if delta.is_first else ()
 
 
 def _usage(prompts: Sequence[PromptProgress]) -> Json:
@@ -138,9 +136,9 @@ class LogprobWriter:
         self._offset = 0
 
     def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """The sequence's next tokens, an entry for each in every list. prompt: those of the prompt where they are
-        asked for and come first; the first of them has no log-probability. `text_offset` counts the characters
-        before a token. Prompt and answer are decoded apart: a character is not completed across them."""
+        """The sequence's next tokens, an entry for each in every list. prompt: its tokens, where they come first.
+        `text_offset` counts the characters before a token. Prompt and answer are decoded apart: a character is not
+        completed across them."""
         entries = [self._completed(*token) for token in prompt]
         self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
         entries += [self._completed(*token) for token in generated]
@@ -180,8 +178,8 @@ class LogprobWriter:
 
 
 def token_name(content: bytes) -> str:
-    r"""A token as text; one that is not whole characters as `bytes:\xe2\x80`, which is OpenAI's way: no two tokens
-    have one name."""
+    r"""A token as text; one that is not whole characters as `bytes:\xe2\x80`, as OpenAI has it: no two have one
+    name."""
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What completions and chats have in common. Attributes are named as the proto's fields, where it has them."""
+    """What completions and chats have in common. Attributes are named as in the proto, where it has them."""
 
     unserved: ClassVar[Mapping[str, object]] = {
         **dict.fromkeys(

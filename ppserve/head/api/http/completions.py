@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: prompts become the handler's streams, and their deltas the answer."""
+"""/v1/completions and /v1/chat/completions: prompts become streams, and their deltas the answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _answer(
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """What `answer` returns. Ends it with ClientDisconnect when the caller, whose body was read, hangs up."""
+    """What `answer` returns. Raises ClientDisconnect when the caller, whose body was read, hangs up."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":

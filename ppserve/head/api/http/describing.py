@@ -55,7 +55,8 @@ async def tokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /tokenize. Other than in a prompt, the text of a special token is that token: this is how evaluation
     harnesses ask for the number of the end-of-text token."""
     body = await read_body(request, TokenizeBody, handler)
-    special = "|".join(map(re.escape, handler.tokenizer.special_ids)) or "(?!)"
+    longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
+    special = "|".join(map(re.escape, longest_first)) or "(?!)"
     ids = await handler.tokenize("prompt", *re.split(f"({special})", body.prompt))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.return_token_strs:

@@ -61,7 +61,7 @@ class HttpServer:
         count_answer: Callable[[str, int], None],
         tls: Certificates | None = None,
     ) -> None:
-        """count_answer: is told the path of every answer ("other" where it is not served) and its status."""
+        """count_answer: is told the path of every answer ("other" if it is not served) and its status."""
         self._request_handler = request_handler
         self._count_answer = count_answer
         app = Starlette(
@@ -86,7 +86,7 @@ class HttpServer:
     # ---- around every path ----------------------------------------------------------------------------
 
     async def _missing(self, request: Request, error: Exception) -> Response:
-        """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
+        """For a path or method that does not exist. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
         reason, message = error.detail.upper().replace(" ", "_"), f"{error.detail.lower()} on this server"
 
@@ -130,7 +130,7 @@ class HttpServer:
 def begin_call(request: Request, has_keys: bool) -> Call:
     """The call as the request handler knows it."""
     tls = request.state.transport.get_extra_info("ssl_object")
-    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    certificate = tls and tls.getpeercert(binary_form=True)
     host = request.client.host if request.client is not None else ""
     return Call.begin(request.headers, certificate or b"", host, has_keys)
 

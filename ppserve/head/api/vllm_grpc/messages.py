@@ -98,14 +98,12 @@ class SequenceMessages:
         num_top = self._request.output.logprobs
         if num_top is None:
             return None
-        lists = pb.OutputLogProbs()
-        for token_id, score in tokens:
-            assert score is not None, "asked for"
-            lists.token_ids.append(token_id)
-            lists.token_logprobs.append(score.logprob)
-            if num_top:
-                lists.top_logprobs.append(_top(score))
-        return lists
+        scores = [score for _, score in tokens if score is not None]
+        return pb.OutputLogProbs(
+            token_ids=[token_id for token_id, _ in tokens],
+            token_logprobs=[score.logprob for score in scores],
+            top_logprobs=map(_top, scores) if num_top else None,
+        )
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
         if not self._prompt_tokens:

@@ -39,6 +39,7 @@ def test_what_is_served() -> None:
 
 def test_text_to_tokens_and_back() -> None:
     async def scenario(served: Served) -> None:
+        served.handler.tokenizer.special_ids = {"<e": 1, "<eos>": EOS}  # the longest one is meant
         answer = (await served.ask("/tokenize", {"prompt": "hi<eos>j", "return_token_strs": True})).json
         assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
         assert (answer["count"], answer["max_model_len"]) == (4, 64)

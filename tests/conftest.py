@@ -67,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow.marked.add(item.nodeid)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What runs tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     """A server of two stages over gloo, for tests that only talk to it."""

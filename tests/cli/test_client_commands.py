@@ -157,24 +157,20 @@ def test_a_broken_stream_goes_on_and_every_retry_says_why(error: RequestError, a
 
 
 @pytest.mark.slow
-def test_the_interrupt_key_cancels_cleanly() -> None:
+async def test_the_interrupt_key_cancels_cleanly() -> None:
     """Ctrl-C in mid-stream: the engine hears of it, exit code 130, nothing on standard error."""
-
-    async def main() -> None:
-        engine = FakeEngine(by_hand=True)
-        async with served(engine) as (_, target):
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "ppserve", "generate", "--target", target, "hello"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            await engine.until(lambda engine: bool(engine.requests), 60)
-            process.send_signal(signal.SIGINT)
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
-            assert (process.returncode, output, errors) == (130, b"", b"")
-            await engine.until(lambda engine: bool(engine.cancelled))
-
-    asyncio.run(main())
+    engine = FakeEngine(by_hand=True)
+    async with served(engine) as (_, target):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "ppserve", "generate", "--target", target, "hello"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        await engine.until(lambda engine: bool(engine.requests), 60)
+        process.send_signal(signal.SIGINT)
+        output, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert (process.returncode, output, errors) == (130, b"", b"")
+        await engine.until(lambda engine: bool(engine.cancelled))
 
 
 def test_health() -> None:

@@ -74,20 +74,16 @@ def test_every_other_method_of_both_clients() -> None:
         asyncio.run(use(target))
 
 
-def test_closing_the_iterator_cancels() -> None:
+async def test_closing_the_iterator_cancels() -> None:
     engine = FakeEngine(by_hand=True)
-
-    async def main() -> None:
-        async with served(engine) as (_, target), AsyncClient(target) as client:
-            reading = asyncio.create_task(anext(client.stream("hello")))
-            await engine.until(lambda engine: bool(engine.requests))
-            reading.cancel()
-            await engine.until(lambda engine: bool(engine.cancelled))
-
-    asyncio.run(main())
+    async with served(engine) as (_, target), AsyncClient(target) as client:
+        reading = asyncio.create_task(anext(client.stream("hello")))
+        await engine.until(lambda engine: bool(engine.requests))
+        reading.cancel()
+        await engine.until(lambda engine: bool(engine.cancelled))
 
 
-def test_closing_the_iterator_that_blocks_cancels_too() -> None:
+async def test_closing_the_iterator_that_blocks_cancels_too() -> None:
     engine = FakeEngine(halt_after=2)
 
     def read_a_little(target: str) -> None:
@@ -98,12 +94,9 @@ def test_closing_the_iterator_that_blocks_cancels_too() -> None:
             assert list(chunks) == []
             assert client.model_info().model == "fake"
 
-    async def main() -> None:
-        async with served(engine) as (_, target):
-            await asyncio.to_thread(read_a_little, target)
-            await engine.until(lambda engine: bool(engine.cancelled))
-
-    asyncio.run(main())
+    async with served(engine) as (_, target):
+        await asyncio.to_thread(read_a_little, target)
+        await engine.until(lambda engine: bool(engine.cancelled))
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -209,27 +202,23 @@ def test_a_full_server_is_asked_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
+async def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
     heard: list[CallFailed] = []
     # A pause in which the server goes: gRPC ends a call that it finds under way as CANCELLED.
     policy = RetryPolicy(max_attempts=3, first_pause_s=0.5, max_pause_s=0.5, on_retry=heard.append)
-
-    async def main() -> None:
-        async with served(FakeEngine(by_hand=True)) as (door, target), AsyncClient(target, retry=policy) as client:
-            assert await client.is_serving()
-            await door.request_handler.drain(0)
-            reading = asyncio.ensure_future(client.generate("hello"))
-            while not heard:
-                await asyncio.sleep(0)
-            await door.stop()
-            with pytest.raises(CallFailed) as failure:
-                await reading
-            assert failure.value.code == "UNAVAILABLE"
-            assert isinstance(first := failure.value.__cause__, CallFailed)
-            assert first.reason == heard[0].reason == "DRAINING"
-            assert "shutting down" in str(failure.value)
-
-    asyncio.run(main())
+    async with served(FakeEngine(by_hand=True)) as (door, target), AsyncClient(target, retry=policy) as client:
+        assert await client.is_serving()
+        await door.request_handler.drain(0)
+        reading = asyncio.ensure_future(client.generate("hello"))
+        while not heard:
+            await asyncio.sleep(0)
+        await door.stop()
+        with pytest.raises(CallFailed) as failure:
+            await reading
+        assert failure.value.code == "UNAVAILABLE"
+        assert isinstance(first := failure.value.__cause__, CallFailed)
+        assert first.reason == heard[0].reason == "DRAINING"
+        assert "shutting down" in str(failure.value)
 
 
 def test_the_time_limit_counts_all_attempts() -> None:

@@ -69,47 +69,40 @@ def test_a_keeper_that_fails_ends_the_server_with_the_reason(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
-def test_listening_beyond_loopback_without_tls_is_said_once(
+async def test_listening_beyond_loopback_without_tls_is_said_once(
     host: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        settings = replace(SETTINGS, host=host)
-        servers = Servers(settings, handler_of(FakeEngine(), settings), lambda path, status: None, {})
-        await servers.open()
-        await servers.close(0.0, asyncio.get_running_loop().create_future())
-
-    asyncio.run(main())
+    settings = replace(SETTINGS, host=host)
+    servers = Servers(settings, handler_of(FakeEngine(), settings), lambda path, status: None, {})
+    await servers.open()
+    await servers.close(0.0, asyncio.get_running_loop().create_future())
     assert sum("without TLS" in message for message in caplog.messages) == warns
 
 
 @pytest.mark.parametrize("has_stream", [False, True])
 @pytest.mark.parametrize("num_turns", [0, 1, 4])
-def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun(
+async def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun(
     num_turns: int, has_stream: bool
 ) -> None:
     """num_turns: of the event loop, between the two."""
-
-    async def main() -> None:
-        handler = handler_of(FakeEngine(halt_after=1), SETTINGS)
-        servers = Servers(SETTINGS, handler, lambda path, status: None, {})
-        ports = await servers.open()
-        handler.set_serving(True)
-        at_once = asyncio.get_running_loop().create_future()
-        async with stub_of(f"127.0.0.1:{ports.grpc}") as stub:
-            call = stub.Generate(pb.GenerateRequest(text="x")) if has_stream else None
-            if call is not None:
-                await anext(aiter(call))
-            closing = asyncio.create_task(servers.close(600.0, at_once))
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            at_once.set_result(None)
-            await asyncio.wait_for(closing, WITHIN_S)
-            assert call is None or (await code_of(call)).name == "UNAVAILABLE"
-
-    asyncio.run(main())
+    handler = handler_of(FakeEngine(halt_after=1), SETTINGS)
+    servers = Servers(SETTINGS, handler, lambda path, status: None, {})
+    ports = await servers.open()
+    handler.set_serving(True)
+    at_once = asyncio.get_running_loop().create_future()
+    async with stub_of(f"127.0.0.1:{ports.grpc}") as stub:
+        call = stub.Generate(pb.GenerateRequest(text="x")) if has_stream else None
+        if call is not None:
+            await anext(aiter(call))
+        closing = asyncio.create_task(servers.close(600.0, at_once))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        at_once.set_result(None)
+        await asyncio.wait_for(closing, WITHIN_S)
+        assert call is None or (await code_of(call)).name == "UNAVAILABLE"
 
 
-def test_streams_are_ended_once_also_where_a_server_does_not_close(
+async def test_streams_are_ended_once_also_where_a_server_does_not_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ppserve.head.servers._CLOSES_WITHIN_S", 0.5)
@@ -118,14 +111,11 @@ def test_streams_are_ended_once_also_where_a_server_does_not_close(
         await stop()
         await asyncio.sleep(WITHIN_S)
 
-    async def main() -> None:
-        handler = handler_of(FakeEngine(by_hand=True), SETTINGS)
-        servers = Servers(SETTINGS, handler, lambda path, status: None, {})
-        monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
-        await servers.open()
-        async with handler.generate({}, "", Call.begin({}, b"", "", has_keys=False)):
-            await servers.close(0.0, asyncio.get_running_loop().create_future())
-
-    asyncio.run(main())
+    handler = handler_of(FakeEngine(by_hand=True), SETTINGS)
+    servers = Servers(SETTINGS, handler, lambda path, status: None, {})
+    monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
+    await servers.open()
+    async with handler.generate({}, "", Call.begin({}, b"", "", has_keys=False)):
+        await servers.close(0.0, asyncio.get_running_loop().create_future())
     assert caplog.text.count("ended 1 streams") == 1
     assert "have not closed within 0.5 s" in caplog.text

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,9 @@ from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import INTERNAL_TEXT, Call
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
 from ppserve.head.api.stream import deltas_of
-from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token, handler_of
+from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-def run(scenario: Callable[[FakeEngine, RequestHandler], Awaitable[None]], **engine: object) -> None:
-    async def main() -> None:
-        fake = FakeEngine(**engine)
-        async with asyncio.timeout(20):
-            await scenario(fake, handler_of(fake))
-
-    asyncio.run(main())
 
 
 def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent: str | None = None) -> Call:
@@ -41,64 +31,57 @@ async def text_of(
         return "".join([delta.text async for _, delta in deltas_of([stream])])
 
 
-def test_text_and_ids_ask_for_the_same() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        for prompt in ("hello", [*b"hello"]):
-            said = await text_of(request_handler, prompt=prompt, max_tokens=3, seed=5, echo=True)
-            drawn = [drawn_token(engine.requests[-1], 0, offset) for offset in range(3)]
-            assert said == "hello" + ByteCodec().decode(drawn)
-        assert engine.requests[0].prompt_ids == engine.requests[1].prompt_ids == tuple(b"hello")
-        assert len({request.id for request in engine.requests}) == 2
-        assert engine.cancelled == set()
-
-    run(scenario)
+async def test_text_and_ids_ask_for_the_same(engine: FakeEngine, request_handler: RequestHandler) -> None:
+    for prompt in ("hello", [*b"hello"]):
+        said = await text_of(request_handler, prompt=prompt, max_tokens=3, seed=5, echo=True)
+        drawn = [drawn_token(engine.requests[-1], 0, offset) for offset in range(3)]
+        assert said == "hello" + ByteCodec().decode(drawn)
+    assert engine.requests[0].prompt_ids == engine.requests[1].prompt_ids == tuple(b"hello")
+    assert len({request.id for request in engine.requests}) == 2
+    assert engine.cancelled == set()
 
 
-def test_leaving_early_ends_the_request_and_is_logged_as_that(caplog: pytest.LogCaptureFixture) -> None:
+async def test_leaving_early_ends_the_request_and_is_logged_as_that(
+    engine: FakeEngine, request_handler: RequestHandler, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        async with request_handler.generate({}, "", a_call()):
-            assert request_handler.num_open_streams == 1
-        assert engine.cancelled == {engine.requests[0].id}
-        assert ["answered" in caplog.text, "cancelled" in caplog.text] == [False, True]
-        assert request_handler.num_open_streams == 0
-
-    run(scenario, by_hand=True)
+    engine.by_hand = True
+    async with request_handler.generate({}, "", a_call()):
+        assert request_handler.num_open_streams == 1
+    assert engine.cancelled == {engine.requests[0].id}
+    assert ["answered" in caplog.text, "cancelled" in caplog.text] == [False, True]
+    assert request_handler.num_open_streams == 0
 
 
-def test_streams_that_outlast_the_drain_are_ended(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        running = asyncio.create_task(text_of(request_handler))
-        await engine.until(lambda engine: bool(engine.sinks))
-        await request_handler.drain(0.01)
-        assert caplog.text.count("ended 1 streams") == 1
-        with pytest.raises(Draining, match="before this request was through"):
-            await running
-        assert len(engine.cancelled) == 1
-
-    run(scenario, by_hand=True)
-
-
-def test_long_texts_are_tokenized_and_back() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        for text in ("", "é", "x" * (LONG_TEXT + 1)):
-            ids = await request_handler.tokenize("prompt", text)
-            assert ids == list(text.encode())
-            assert await request_handler.detokenize("tokens", ids) == (text, text.encode())
-        with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
-            await request_handler.detokenize("tokens", [5000])
-        parts = "a", "<eos>", "", "<eos>", "b<eos>"
-        assert await request_handler.tokenize("prompt", *parts) == [*b"a", EOS, EOS, *b"b<eos>"]
-        with pytest.raises(InvalidRequest, match="the limit is"):
-            await request_handler.tokenize(
-                "prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1)
-            )
-
-    run(scenario)
+async def test_streams_that_outlast_the_drain_are_ended(
+    engine: FakeEngine, request_handler: RequestHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.by_hand = True
+    running = asyncio.create_task(text_of(request_handler))
+    await engine.until(lambda engine: bool(engine.sinks))
+    await request_handler.drain(0.01)
+    assert caplog.text.count("ended 1 streams") == 1
+    with pytest.raises(Draining, match="before this request was through"):
+        await running
+    assert len(engine.cancelled) == 1
 
 
-def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
+async def test_long_texts_are_tokenized_and_back(request_handler: RequestHandler) -> None:
+    for text in ("", "é", "x" * (LONG_TEXT + 1)):
+        ids = await request_handler.tokenize("prompt", text)
+        assert ids == list(text.encode())
+        assert await request_handler.detokenize("tokens", ids) == (text, text.encode())
+    with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
+        await request_handler.detokenize("tokens", [5000])
+    parts = "a", "<eos>", "", "<eos>", "b<eos>"
+    assert await request_handler.tokenize("prompt", *parts) == [*b"a", EOS, EOS, *b"b<eos>"]
+    with pytest.raises(InvalidRequest, match="the limit is"):
+        await request_handler.tokenize(
+            "prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1)
+        )
+
+
+async def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     threads = set()
 
     class Codec(ByteCodec):
@@ -106,34 +89,27 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
             threads.add(threading.get_ident())
             return super().encode(text, continues)
 
-    async def main() -> None:
-        await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", "hello " * 1000)
-
-    asyncio.run(main())
+    await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", "hello " * 1000)
     assert threads
     assert threading.get_ident() not in threads
 
 
-def test_what_ends_a_request_before_it_is_queued_is_counted() -> None:
+async def test_what_ends_a_request_before_it_is_queued_is_counted() -> None:
     counted: list[str] = []
-
-    async def main() -> None:
-        engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
-        handler = RequestHandler(
-            engine, engine.description, ByteCodec(), None, lambda error: counted.append(error.status)
-        )
-        with pytest.raises(InvalidRequest):
-            await text_of(handler, top_p=7)
-        with pytest.raises(Overloaded):
-            await text_of(handler, "a")
-        for generates in (True, False):
-            with pytest.raises(Unauthenticated), handler.counting_refusals(generates):
-                raise Unauthenticated
-        await handler.drain(0)
-        with pytest.raises(Draining):
-            await text_of(handler, "a")
-
-    asyncio.run(main())
+    engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
+    handler = RequestHandler(
+        engine, engine.description, ByteCodec(), None, lambda error: counted.append(error.status)
+    )
+    with pytest.raises(InvalidRequest):
+        await text_of(handler, top_p=7)
+    with pytest.raises(Overloaded):
+        await text_of(handler, "a")
+    for generates in (True, False):
+        with pytest.raises(Unauthenticated), handler.counting_refusals(generates):
+            raise Unauthenticated
+    await handler.drain(0)
+    with pytest.raises(Draining):
+        await text_of(handler, "a")
     assert counted == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE"]
 
 

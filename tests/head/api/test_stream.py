@@ -42,23 +42,20 @@ def test_a_reader_that_keeps_up_sees_every_token() -> None:
     assert [d.last.finish for d in deltas] == [None, None, END]
 
 
-def test_a_reader_in_the_event_loop_is_woken_until_the_end_and_by_an_error() -> None:
+async def test_a_reader_in_the_event_loop_is_woken_until_the_end_and_by_an_error() -> None:
     async def all_of(stream: RequestStream) -> list[str]:
         return [delta.text async for _, delta in deltas_of([stream])]
 
-    async def main() -> None:
-        streams = [RequestStream(a_request(), "") for _ in "ab"]
-        async with asyncio.timeout(20):
-            reading = [asyncio.ensure_future(all_of(stream)) for stream in streams]
-            for offset in range(3):
-                await asyncio.sleep(0)
-                streams[0].push([a_token(offset, finish=END if offset == 2 else None)])
-            streams[1].fail(StagesLost("gone"))
-            assert await reading[0] == ["a", "b", "c"]
-            with pytest.raises(StagesLost):
-                await reading[1]
-
-    asyncio.run(main())
+    streams = [RequestStream(a_request(), "") for _ in "ab"]
+    async with asyncio.timeout(20):
+        reading = [asyncio.ensure_future(all_of(stream)) for stream in streams]
+        for offset in range(3):
+            await asyncio.sleep(0)
+            streams[0].push([a_token(offset, finish=END if offset == 2 else None)])
+        streams[1].fail(StagesLost("gone"))
+        assert await reading[0] == ["a", "b", "c"]
+        with pytest.raises(StagesLost):
+            await reading[1]
 
 
 def test_what_a_slow_reader_left_is_merged_for_each_sequence() -> None:

@@ -1,9 +1,8 @@
-"""A scenario against a real gRPC server in this process, with an engine that has no model."""
+"""What is asked of a real gRPC server in this process, whose engine has no model, and how it fails."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable
 
 import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -11,19 +10,6 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from ppserve.v1 import generation_pb2 as pb
-from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import FakeEngine, served, stub_of
-
-
-def run(scenario: Callable[[FakeEngine, GenerationServiceStub], Awaitable[None]], **engine: object) -> None:
-    """Run a scenario against a server of its own."""
-
-    async def main() -> None:
-        fake = FakeEngine(**engine)
-        async with asyncio.timeout(30), served(fake) as (_, target), stub_of(target) as stub:
-            await scenario(fake, stub)
-
-    asyncio.run(main())
 
 
 def ask(max_tokens: int = 5, text: str = "hello", **fields: object) -> pb.GenerateRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
@@ -107,21 +106,18 @@ def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) 
 
 @given(st.lists(strange, min_size=5, max_size=20))
 @served_each
-def test_strange_messages_get_documented_statuses(messages: list[tuple[str, bytes]]) -> None:
-    async def main() -> None:
-        async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=True)) as (_, target):
-            async with aio.insecure_channel(target) as channel:
-                generate = channel.unary_stream(f"{OURS}/Generate")
-                canary = pb.GenerateRequest(text="canary", sampling=pb.SamplingParams(seed=1), request_id="canary")
-                sung = canary.SerializeToString()
+async def test_strange_messages_get_documented_statuses(messages: list[tuple[str, bytes]]) -> None:
+    async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=True)) as (_, target):
+        async with aio.insecure_channel(target) as channel:
+            generate = channel.unary_stream(f"{OURS}/Generate")
+            canary = pb.GenerateRequest(text="canary", sampling=pb.SamplingParams(seed=1), request_id="canary")
+            sung = canary.SerializeToString()
 
-                async def song() -> str:
-                    messages = [pb.GenerateResponse.FromString(answer) async for answer in generate(sung)]
-                    return "".join(message.text for message in messages)
+            async def song() -> str:
+                messages = [pb.GenerateResponse.FromString(answer) async for answer in generate(sung)]
+                return "".join(message.text for message in messages)
 
-                first = await song()
-                codes = {await code_of(channel.unary_stream(method)(raw)) for method, raw in messages}
-                assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
-                assert await song() == first != ""
-
-    asyncio.run(main())
+            first = await song()
+            codes = {await code_of(channel.unary_stream(method)(raw)) for method, raw in messages}
+            assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+            assert await song() == first != ""

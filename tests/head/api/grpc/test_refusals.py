@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import grpc
@@ -12,43 +11,36 @@ from grpc import aio
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import CARD, FakeEngine, code_of, served, texts_until_failure
-from tests.head.api.grpc.asking import ask, details, failure_of, run
+from tests.fake_engine import CARD, FakeEngine, code_of, served, stub_of, texts_until_failure
+from tests.head.api.grpc.asking import ask, details, failure_of
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
 
 
-def test_refusal_names_every_field() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
-        failure = await failure_of(stub.Generate(wrong))
-        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
-        reason, bad = details(failure)
-        assert (reason.reason, reason.domain) == ("INVALID_REQUEST", "ppserve")
-        assert [violation.field for violation in bad.field_violations] == ["sampling.top_p", "sampling.n"]
-        assert engine.requests == []
-
-    run(scenario)
+async def test_refusal_names_every_field(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+    wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
+    failure = await failure_of(stub.Generate(wrong))
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    reason, bad = details(failure)
+    assert (reason.reason, reason.domain) == ("INVALID_REQUEST", "ppserve")
+    assert [violation.field for violation in bad.field_violations] == ["sampling.top_p", "sampling.n"]
+    assert engine.requests == []
 
 
-def test_full_queue_says_when_to_retry() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        failure = await failure_of(stub.Generate(ask()))
-        assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        reason, retry = details(failure)
-        assert (reason.reason, retry.retry_delay.ToTimedelta().total_seconds()) == ("QUEUE_FULL", 1.5)
-
-    run(scenario, refusal=Overloaded("the queue is full", 1.5))
+async def test_full_queue_says_when_to_retry(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+    engine.refusal = Overloaded("the queue is full", 1.5)
+    failure = await failure_of(stub.Generate(ask()))
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason, retry = details(failure)
+    assert (reason.reason, retry.retry_delay.ToTimedelta().total_seconds()) == ("QUEUE_FULL", 1.5)
 
 
-def test_unforeseen_errors_tell_clients_nothing() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        failure = await failure_of(stub.Generate(ask()))
-        assert failure.code() is grpc.StatusCode.INTERNAL
-        assert "secret" not in str(failure.details())
-        assert "secret" not in str(failure.trailing_metadata())
-
-    run(scenario, refusal=ValueError("secret"))
+async def test_unforeseen_errors_tell_clients_nothing(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+    engine.refusal = ValueError("secret")
+    failure = await failure_of(stub.Generate(ask()))
+    assert failure.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(failure.details())
+    assert "secret" not in str(failure.trailing_metadata())
 
 
 @pytest.mark.parametrize(
@@ -58,18 +50,20 @@ def test_unforeseen_errors_tell_clients_nothing() -> None:
         (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL),
     ],
 )
-def test_error_in_mid_stream_comes_after_what_was_generated(error: Exception, code: grpc.StatusCode) -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        texts, failure = await texts_until_failure(stub.Generate(ask()))
-        assert (len("".join(texts)), failure) == (3, code)
-
-    run(scenario, break_error=error, break_after=3, num_breaks=1)
-
-
-def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
-    caplog: pytest.LogCaptureFixture,
+async def test_error_in_mid_stream_comes_after_what_was_generated(
+    engine: FakeEngine, stub: GenerationServiceStub, error: Exception, code: grpc.StatusCode
 ) -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+    engine.break_error = error
+    engine.break_after = 3
+    engine.num_breaks = 1
+    texts, failure = await texts_until_failure(stub.Generate(ask()))
+    assert (len("".join(texts)), failure) == (3, code)
+
+
+async def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
+    stub: GenerationServiceStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "ppserve"):
         wrong = {"sampling": pb.SamplingParams(top_p=7, logit_bias={99999: 1, 88888: 1})}
         calls = [
             stub.Generate(ask(request_id=name, **wrong))
@@ -88,49 +82,40 @@ def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
         assert lines[ids[1]].fields == "request_id"
         assert not any(text in caplog.text for text in ("two", "99999", "hello"))
 
-    with caplog.at_level("INFO", "ppserve"):
-        run(scenario)
 
-
-def test_bytes_that_are_no_message_are_refused_and_counted_and_none_is_decompressed() -> None:
+async def test_bytes_that_are_no_message_are_refused_and_counted_and_none_is_decompressed() -> None:
     """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
-
-    async def main() -> None:
-        engine = FakeEngine()
-        async with served(engine) as (_, target), aio.insecure_channel(target) as channel:
-            generate, good = channel.unary_stream(GENERATE), ask().SerializeToString()
-            for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
-                call = generate(raw)
-                assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
-                assert (await call.details()).startswith("not a GenerateRequest")
-            assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"] * 3
-            assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            for raw in (good, b"\x00" * (8 << 20)):
-                compressed = generate(raw, compression=grpc.Compression.Gzip)
-                assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
-            assert await code_of(generate(good)) is grpc.StatusCode.OK
-
-    asyncio.run(main())
+    engine = FakeEngine()
+    async with served(engine) as (_, target), aio.insecure_channel(target) as channel:
+        generate, good = channel.unary_stream(GENERATE), ask().SerializeToString()
+        for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
+            call = generate(raw)
+            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+            assert (await call.details()).startswith("not a GenerateRequest")
+        assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"] * 3
+        assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for raw in (good, b"\x00" * (8 << 20)):
+            compressed = generate(raw, compression=grpc.Compression.Gzip)
+            assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
+        assert await code_of(generate(good)) is grpc.StatusCode.OK
 
 
 @pytest.mark.slow
-def test_metadata_has_a_limit_and_is_told() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes
-        within, beyond = ((("x-padding", "x" * size),) for size in (limit - 1024, limit))
-        for _ in range(8):
-            assert await code_of(stub.Generate(ask(), metadata=within)) is grpc.StatusCode.OK
-            assert await code_of(stub.Generate(ask(), metadata=beyond)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    run(scenario)
+async def test_metadata_has_a_limit_and_is_told(stub: GenerationServiceStub) -> None:
+    limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes
+    within, beyond = ((("x-padding", "x" * size),) for size in (limit - 1024, limit))
+    for _ in range(8):
+        assert await code_of(stub.Generate(ask(), metadata=within)) is grpc.StatusCode.OK
+        assert await code_of(stub.Generate(ask(), metadata=beyond)) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_tokens_only_without_a_tokenizer() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+async def test_tokens_only_without_a_tokenizer() -> None:
+    async with (
+        served(FakeEngine(description=replace(CARD, has_tokenizer=False))) as (_, target),
+        stub_of(target) as stub,
+    ):
         assert await code_of(stub.Tokenize(pb.TokenizeRequest(text="a"))) is grpc.StatusCode.INVALID_ARGUMENT
         assert await code_of(stub.Detokenize(pb.DetokenizeRequest())) is grpc.StatusCode.INVALID_ARGUMENT
         parsed = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), output=pb.OutputOptions(token_ids=True))
         messages = [message async for message in stub.Generate(parsed)]
         assert sum(len(message.tokens) for message in messages) == 62
-
-    run(scenario, description=replace(CARD, has_tokenizer=False))

@@ -43,17 +43,14 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
-def test_health_by_name() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
-            assert [await health_of(channel, name) for name in NAMES] == [SERVING, SERVING]
-            door.request_handler.set_serving(False)
-            assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING, NOT_SERVING]
-            with pytest.raises(aio.AioRpcError) as failure:
-                await health_of(channel, "somebody.else")
-            assert failure.value.code() is grpc.StatusCode.NOT_FOUND
-
-    asyncio.run(main())
+async def test_health_by_name() -> None:
+    async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+        assert [await health_of(channel, name) for name in NAMES] == [SERVING, SERVING]
+        door.request_handler.set_serving(False)
+        assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING, NOT_SERVING]
+        with pytest.raises(aio.AioRpcError) as failure:
+            await health_of(channel, "somebody.else")
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def watched(channel: aio.Channel) -> tuple[aio.UnaryStreamCall, int]:
@@ -62,90 +59,77 @@ async def watched(channel: aio.Channel) -> tuple[aio.UnaryStreamCall, int]:
     return call, (await call.read()).status
 
 
-def test_when_a_watcher_leaves_the_others_still_hear() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
-            (leaves, _), (stays, told) = await watched(channel), await watched(channel)
-            assert told == SERVING
-            leaves.cancel()
-            await code_of(leaves.code())
-            for state in (NOT_SERVING, SERVING):
-                # A call that comes after the cancellation has been answered: the server knows of both.
-                await health_of(channel)
-                door.request_handler.set_serving(state == SERVING)
-                assert (await asyncio.wait_for(stays.read(), 20)).status == state
-
-    asyncio.run(main())
+async def test_when_a_watcher_leaves_the_others_still_hear() -> None:
+    async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+        (leaves, _), (stays, told) = await watched(channel), await watched(channel)
+        assert told == SERVING
+        leaves.cancel()
+        await code_of(leaves.code())
+        for state in (NOT_SERVING, SERVING):
+            # A call that comes after the cancellation has been answered: the server knows of both.
+            await health_of(channel)
+            door.request_handler.set_serving(state == SERVING)
+            assert (await asyncio.wait_for(stays.read(), 20)).status == state
 
 
-def test_reflection_describes_the_service() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            parsed = [
-                reflection_pb2.ServerReflectionRequest(list_services=""),
-                reflection_pb2.ServerReflectionRequest(file_containing_symbol="ppserve.v1.GenerationService"),
-            ]
-            listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(parsed))]
-            names = {service.name for service in listed.list_services_response.service}
-            assert {"ppserve.v1.GenerationService", "grpc.health.v1.Health"} <= names
-            assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
-
-    asyncio.run(main())
+async def test_reflection_describes_the_service() -> None:
+    async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        parsed = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="ppserve.v1.GenerationService"),
+        ]
+        listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(parsed))]
+        names = {service.name for service in listed.list_services_response.service}
+        assert {"ppserve.v1.GenerationService", "grpc.health.v1.Health"} <= names
+        assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
 
 
-def test_an_address_that_cannot_be_bound() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target):
-            port = int(target.rpartition(":")[2])
-            second = GrpcServer(handler_of(FakeEngine()))
-            with pytest.raises(ConfigError, match="address already in use") as refusal:
-                await second.start("127.0.0.1", port)
-            assert refusal.value.name == "--port"
-            with pytest.raises(ConfigError) as refusal:
-                await second.start("192.0.2.1", 0)
-            assert refusal.value.name == "--host"
-
-    asyncio.run(main())
+async def test_an_address_that_cannot_be_bound() -> None:
+    async with served(FakeEngine()) as (_, target):
+        port = int(target.rpartition(":")[2])
+        second = GrpcServer(handler_of(FakeEngine()))
+        with pytest.raises(ConfigError, match="address already in use") as refusal:
+            await second.start("127.0.0.1", port)
+        assert refusal.value.name == "--port"
+        with pytest.raises(ConfigError) as refusal:
+            await second.start("192.0.2.1", 0)
+        assert refusal.value.name == "--host"
 
 
-def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
+async def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
-
-    async def main() -> None:
-        engine = FakeEngine()
-        async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (_, target):
-            async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
-                assert await health_of(channel) == SERVING
-                good = "0123456789abcdef"
-                for metadata in (
-                    None,
-                    bearer("wrong"),
-                    bearer("wrong") + bearer(good),
-                    (("authorization", good),),
-                ):
-                    calls = [
-                        stub.Generate(pb.GenerateRequest(), metadata=metadata),
-                        stub.Tokenize(pb.TokenizeRequest(), metadata=metadata),
-                        stub.Detokenize(pb.DetokenizeRequest(), metadata=metadata),
-                        stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata),
-                        stub.GetTopology(pb.GetTopologyRequest(), metadata=metadata),
-                        channel.unary_unary("/no.such.Service/Method")(b"", metadata=metadata),
-                        reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-                            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
-                        ),
-                    ]
-                    assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
-                assert len(engine.refused) == 4, "only Generate is a request"
-                for key in (good, "fedcba9876543210"):
-                    call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
-                    assert await code_of(call) is grpc.StatusCode.OK
-                callers = [request.caller for request in engine.requests]
-                assert len(set(callers)) == 2
-                assert not any("0123456789abcdef" in caller for caller in callers)
-
-    asyncio.run(main())
+    engine = FakeEngine()
+    async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (_, target):
+        async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
+            assert await health_of(channel) == SERVING
+            good = "0123456789abcdef"
+            for metadata in (
+                None,
+                bearer("wrong"),
+                bearer("wrong") + bearer(good),
+                (("authorization", good),),
+            ):
+                calls = [
+                    stub.Generate(pb.GenerateRequest(), metadata=metadata),
+                    stub.Tokenize(pb.TokenizeRequest(), metadata=metadata),
+                    stub.Detokenize(pb.DetokenizeRequest(), metadata=metadata),
+                    stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata),
+                    stub.GetTopology(pb.GetTopologyRequest(), metadata=metadata),
+                    channel.unary_unary("/no.such.Service/Method")(b"", metadata=metadata),
+                    reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
+                    ),
+                ]
+                assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+            assert len(engine.refused) == 4, "only Generate is a request"
+            for key in (good, "fedcba9876543210"):
+                call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
+                assert await code_of(call) is grpc.StatusCode.OK
+            callers = [request.caller for request in engine.requests]
+            assert len(set(callers)) == 2
+            assert not any("0123456789abcdef" in caller for caller in callers)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +152,7 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, pr
 
 
 @needs_openssl
-def test_mutual_tls_whose_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
+async def test_mutual_tls_whose_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
     """The stream goes on by the old ones; a new connection must know the new authority, and be known to it."""
     (tmp_path / "new").mkdir()
     make_certificates(tmp_path)
@@ -182,45 +166,37 @@ def test_mutual_tls_whose_certificates_are_replaced_under_a_stream(tmp_path: Pat
     settings = ServerSettings(
         port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key", tls_client_ca=tmp_path / "ca.pem"
     )
-
-    async def main() -> None:
-        engine = FakeEngine(by_hand=True)
-        async with served(engine, settings) as (door, target), aio.secure_channel(target, old) as channel:
-            call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
-            await engine.until(lambda engine: len(engine.requests) == 1)
-            assert engine.requests[0].caller.startswith("certificate:")
-            async with aio.secure_channel(target, anonymous) as unknown:
-                assert await code_of(health_of(unknown, timeout=5)) is grpc.StatusCode.UNAVAILABLE
-            for name in names:
-                shutil.copy(tmp_path / "new" / name, tmp_path / name)
-            assert door.tls is not None
-            door.tls.read()
-            async with aio.secure_channel(target, new) as later:
-                assert await health_of(later) == SERVING
-            apart = [("grpc.use_local_subchannel_pool", 1)]
-            async with aio.secure_channel(target, old, apart) as late:
-                assert await code_of(health_of(late, timeout=5)) is grpc.StatusCode.UNAVAILABLE
-            request = engine.requests[0]
-            engine.sinks[request.id](generation(request, 0))
-            assert await code_of(call) is grpc.StatusCode.OK
-
-    asyncio.run(main())
+    engine = FakeEngine(by_hand=True)
+    async with served(engine, settings) as (door, target), aio.secure_channel(target, old) as channel:
+        call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
+        await engine.until(lambda engine: len(engine.requests) == 1)
+        assert engine.requests[0].caller.startswith("certificate:")
+        async with aio.secure_channel(target, anonymous) as unknown:
+            assert await code_of(health_of(unknown, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+        for name in names:
+            shutil.copy(tmp_path / "new" / name, tmp_path / name)
+        assert door.tls is not None
+        door.tls.read()
+        async with aio.secure_channel(target, new) as later:
+            assert await health_of(later) == SERVING
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        async with aio.secure_channel(target, old, apart) as late:
+            assert await code_of(health_of(late, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+        request = engine.requests[0]
+        engine.sinks[request.id](generation(request, 0))
+        assert await code_of(call) is grpc.StatusCode.OK
 
 
 @needs_openssl
-def test_tls_needs_no_certificate_of_the_client(tmp_path: Path) -> None:
+async def test_tls_needs_no_certificate_of_the_client(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     anonymous = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
-
-    async def main() -> None:
-        settings = ServerSettings(port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key")
-        async with served(FakeEngine(), settings) as (_, target):
-            async with aio.secure_channel(target, anonymous) as channel:
-                assert await health_of(channel) == SERVING
-            async with aio.insecure_channel(target) as channel:
-                assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(main())
+    settings = ServerSettings(port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key")
+    async with served(FakeEngine(), settings) as (_, target):
+        async with aio.secure_channel(target, anonymous) as channel:
+            assert await health_of(channel) == SERVING
+        async with aio.insecure_channel(target) as channel:
+            assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
 
 
 @needs_openssl
@@ -250,25 +226,22 @@ def test_a_certificate_that_goes_while_it_is_read(monkeypatch: pytest.MonkeyPatc
     assert refusal.value.name == "--tls-cert"
 
 
-def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
-    async def main() -> None:
-        engine = FakeEngine(by_hand=True)
-        async with served(engine) as (door, target), aio.insecure_channel(target) as channel:
-            stub = GenerationServiceStub(channel)
-            running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
-            await engine.until(lambda engine: bool(engine.sinks))
-            async with asyncio.TaskGroup() as group:
-                stopping = group.create_task(door.request_handler.drain(20))
-                while await health_of(channel) == SERVING:
-                    await asyncio.sleep(0)
-                refusal = await failure_of(stub.Generate(pb.GenerateRequest()))
-                assert refusal.code() is grpc.StatusCode.UNAVAILABLE
-                assert "shutting down" in str(refusal.details())
-                assert not stopping.done()
-                next(iter(engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
-                assert [message.text async for message in running] == ["A"]
-
-    asyncio.run(main())
+async def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
+    engine = FakeEngine(by_hand=True)
+    async with served(engine) as (door, target), aio.insecure_channel(target) as channel:
+        stub = GenerationServiceStub(channel)
+        running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
+        await engine.until(lambda engine: bool(engine.sinks))
+        async with asyncio.TaskGroup() as group:
+            stopping = group.create_task(door.request_handler.drain(20))
+            while await health_of(channel) == SERVING:
+                await asyncio.sleep(0)
+            refusal = await failure_of(stub.Generate(pb.GenerateRequest()))
+            assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+            assert "shutting down" in str(refusal.details())
+            assert not stopping.done()
+            next(iter(engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
+            assert [message.text async for message in running] == ["A"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +104,6 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
         await server.stop()
         if handler.template is not None:
             handler.template.close()
-
-
-def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:
-    async def main() -> None:
-        async with served_http(FakeEngine(**engine)) as served:
-            await scenario(served)
-
-    asyncio.run(main())
 
 
 def raw(path: str, body: object, *headers: str) -> bytes:

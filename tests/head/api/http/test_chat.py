@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -40,56 +39,50 @@ def template(tmp_path: Path) -> Path:
     return path
 
 
-def run(template: Path | None, scenario: Callable[[Served], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with served_http(chat_template=template) as served:
-            await scenario(served)
-
-    asyncio.run(main())
+@pytest.fixture
+async def served(template: Path) -> AsyncIterator[Served]:
+    async with served_http(chat_template=template) as served:
+        yield served
 
 
-def test_a_chat_whole_and_streamed_for_openai_s_client(template: Path) -> None:
-    async def scenario(served: Served) -> None:
-        parsed: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
-        parsed |= {"logprobs": True, "top_logprobs": 2}
-        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
-            whole = await client.chat.completions.create(**parsed)
-            chunks = [chunk async for chunk in await client.chat.completions.create(**parsed, stream=True)]
-        assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
-        for choice in whole.choices:
-            ids = [drawn_token(served.engine.requests[0], choice.index, offset) for offset in range(6)]
-            assert (choice.message.role, choice.message.content) == ("assistant", ByteCodec().decode(ids))
-            mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-            assert "".join(part.delta.content or "" for part in mine) == choice.message.content
-            assert [part.delta.role for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
-            assert choice.logprobs is not None
-            content = choice.logprobs.content
-            assert content is not None
-            assert [bytes(entry.bytes or ()) for entry in content] == [bytes([token_id]) for token_id in ids]
-            assert [len(entry.top_logprobs) for entry in content] == [2] * 6
-            assert [e for part in mine if part.logprobs for e in part.logprobs.content or ()] == content
-            assert (mine[-1].finish_reason, choice.finish_reason) == ("length", "length")
-
-    run(template, scenario)
+async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served, template: Path) -> None:
+    parsed: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
+    parsed |= {"logprobs": True, "top_logprobs": 2}
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        whole = await client.chat.completions.create(**parsed)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**parsed, stream=True)]
+    assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
+    for choice in whole.choices:
+        ids = [drawn_token(served.engine.requests[0], choice.index, offset) for offset in range(6)]
+        assert (choice.message.role, choice.message.content) == ("assistant", ByteCodec().decode(ids))
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(part.delta.content or "" for part in mine) == choice.message.content
+        assert [part.delta.role for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert choice.logprobs is not None
+        content = choice.logprobs.content
+        assert content is not None
+        assert [bytes(entry.bytes or ()) for entry in content] == [bytes([token_id]) for token_id in ids]
+        assert [len(entry.top_logprobs) for entry in content] == [2] * 6
+        assert [e for part in mine if part.logprobs for e in part.logprobs.content or ()] == content
+        assert (mine[-1].finish_reason, choice.finish_reason) == ("length", "length")
 
 
-def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template: Path) -> None:
-    async def scenario(served: Served) -> None:
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "<eos>"}]
-        messages = [{"role": "user", "content": parts}]
-        answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
-        assert answer.status == 200, answer.body
-        assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
-        parsed = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
-        whole = (await served.ask(CHAT, parsed)).json
-        first, *others = (await served.ask(CHAT, {**parsed, "stream": True})).events
-        assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [*b"u:hi", EOS, *b"\na:"]
-        assert not any("prompt_token_ids" in part for part in (*others, *whole["choices"]))
-        served.engine.requests[1:] = []
-        await served.ask(CHAT, {"messages": HELLO, "max_tokens": 1, "add_generation_prompt": False})
-        assert list(served.engine.requests[1].prompt_ids) == [*b"u:hi", EOS, *b"\n"]
-
-    run(template, scenario)
+async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(
+    served: Served, template: Path
+) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "<eos>"}]
+    messages = [{"role": "user", "content": parts}]
+    answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
+    assert answer.status == 200, answer.body
+    assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
+    parsed = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
+    whole = (await served.ask(CHAT, parsed)).json
+    first, *others = (await served.ask(CHAT, {**parsed, "stream": True})).events
+    assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [*b"u:hi", EOS, *b"\na:"]
+    assert not any("prompt_token_ids" in part for part in (*others, *whole["choices"]))
+    served.engine.requests[1:] = []
+    await served.ask(CHAT, {"messages": HELLO, "max_tokens": 1, "add_generation_prompt": False})
+    assert list(served.engine.requests[1].prompt_ids) == [*b"u:hi", EOS, *b"\n"]
 
 
 @pytest.mark.parametrize(
@@ -117,22 +110,18 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         ({"messages": [{"role": "user", "content": "x" * 64}], "max_tokens": 1}, "messages"),
     ],
 )
-def test_a_refusal_names_the_field(template: Path, body: dict[str, Any], param: str) -> None:
-    async def scenario(served: Served) -> None:
-        status, named, message = await served.refusal(CHAT, **body)
-        assert (status, named) == (400, param), message
-        assert served.engine.requests == []
-
-    run(template, scenario)
+async def test_a_refusal_names_the_field(served: Served, template: Path, body: dict[str, Any], param: str) -> None:
+    status, named, message = await served.refusal(CHAT, **body)
+    assert (status, named) == (400, param), message
+    assert served.engine.requests == []
 
 
 @pytest.mark.slow
-def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(tmp_path: Path) -> None:
+async def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(tmp_path: Path) -> None:
     path = tmp_path / "endless.jinja"
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     path.write_text("{% if messages|length > 1 %}" + loops + "{% endif %}fine")
-
-    async def scenario(served: Served) -> None:
+    async with served_http(chat_template=path) as served:
         for messages in (HELLO * 2, HELLO):
             answer = await served.ask(CHAT, {"messages": messages}, x_request_timeout="0.5")
             assert answer.status == 504
@@ -140,30 +129,24 @@ def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(tmp_pa
         assert await served.handler.template.render("another", HELLO, {}) == ["fine"]
         assert (await served.ask(CHAT, {"messages": HELLO})).status == 200
 
-    run(path, scenario)
+
+async def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served, template: Path) -> None:
+    nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
+    messages = [{"role": "user", "content": "hi", "tool_calls": None}]
+    more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
+    more |= {"top_logprobs": 0, "logprobs": False}
+    answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
+    assert answer.status == 200, answer.body
+    assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
 
 
-def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
-    async def scenario(served: Served) -> None:
-        nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
-        messages = [{"role": "user", "content": "hi", "tool_calls": None}]
-        more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
-        more |= {"top_logprobs": 0, "logprobs": False}
-        answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
-        assert answer.status == 200, answer.body
-        assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
-
-    run(template, scenario)
-
-
-def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
+async def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
     """What templates make of it: `test_chat_template`."""
     path = tmp_path / "chat.jinja"
     path.write_text("{{ mood }} {{ documents[0].title }} " + TEMPLATE)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once upon"}]
     body = {"messages": messages, "max_tokens": 1, "documents": [{"title": "ä"}]}
-
-    async def scenario(served: Served) -> None:
+    async with served_http(chat_template=path) as served:
         for continues, end in ((False, [EOS, *b"\na:"]), (True, [])):
             more = {"chat_template_kwargs": {"mood": "blue"}, "continue_final_message": continues}
             answer = await served.ask(CHAT, {**body, **more})
@@ -171,29 +154,21 @@ def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
             said = [*"blue ä u:hi".encode(), EOS, *b"\na:Once upon", *end]
             assert list(served.engine.requests[-1].prompt_ids) == said
 
-    run(path, scenario)
 
-
-def test_a_chat_as_a_whole_is_bounded(template: Path) -> None:
+async def test_a_chat_as_a_whole_is_bounded(served: Served, template: Path) -> None:
     """Each message by itself would not be too long."""
-
-    async def scenario(served: Served) -> None:
-        half = CARD.limits.max_prompt_bytes // 2
-        status, param, message = await served.refusal(CHAT, messages=[{"role": "user", "content": "x" * half}] * 2)
-        assert (status, param) == (400, "messages")
-        assert f"the limit is {CARD.limits.max_prompt_bytes}" in message
-
-    run(template, scenario)
+    half = CARD.limits.max_prompt_bytes // 2
+    status, param, message = await served.refusal(CHAT, messages=[{"role": "user", "content": "x" * half}] * 2)
+    assert (status, param) == (400, "messages")
+    assert f"the limit is {CARD.limits.max_prompt_bytes}" in message
 
 
-def test_without_a_template_the_reason_is_told() -> None:
-    async def scenario(served: Served) -> None:
+async def test_without_a_template_the_reason_is_told() -> None:
+    async with served_http() as served:
         answer = await served.ask(CHAT, {"messages": HELLO})
         assert (answer.status, answer.json["error"]["code"]) == (400, "no_chat_template")
         assert "--chat-template" in answer.json["error"]["message"]
         assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
-
-    run(None, scenario)
 
 
 @pytest.mark.parametrize("content", [b"{% for %}", b"\xff\xfe", None])

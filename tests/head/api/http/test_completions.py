@@ -15,7 +15,7 @@ from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, St
 from ppserve.head.api.http.answers import LogprobWriter
 from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
-from tests.head.api.http.asking import Served, run
+from tests.head.api.http.asking import Served
 
 
 def drawn(served: Served, place: int = 0, index: int = 0, count: int = 5) -> list[int]:
@@ -26,64 +26,55 @@ def drawn(served: Served, place: int = 0, index: int = 0, count: int = 5) -> lis
 # ---- what comes back ----------------------------------------------------------------------------------
 
 
-def test_a_completion_is_what_openai_s_clients_expect() -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.complete(model="fake", prompt="hello", max_tokens=5, seed=7, request_id="mine")
-        text = ByteCodec().decode(drawn(served))
-        created = answer.pop("created")
-        assert isinstance(created, int)
-        assert answer == {
-            "id": "cmpl-mine", "object": "text_completion", "model": "fake", "seed": 7,
-            "system_fingerprint": CARD.fingerprint,
-            "choices": [
-                {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-            ],
-            "usage": {
-                "prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10,
-                "prompt_tokens_details": {"cached_tokens": 3},
-            },
-        }  # fmt: skip
-
-    run(scenario)
+async def test_a_completion_is_what_openai_s_clients_expect(served: Served) -> None:
+    answer = await served.complete(model="fake", prompt="hello", max_tokens=5, seed=7, request_id="mine")
+    text = ByteCodec().decode(drawn(served))
+    created = answer.pop("created")
+    assert isinstance(created, int)
+    assert answer == {
+        "id": "cmpl-mine", "object": "text_completion", "model": "fake", "seed": 7,
+        "system_fingerprint": CARD.fingerprint,
+        "choices": [
+            {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        ],
+        "usage": {
+            "prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }  # fmt: skip
 
 
-def test_events_say_what_a_whole_answer_says() -> None:
-    async def scenario(served: Served) -> None:
-        parsed = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 12,
-                 "return_token_ids": True}  # fmt: skip
-        whole = await served.complete(**parsed)
-        events = await served.stream(**parsed, stream_options={"include_usage": True})
-        assert [event["choices"] for event in events[-1:]] == [[]]
-        assert events[-1]["usage"] == whole["usage"]
-        assert all(event["usage"] is None for event in events[:-1])
-        assert {(event["id"], event["object"]) for event in events} == {(events[0]["id"], "text_completion")}
-        assert {event["seed"] for event in events} == {7}
-        for choice in whole["choices"]:
-            mine = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
-            assert "".join(part["text"] for part in mine) == choice["text"]
-            assert [i for part in mine for i in part["token_ids"]] == choice["token_ids"]
-            assert [part["prompt_token_ids"] for part in mine[:1]] == [choice["prompt_token_ids"]]
-            assert not any("prompt_token_ids" in part for part in mine[1:])
-            for name, values in choice["logprobs"].items():
-                assert [value for part in mine for value in part["logprobs"][name]] == values, name
-            assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
-            assert len(mine) >= 4, "hardly a stream"
-
-    run(scenario)
+async def test_events_say_what_a_whole_answer_says(served: Served) -> None:
+    parsed = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 12,
+             "return_token_ids": True}  # fmt: skip
+    whole = await served.complete(**parsed)
+    events = await served.stream(**parsed, stream_options={"include_usage": True})
+    assert [event["choices"] for event in events[-1:]] == [[]]
+    assert events[-1]["usage"] == whole["usage"]
+    assert all(event["usage"] is None for event in events[:-1])
+    assert {(event["id"], event["object"]) for event in events} == {(events[0]["id"], "text_completion")}
+    assert {event["seed"] for event in events} == {7}
+    for choice in whole["choices"]:
+        mine = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [i for part in mine for i in part["token_ids"]] == choice["token_ids"]
+        assert [part["prompt_token_ids"] for part in mine[:1]] == [choice["prompt_token_ids"]]
+        assert not any("prompt_token_ids" in part for part in mine[1:])
+        for name, values in choice["logprobs"].items():
+            assert [value for part in mine for value in part["logprobs"][name]] == values, name
+        assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert len(mine) >= 4, "hardly a stream"
 
 
-def test_usage_on_every_event_or_on_none() -> None:
-    async def scenario(served: Served) -> None:
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        asked = {"prompt": "hello", "max_tokens": 4, "return_token_ids": True, "stream_options": options}
-        *events, end = await served.stream(**asked)
-        counts = [event["usage"]["completion_tokens"] for event in events]
-        assert counts == list(accumulate(len(event["choices"][0]["token_ids"]) for event in events))
-        assert (len(events) > 1, counts[-1], end["usage"]["completion_tokens"]) == (True, 4, 4)
-        events = await served.stream(prompt="hello", max_tokens=2)
-        assert all(event["choices"] and "usage" not in event for event in events)
-
-    run(scenario)
+async def test_usage_on_every_event_or_on_none(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"prompt": "hello", "max_tokens": 4, "return_token_ids": True, "stream_options": options}
+    *events, end = await served.stream(**asked)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == list(accumulate(len(event["choices"][0]["token_ids"]) for event in events))
+    assert (len(events) > 1, counts[-1], end["usage"]["completion_tokens"]) == (True, 4, 4)
+    events = await served.stream(prompt="hello", max_tokens=2)
+    assert all(event["choices"] and "usage" not in event for event in events)
 
 
 @pytest.mark.parametrize(
@@ -97,52 +88,43 @@ def test_usage_on_every_event_or_on_none() -> None:
         (None, [[EOS]]),
     ],
 )
-def test_every_form_of_prompt(prompt: object, expected: list[object]) -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.complete(prompt=prompt, max_tokens=1)
-        assert [list(request.prompt_ids) for request in served.engine.requests] == [list(p) for p in expected]
-        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
-        assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
-
-    run(scenario)
+async def test_every_form_of_prompt(served: Served, prompt: object, expected: list[object]) -> None:
+    answer = await served.complete(prompt=prompt, max_tokens=1)
+    assert [list(request.prompt_ids) for request in served.engine.requests] == [list(p) for p in expected]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-def test_choices_of_many_prompts_are_in_order_and_as_if_alone() -> None:
-    async def scenario(served: Served) -> None:
-        together = await served.complete(prompt=["one", "two", "one"], n=2, seed=5)
-        texts = [choice["text"] for choice in together["choices"]]
-        assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3, 4, 5]
-        assert texts[:2] == texts[4:] != texts[2:4]
-        alone = await served.complete(prompt="one", n=2, seed=5)
-        assert [choice["text"] for choice in alone["choices"]] == texts[:2]
-        assert served.engine.cancelled == set()
-
-    run(scenario)
+async def test_choices_of_many_prompts_are_in_order_and_as_if_alone(served: Served) -> None:
+    together = await served.complete(prompt=["one", "two", "one"], n=2, seed=5)
+    texts = [choice["text"] for choice in together["choices"]]
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert texts[:2] == texts[4:] != texts[2:4]
+    alone = await served.complete(prompt="one", n=2, seed=5)
+    assert [choice["text"] for choice in alone["choices"]] == texts[:2]
+    assert served.engine.cancelled == set()
 
 
-def test_scoring_as_the_evaluation_harness_reads_it() -> None:
-    async def scenario(served: Served) -> None:
-        parsed = {"model": "fake", "prompt": [[104, 105, 106]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
-                 "seed": 1234, "echo": True}  # fmt: skip
-        answer = await served.complete(**parsed)
-        (choice,) = answer["choices"]
-        (token,) = drawn(served, count=1)
-        assert choice["text"] == "hij" + chr(token)
-        logprobs = choice["logprobs"]
-        assert logprobs["tokens"] == ["h", "i", "j", chr(token)]
-        assert logprobs["token_logprobs"] == [None, -105.0, -106.0, -0.5]
-        assert logprobs["top_logprobs"] == [None, {"i": -105.0}, {"j": -106.0}, {chr(token): -0.5}]
-        assert logprobs["text_offset"] == [0, 1, 2, 3]
-        scored = await served.complete(prompt=[104, 105], max_tokens=0, logprobs=0, echo=True)
-        assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -105.0]
-        assert scored["choices"][0]["text"] == "hi"
-        # A prompt that ends inside a character is a text of its own.
-        answer = await served.complete(prompt=[104, 0xC3], max_tokens=2, logprobs=0, echo=True)
-        (choice,) = answer["choices"]
-        assert choice["text"][:2] == "h\ufffd"
-        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-
-    run(scenario)
+async def test_scoring_as_the_evaluation_harness_reads_it(served: Served) -> None:
+    parsed = {"model": "fake", "prompt": [[104, 105, 106]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+             "seed": 1234, "echo": True}  # fmt: skip
+    answer = await served.complete(**parsed)
+    (choice,) = answer["choices"]
+    (token,) = drawn(served, count=1)
+    assert choice["text"] == "hij" + chr(token)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["h", "i", "j", chr(token)]
+    assert logprobs["token_logprobs"] == [None, -105.0, -106.0, -0.5]
+    assert logprobs["top_logprobs"] == [None, {"i": -105.0}, {"j": -106.0}, {chr(token): -0.5}]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    scored = await served.complete(prompt=[104, 105], max_tokens=0, logprobs=0, echo=True)
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -105.0]
+    assert scored["choices"][0]["text"] == "hi"
+    # A prompt that ends inside a character is a text of its own.
+    answer = await served.complete(prompt=[104, 0xC3], max_tokens=2, logprobs=0, echo=True)
+    (choice,) = answer["choices"]
+    assert choice["text"][:2] == "h\ufffd"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
 
 
 def test_top_logprobs_hold_the_drawn_token_besides() -> None:
@@ -170,84 +152,72 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("finish", "matched", "expected"), ENDS)
-def test_how_a_sequence_ended(finish: FinishReason, matched: int | str | None, expected: object) -> None:
-    async def scenario(served: Served) -> None:
-        asking = asyncio.create_task(served.complete(prompt="hello"))
-        await served.engine.until(lambda engine: bool(engine.sinks))
-        end = TokenOutput(0, 0, 65, "A", finish=finish, matched=matched)
-        next(iter(served.engine.sinks.values()))([end])
-        (choice,) = (await asking)["choices"]
-        assert (choice["finish_reason"], choice["stop_reason"]) == expected
-
-    run(scenario, by_hand=True)
+async def test_how_a_sequence_ended(
+    served: Served, finish: FinishReason, matched: int | str | None, expected: object
+) -> None:
+    served.engine.by_hand = True
+    asking = asyncio.create_task(served.complete(prompt="hello"))
+    await served.engine.until(lambda engine: bool(engine.sinks))
+    end = TokenOutput(0, 0, 65, "A", finish=finish, matched=matched)
+    next(iter(served.engine.sinks.values()))([end])
+    (choice,) = (await asking)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == expected
 
 
 # ---- what is asked for --------------------------------------------------------------------------------
 
 
-def test_every_parameter_reaches_the_request() -> None:
-    async def scenario(served: Served) -> None:
-        await served.complete(
-            prompt="hello", max_tokens=9, temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, n=2, seed=3,
-            repetition_penalty=1.5, frequency_penalty=-0.5, presence_penalty=0.5,
-            logit_bias={"65": -100, "66": 2.5}, min_tokens=2, stop=["x", "\n\n"],
-            stop_token_ids=[7, 5], ignore_eos=True, logprobs=3, echo=True,
-            include_stop_str_in_output=True, return_token_ids=True, priority=-5, user="me", best_of=1, suffix="",
-            stream_interval=3, skip_special_tokens=True, something_else={"deep": [1]},
-            response_format={"type": "text"}, use_beam_search=False, bad_words=[], prompt_logprobs=None,
-        )  # fmt: skip
-        (request,) = served.engine.requests
-        bias = ((65, -100.0), (66, 2.5))
-        assert request.sampling == SamplingParams(3, 0.5, 4, 0.25, 0.125, 1.5, -0.5, 0.5, bias)
-        assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
-        expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
-        assert replace(request.output, stream_interval=1) == expected
-        assert (request.num_sequences, request.priority) == (2, 5), "in vLLM's interface the lowest comes first"
-        await served.stream(prompt="hello", stream_interval=3, stop="one")
-        assert served.engine.requests[1].output.stream_interval == 3
-        assert served.engine.requests[1].stop.stop == ("one",)
-
-    run(scenario)
+async def test_every_parameter_reaches_the_request(served: Served) -> None:
+    await served.complete(
+        prompt="hello", max_tokens=9, temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, n=2, seed=3,
+        repetition_penalty=1.5, frequency_penalty=-0.5, presence_penalty=0.5,
+        logit_bias={"65": -100, "66": 2.5}, min_tokens=2, stop=["x", "\n\n"],
+        stop_token_ids=[7, 5], ignore_eos=True, logprobs=3, echo=True,
+        include_stop_str_in_output=True, return_token_ids=True, priority=-5, user="me", best_of=1, suffix="",
+        stream_interval=3, skip_special_tokens=True, something_else={"deep": [1]},
+        response_format={"type": "text"}, use_beam_search=False, bad_words=[], prompt_logprobs=None,
+    )  # fmt: skip
+    (request,) = served.engine.requests
+    bias = ((65, -100.0), (66, 2.5))
+    assert request.sampling == SamplingParams(3, 0.5, 4, 0.25, 0.125, 1.5, -0.5, 0.5, bias)
+    assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
+    expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
+    assert replace(request.output, stream_interval=1) == expected
+    assert (request.num_sequences, request.priority) == (2, 5), "in vLLM's interface the lowest comes first"
+    await served.stream(prompt="hello", stream_interval=3, stop="one")
+    assert served.engine.requests[1].output.stream_interval == 3
+    assert served.engine.requests[1].stop.stop == ("one",)
 
 
-def test_defaults_are_openai_s_and_null_is_absent() -> None:
-    async def scenario(served: Served) -> None:
-        nulls = dict.fromkeys(["max_tokens", "temperature", "n", "stop", "logit_bias", "seed", "logprobs", "user"])
-        for body in ({}, nulls):
-            await served.complete(prompt="hello", **body)
-        for request in served.engine.requests:
-            assert request.stop == StopConditions(16)
-            assert request.sampling == SamplingParams(request.sampling.seed)
-        await served.complete(prompt="hello", top_k=-1)
-        assert served.engine.requests[-1].sampling.top_k == 0
-
-    run(scenario)
+async def test_defaults_are_openai_s_and_null_is_absent(served: Served) -> None:
+    nulls = dict.fromkeys(["max_tokens", "temperature", "n", "stop", "logit_bias", "seed", "logprobs", "user"])
+    for body in ({}, nulls):
+        await served.complete(prompt="hello", **body)
+    for request in served.engine.requests:
+        assert request.stop == StopConditions(16)
+        assert request.sampling == SamplingParams(request.sampling.seed)
+    await served.complete(prompt="hello", top_k=-1)
+    assert served.engine.requests[-1].sampling.top_k == 0
 
 
-def test_the_seed_in_use_comes_back_and_is_one_for_all_prompts() -> None:
-    async def scenario(served: Served) -> None:
-        seeds = [(await served.complete(prompt=["a", "b"]))["seed"] for _ in range(3)]
-        assert len(set(seeds)) == 3
-        assert max(seeds) < 2**53
-        assert [request.sampling.seed for request in served.engine.requests] == [s for s in seeds for _ in "ab"]
-        signed = await served.complete(prompt="a", seed=-2)
-        assert (signed["seed"], served.engine.requests[-1].sampling.seed) == (-2, 2**64 - 2)
-
-    run(scenario)
+async def test_the_seed_in_use_comes_back_and_is_one_for_all_prompts(served: Served) -> None:
+    seeds = [(await served.complete(prompt=["a", "b"]))["seed"] for _ in range(3)]
+    assert len(set(seeds)) == 3
+    assert max(seeds) < 2**53
+    assert [request.sampling.seed for request in served.engine.requests] == [s for s in seeds for _ in "ab"]
+    signed = await served.complete(prompt="a", seed=-2)
+    assert (signed["seed"], served.engine.requests[-1].sampling.seed) == (-2, 2**64 - 2)
 
 
-def test_a_stream_that_broke_is_resumed() -> None:
-    async def scenario(served: Served) -> None:
-        parsed = {"prompt": "hello", "max_tokens": 8, "return_token_ids": True, "echo": True, "n": 2}
-        (first, *_) = events = await served.stream(**parsed)
-        seed = first["seed"]
-        mine = [c for event in events for c in event["choices"] if c["index"] == 1]
-        held, rest = mine[:2], mine[2:]
-        ids = [token_id for part in held for token_id in part["token_ids"]]
-        more = await served.stream(**parsed, seed=seed, resume={"index": 1, "token_ids": ids})
-        parts = [choice for event in more for choice in event["choices"]]
-        assert {part["index"] for part in parts} == {1}
-        assert "".join(part["text"] for part in parts) == "".join(part["text"] for part in rest)
-        assert [i for part in parts for i in part["token_ids"]] == [i for part in rest for i in part["token_ids"]]
-
-    run(scenario)
+async def test_a_stream_that_broke_is_resumed(served: Served) -> None:
+    parsed = {"prompt": "hello", "max_tokens": 8, "return_token_ids": True, "echo": True, "n": 2}
+    (first, *_) = events = await served.stream(**parsed)
+    seed = first["seed"]
+    mine = [c for event in events for c in event["choices"] if c["index"] == 1]
+    held, rest = mine[:2], mine[2:]
+    ids = [token_id for part in held for token_id in part["token_ids"]]
+    more = await served.stream(**parsed, seed=seed, resume={"index": 1, "token_ids": ids})
+    parts = [choice for event in more for choice in event["choices"]]
+    assert {part["index"] for part in parts} == {1}
+    assert "".join(part["text"] for part in parts) == "".join(part["text"] for part in rest)
+    assert [i for part in parts for i in part["token_ids"]] == [i for part in rest for i in part["token_ids"]]

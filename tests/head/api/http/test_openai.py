@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,41 +36,36 @@ class BusyAtFirst(FakeEngine):
         super().queue_request(request, sink)
 
 
-def run(scenario: Scenario, engine: FakeEngine | None = None, **client: Any) -> None:
-    async def main() -> None:
-        async with served_http(engine) as served, client_of(served, **client) as asking:
-            await scenario(served, asking)
-
-    asyncio.run(main())
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(served) as client:
+        yield client
 
 
 def client_of(served: Served, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(**{"base_url": f"http://127.0.0.1:{served.port}/v1", "api_key": "none", **settings})
 
 
-def test_the_blocking_client_and_further_fields() -> None:
-    async def scenario(served: Served, _: AsyncOpenAI) -> None:
-        def ask() -> None:
-            with OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
-                assert [model.id for model in client.models.list()] == ["fake"]
-                more = {"top_k": 5, "return_token_ids": True, "min_tokens": 2}
-                whole = client.completions.create(model="fake", prompt=[104, 105], max_tokens=3, extra_body=more)
-                stream = client.completions.create(model="fake", prompt="hi", max_tokens=9, stream=True)
-                assert len(list(stream)) > 3
-                extra = whole.choices[0].model_extra
-                assert extra is not None
-                assert extra["prompt_token_ids"] == [104, 105]
-                assert whole.model_extra is not None
-                assert isinstance(whole.model_extra["seed"], int)
+async def test_the_blocking_client_and_further_fields(served: Served) -> None:
+    def ask() -> None:
+        with OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+            assert [model.id for model in client.models.list()] == ["fake"]
+            more = {"top_k": 5, "return_token_ids": True, "min_tokens": 2}
+            whole = client.completions.create(model="fake", prompt=[104, 105], max_tokens=3, extra_body=more)
+            stream = client.completions.create(model="fake", prompt="hi", max_tokens=9, stream=True)
+            assert len(list(stream)) > 3
+            extra = whole.choices[0].model_extra
+            assert extra is not None
+            assert extra["prompt_token_ids"] == [104, 105]
+            assert whole.model_extra is not None
+            assert isinstance(whole.model_extra["seed"], int)
 
-        await asyncio.to_thread(ask)
-        assert served.engine.requests[0].sampling.top_k == 5
-
-    run(scenario)
+    await asyncio.to_thread(ask)
+    assert served.engine.requests[0].sampling.top_k == 5
 
 
-def test_errors_are_its_classes() -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+async def test_errors_are_its_classes(served: Served) -> None:
+    async with client_of(served, max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.completions.create(model="fake", prompt="a", top_p=7)
         assert (wrong.value.param, wrong.value.code, wrong.value.type) == (
@@ -88,45 +83,39 @@ def test_errors_are_its_classes() -> None:
             await client.completions.create(model="fake", prompt="a")
         assert set(served.counted.values()) == {1}, "something was asked again"
 
-    run(scenario, max_retries=0)
 
-
-def test_an_error_in_mid_stream_raises() -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        stream = await client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True)
-        reader = aiter(stream)
-        await anext(reader)
-        with pytest.raises(openai.APIError, match="stage 1 is gone"):
-            [chunk async for chunk in reader]
-
-    run(scenario, FakeEngine(break_error=StagesLost("stage 1 is gone"), break_after=3, num_breaks=1))
+async def test_an_error_in_mid_stream_raises(served: Served, client: AsyncOpenAI) -> None:
+    served.engine.break_error = StagesLost("stage 1 is gone")
+    served.engine.break_after = 3
+    served.engine.num_breaks = 1
+    stream = await client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True)
+    reader = aiter(stream)
+    await anext(reader)
+    with pytest.raises(openai.APIError, match="stage 1 is gone"):
+        [chunk async for chunk in reader]
 
 
 @pytest.mark.parametrize(
     ("error", "status", "seconds"),
     [(Overloaded("the queue is full", 0.023), 429, "0.023000"), (StagesLost("stage 1 is gone"), 503, "5.000000")],
 )
-def test_it_comes_back_when_it_was_told_to(
+async def test_it_comes_back_when_it_was_told_to(
     error: RequestError, status: int, seconds: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        asking = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
-        while "Retrying request" not in caplog.text:
-            await asyncio.sleep(0.01)
-        if status == 429:
-            await asking
-            assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
-        asking.cancel()
-
     with caplog.at_level(logging.INFO, "openai"):
-        run(scenario, BusyAtFirst(refusal=error, times=2))
+        async with served_http(BusyAtFirst(refusal=error, times=2)) as served, client_of(served) as client:
+            asking = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
+            while "Retrying request" not in caplog.text:
+                await asyncio.sleep(0.01)
+            if status == 429:
+                await asking
+                assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
+            asking.cancel()
     assert f"Retrying request in {seconds} seconds" in caplog.text
 
 
-def test_it_does_not_come_back_when_that_cannot_help() -> None:
-    async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.InternalServerError):
-            await client.completions.create(model="fake", prompt="a")
-        assert served.counted == {("/v1/completions", 504): 1}
-
-    run(scenario, FakeEngine(refusal=DeadlinePassed("too late")))
+async def test_it_does_not_come_back_when_that_cannot_help(served: Served, client: AsyncOpenAI) -> None:
+    served.engine.refusal = DeadlinePassed("too late")
+    with pytest.raises(openai.InternalServerError):
+        await client.completions.create(model="fake", prompt="a")
+    assert served.counted == {("/v1/completions", 504): 1}

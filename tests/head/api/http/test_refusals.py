@@ -13,7 +13,7 @@ from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.streams import TokenOutput
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.
-from tests.head.api.http.asking import Served, raw, run
+from tests.head.api.http.asking import Served, raw
 
 UNSERVED: dict[str, object] = {
     "suffix": "end", "best_of": 2, "use_beam_search": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
@@ -61,15 +61,14 @@ UNSERVED: dict[str, object] = {
         ({"seed": -(2**63) - 1}, "seed"),
     ],
 )
-def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], param: str) -> None:
-    async def scenario(served: Served) -> None:
-        status, named, message = await served.refusal(**{"prompt": "hello", **body})
-        assert (status, named) == (400, param), message
-        assert "sampling." not in message
-        assert served.engine.requests == []
-        assert served.counted == {("/v1/completions", 400): 1}
-
-    run(scenario)
+async def test_a_refusal_names_the_field_as_callers_know_it(
+    served: Served, body: dict[str, Any], param: str
+) -> None:
+    status, named, message = await served.refusal(**{"prompt": "hello", **body})
+    assert (status, named) == (400, param), message
+    assert "sampling." not in message
+    assert served.engine.requests == []
+    assert served.counted == {("/v1/completions", 400): 1}
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,10 @@ def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], para
         ([[104], [104] * 64, [104]], "prompt[1]"),
     ],
 )
-def test_a_refusal_says_which_of_several_prompts(prompts: list[object], param: str) -> None:
-    async def scenario(served: Served) -> None:
-        status, named, message = await served.refusal(prompt=prompts)
-        assert (status, named) == (400, param), message
-        assert (await served.refusal(prompt=prompts, n=99))[1] == "n"
-
-    run(scenario)
+async def test_a_refusal_says_which_of_several_prompts(served: Served, prompts: list[object], param: str) -> None:
+    status, named, message = await served.refusal(prompt=prompts)
+    assert (status, named) == (400, param), message
+    assert (await served.refusal(prompt=prompts, n=99))[1] == "n"
 
 
 @pytest.mark.parametrize(
@@ -103,24 +99,19 @@ def test_a_refusal_says_which_of_several_prompts(prompts: list[object], param: s
         (b'{"x": ' + b"[" * 100_000, "recursion depth"),
     ],
 )
-def test_bodies_that_are_not_json(body: bytes, why: str) -> None:
-    async def scenario(served: Served) -> None:
-        error = (await served.ask("/v1/completions", body)).json["error"]
-        assert error["param"] == "body"
-        assert why in error["message"]
-
-    run(scenario)
+async def test_bodies_that_are_not_json(served: Served, body: bytes, why: str) -> None:
+    error = (await served.ask("/v1/completions", body)).json["error"]
+    assert error["param"] == "body"
+    assert why in error["message"]
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
-    async def scenario(served: Served) -> None:
-        for stream in (False, True):
-            answer = await served.ask("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
-            assert answer.status == 429
-            assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
-            assert answer.json["error"]["code"] == "queue_full"
-
-    run(scenario, refusal=Overloaded("the queue is full", 1.5))
+async def test_a_full_queue_says_when_to_come_back(served: Served) -> None:
+    served.engine.refusal = Overloaded("the queue is full", 1.5)
+    for stream in (False, True):
+        answer = await served.ask("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
+        assert answer.status == 429
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+        assert answer.json["error"]["code"] == "queue_full"
 
 
 @pytest.mark.parametrize(
@@ -130,121 +121,107 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         (RequestFailed("logits are not finite"), 500, {"x-should-retry": "false"}),
     ],
 )
-def test_an_error_after_some_tokens(error: Exception, status: int, headers: dict[str, str]) -> None:
-    async def scenario(served: Served) -> None:
-        for prompt in ("hello", ["hello", "you"]):
-            served.engine.num_breaks = 2
-            events = await served.stream(prompt=prompt, max_tokens=6)
-            assert events[-1]["error"]["message"] == str(error)
-            assert 3 <= len("".join(c["text"] for event in events[:-1] for c in event["choices"])) <= 6
-        served.engine.num_breaks = 1
-        answers = [await served.ask("/v1/completions", {"prompt": "hello"})]
-        # Before a stream's first token its error is a status as well, so that clients repeat what can be repeated.
-        served.engine.break_after = 0
-        for prompt in ("hello", ["hello", "you"]):
-            served.engine.num_breaks = 2
-            answers.append(await served.ask("/v1/completions", {"prompt": prompt, "stream": True}))
-        assert [answer.status for answer in answers] == [status] * 3
-        assert all(headers.items() <= answer.headers.items() for answer in answers)
-
-    run(scenario, break_error=error, break_after=3)
+async def test_an_error_after_some_tokens(
+    served: Served, error: Exception, status: int, headers: dict[str, str]
+) -> None:
+    served.engine.break_error = error
+    served.engine.break_after = 3
+    for prompt in ("hello", ["hello", "you"]):
+        served.engine.num_breaks = 2
+        events = await served.stream(prompt=prompt, max_tokens=6)
+        assert events[-1]["error"]["message"] == str(error)
+        assert 3 <= len("".join(c["text"] for event in events[:-1] for c in event["choices"])) <= 6
+    served.engine.num_breaks = 1
+    answers = [await served.ask("/v1/completions", {"prompt": "hello"})]
+    # Before a stream's first token its error is a status as well, so that clients repeat what can be repeated.
+    served.engine.break_after = 0
+    for prompt in ("hello", ["hello", "you"]):
+        served.engine.num_breaks = 2
+        answers.append(await served.ask("/v1/completions", {"prompt": prompt, "stream": True}))
+    assert [answer.status for answer in answers] == [status] * 3
+    assert all(headers.items() <= answer.headers.items() for answer in answers)
 
 
 @pytest.mark.parametrize("pushed", [[], [TokenOutput(0, 0, 65, "A")]])
-def test_an_end_at_the_deadline_is_an_error(pushed: list[TokenOutput]) -> None:
+async def test_an_end_at_the_deadline_is_an_error(served: Served, pushed: list[TokenOutput]) -> None:
     """By its status until something was sent; afterwards by an event, after all that was made in time."""
-
-    async def scenario(served: Served) -> None:
-        for stream in (False, True):
-            body = {"prompt": "hello", "n": 2, "stream": stream}
-            asking = asyncio.create_task(served.ask("/v1/completions", body))
-            await served.engine.until(lambda engine: bool(engine.sinks))
-            _, sink = served.engine.sinks.popitem()
-            sink(pushed)
-            sink([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
-            answer = await asking
-            if stream and pushed:
-                assert [choice["text"] for event in answer.events[:-1] for choice in event["choices"]] == ["A"]
-                assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
-            else:
-                assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
-                assert answer.headers["x-should-retry"] == "false"
-
-    run(scenario, by_hand=True)
+    served.engine.by_hand = True
+    for stream in (False, True):
+        body = {"prompt": "hello", "n": 2, "stream": stream}
+        asking = asyncio.create_task(served.ask("/v1/completions", body))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        _, sink = served.engine.sinks.popitem()
+        sink(pushed)
+        sink([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
+        answer = await asking
+        if stream and pushed:
+            assert [choice["text"] for event in answer.events[:-1] for choice in event["choices"]] == ["A"]
+            assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
+        else:
+            assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
+            assert answer.headers["x-should-retry"] == "false"
 
 
-def test_unforeseen_errors_tell_callers_nothing() -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", {"prompt": "hello"}, x_request_id="mine")
-        assert answer.status == 500
-        assert b"secret" not in answer.body
-        assert answer.headers["x-request-id"] == "mine"
-
-    run(scenario, refusal=ValueError("secret"))
+async def test_unforeseen_errors_tell_callers_nothing(served: Served) -> None:
+    served.engine.refusal = ValueError("secret")
+    answer = await served.ask("/v1/completions", {"prompt": "hello"}, x_request_id="mine")
+    assert answer.status == 500
+    assert b"secret" not in answer.body
+    assert answer.headers["x-request-id"] == "mine"
 
 
-def test_the_caller_s_time_limit() -> None:
-    async def scenario(served: Served) -> None:
-        before_s = time.monotonic()
-        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout="60")
-        assert answer.status == 200
-        (deadline_s,) = (request.deadline_s for request in served.engine.requests)
-        assert deadline_s is not None
-        assert before_s + 59 < deadline_s < time.monotonic() + 60
-        for wrong in ("soon", "-1", "0", "nan", "inf", "1e9"):
-            answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout=wrong)
-            assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout")
-        for right in ("5.", "1e1", "+.5"):
-            assert (await served.ask("/v1/models", x_request_timeout=right)).status == 200
-
-    run(scenario)
+async def test_the_caller_s_time_limit(served: Served) -> None:
+    before_s = time.monotonic()
+    answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout="60")
+    assert answer.status == 200
+    (deadline_s,) = (request.deadline_s for request in served.engine.requests)
+    assert deadline_s is not None
+    assert before_s + 59 < deadline_s < time.monotonic() + 60
+    for wrong in ("soon", "-1", "0", "nan", "inf", "1e9"):
+        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout=wrong)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout")
+    for right in ("5.", "1e1", "+.5"):
+        assert (await served.ask("/v1/models", x_request_timeout=right)).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_ends_at_its_caller_s_time_limit(stream: bool) -> None:
+async def test_a_call_ends_at_its_caller_s_time_limit(served: Served, stream: bool) -> None:
     """Also where its body is not there yet."""
-
-    async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", {"prompt": "a", "stream": stream}, x_request_timeout="0.3")
-        assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
-        assert answer.json["error"]["code"] == "deadline_exceeded"
-        (request,) = served.engine.requests
-        await served.engine.until(lambda engine: request.id in engine.cancelled)
-        for path in ("/v1/chat/completions", "/tokenize"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(raw(path, {"prompt": "a"}, "x-request-timeout: 0.1")[:-1])
-            assert b" 504 " in await reader.readline()
-            writer.close()
-
-    run(scenario, by_hand=True)
+    served.engine.by_hand = True
+    answer = await served.ask("/v1/completions", {"prompt": "a", "stream": stream}, x_request_timeout="0.3")
+    assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
+    assert answer.json["error"]["code"] == "deadline_exceeded"
+    (request,) = served.engine.requests
+    await served.engine.until(lambda engine: request.id in engine.cancelled)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(raw(path, {"prompt": "a"}, "x-request-timeout: 0.1")[:-1])
+        assert b" 504 " in await reader.readline()
+        writer.close()
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
 @pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_reaches_the_engine(stream: bool, prompt: object) -> None:
-    async def scenario(served: Served) -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(raw("/v1/completions", {"prompt": prompt, "stream": stream}))
-        await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
-        writer.close()
-        await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))
-
-    run(scenario, by_hand=True)
+async def test_hanging_up_reaches_the_engine(served: Served, stream: bool, prompt: object) -> None:
+    served.engine.by_hand = True
+    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(raw("/v1/completions", {"prompt": prompt, "stream": stream}))
+    await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
+    writer.close()
+    await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))
 
 
-def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
-    async def scenario(served: Served) -> None:
-        running = asyncio.create_task(served.stream(prompt="a"))
-        await served.engine.until(lambda engine: bool(engine.sinks))
-        # A second caller, who keeps his connection: new ones are not accepted any more in the end.
-        async with asyncio.TaskGroup() as group:
-            stopping = group.create_task(served.handler.drain(20))
-            await asyncio.sleep(0)
-            answer = await served.ask("/v1/completions", {"prompt": "b"})
-            assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
-            assert (await served.ask("/health")).status == 503
-            assert not stopping.done()
-            next(iter(served.engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
-            assert [event["choices"][0]["text"] for event in await running] == ["A"]
-
-    run(scenario, by_hand=True)
+async def test_draining_lets_answers_finish_and_refuses_new_ones(served: Served) -> None:
+    served.engine.by_hand = True
+    running = asyncio.create_task(served.stream(prompt="a"))
+    await served.engine.until(lambda engine: bool(engine.sinks))
+    # A second caller, who keeps his connection: new ones are not accepted any more in the end.
+    async with asyncio.TaskGroup() as group:
+        stopping = group.create_task(served.handler.drain(20))
+        await asyncio.sleep(0)
+        answer = await served.ask("/v1/completions", {"prompt": "b"})
+        assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+        assert (await served.ask("/health")).status == 503
+        assert not stopping.done()
+        next(iter(served.engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
+        assert [event["choices"][0]["text"] for event in await running] == ["A"]

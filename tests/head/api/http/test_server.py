@@ -20,117 +20,98 @@ from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import CARD, EOS, FakeEngine, handler_of
 from tests.head.api.grpc.test_server import KEYS
-from tests.head.api.http.asking import Served, raw, run, served_http
+from tests.head.api.http.asking import Served, raw, served_http
 from tests.head.api.test_request_handler import PARENT
 
 
-def test_what_is_served() -> None:
-    async def scenario(served: Served) -> None:
-        (model,) = (await served.ask("/v1/models")).json["data"]
-        assert model.pop("created") > 0
-        assert model == {"id": "fake", "object": "model", "owned_by": "ppserve", "max_model_len": 64}
-        assert (await served.ask("/v1/models/fake")).json["id"] == "fake"
-        assert (await served.ask("/v1/models/other")).status == 404
-        assert (await served.ask("/version")).json == {"version": "0", "system_fingerprint": CARD.fingerprint}
-        assert (await served.ask("/tokenizer_info")).json["eos_token"] == "<eos>"
-
-    run(scenario)
+async def test_what_is_served(served: Served) -> None:
+    (model,) = (await served.ask("/v1/models")).json["data"]
+    assert model.pop("created") > 0
+    assert model == {"id": "fake", "object": "model", "owned_by": "ppserve", "max_model_len": 64}
+    assert (await served.ask("/v1/models/fake")).json["id"] == "fake"
+    assert (await served.ask("/v1/models/other")).status == 404
+    assert (await served.ask("/version")).json == {"version": "0", "system_fingerprint": CARD.fingerprint}
+    assert (await served.ask("/tokenizer_info")).json["eos_token"] == "<eos>"
 
 
-def test_text_to_tokens_and_back() -> None:
-    async def scenario(served: Served) -> None:
-        served.handler.tokenizer.special_ids = {"<e": 1, "<eos>": EOS}  # the longest one is meant
-        answer = (await served.ask("/tokenize", {"prompt": "hi<eos>j", "return_token_strs": True})).json
-        assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
-        assert (answer["count"], answer["max_model_len"]) == (4, 64)
-        assert (await served.ask("/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "hi<eos>j"}
-        assert (await served.refusal("/tokenize"))[:2] == (400, "prompt")
-        assert (await served.refusal("/tokenize", prompt="a", model="b"))[:2] == (404, "model")
-        assert (await served.refusal("/detokenize", tokens=[999]))[:2] == (400, "tokens[0]")
-
-    run(scenario)
+async def test_text_to_tokens_and_back(served: Served) -> None:
+    served.handler.tokenizer.special_ids = {"<e": 1, "<eos>": EOS}  # the longest one is meant
+    answer = (await served.ask("/tokenize", {"prompt": "hi<eos>j", "return_token_strs": True})).json
+    assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
+    assert (answer["count"], answer["max_model_len"]) == (4, 64)
+    assert (await served.ask("/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "hi<eos>j"}
+    assert (await served.refusal("/tokenize"))[:2] == (400, "prompt")
+    assert (await served.refusal("/tokenize", prompt="a", model="b"))[:2] == (404, "model")
+    assert (await served.refusal("/detokenize", tokens=[999]))[:2] == (400, "tokens[0]")
 
 
-def test_paths_and_methods_that_there_are_not() -> None:
-    async def scenario(served: Served) -> None:
-        missing = await served.ask("/v1/embeddings", {})
-        assert (missing.status, missing.json["error"]["code"]) == (404, "not_found")
-        slash = await served.ask("/v1/completions/", {"prompt": "a"})
-        assert slash.status == 404, "nobody is sent to an address made of the caller's own Host"
-        wrong = await served.ask("/v1/completions")
-        assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
-        assert wrong.json["error"]["code"] == "method_not_allowed"
-        assert served.counted == {("other", 404): 2, ("/v1/completions", 405): 1}
-        assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
-        named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
-        assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)
-
-    run(scenario)
+async def test_paths_and_methods_that_there_are_not(served: Served) -> None:
+    missing = await served.ask("/v1/embeddings", {})
+    assert (missing.status, missing.json["error"]["code"]) == (404, "not_found")
+    slash = await served.ask("/v1/completions/", {"prompt": "a"})
+    assert slash.status == 404, "nobody is sent to an address made of the caller's own Host"
+    wrong = await served.ask("/v1/completions")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json["error"]["code"] == "method_not_allowed"
+    assert served.counted == {("other", 404): 2, ("/v1/completions", 405): 1}
+    assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
+    named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
+    assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)
 
 
-def test_an_address_that_cannot_be_bound() -> None:
-    async def main() -> None:
-        async with served_http() as served:
-            for host, port, flag, problem in (
-                ("127.0.0.1", served.port, "--http-port", "address already in use"),
-                ("192.0.2.1", 0, "--host", "cannot assign"),
-            ):
-                second = HttpServer(handler_of(FakeEngine()), lambda path, status: None)
-                with pytest.raises(ConfigError, match=problem) as refusal:
-                    await second.start(host, port)
-                assert refusal.value.name == flag
-                await second.stop()
-
-    asyncio.run(main())
+async def test_an_address_that_cannot_be_bound() -> None:
+    async with served_http() as served:
+        for host, port, flag, problem in (
+            ("127.0.0.1", served.port, "--http-port", "address already in use"),
+            ("192.0.2.1", 0, "--host", "cannot assign"),
+        ):
+            second = HttpServer(handler_of(FakeEngine()), lambda path, status: None)
+            with pytest.raises(ConfigError, match=problem) as refusal:
+                await second.start(host, port)
+            assert refusal.value.name == flag
+            await second.stop()
 
 
 # ---- who asks -----------------------------------------------------------------------------------------
 
 
-def test_every_path_but_health_wants_a_key(tmp_path: Path) -> None:
+async def test_every_path_but_health_wants_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
-
-    async def main() -> None:
-        async with served_http(api_key_file=keys) as served:
-            assert (await served.ask("/health")).status == 200
-            for wrong in ({}, {"authorization": "Bearer "}, {"authorization": "Bearer wrong"}):
-                for path in ("/v1/models", "/version", "/nothing"):
-                    answer = await served.ask(path, **wrong)
-                    assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
-                assert (await served.ask("/v1/completions", {"prompt": "a"}, **wrong)).status == 401
-            assert served.engine.requests == []
-            assert len(served.engine.refused) == 3, "of calls that generate"
-            for key in ("0123456789abcdef", "fedcba9876543210"):
-                answer = await served.ask("/v1/completions", {"prompt": "a"}, authorization=f"Bearer {key}")
-                assert answer.status == 200
-            callers = {request.caller for request in served.engine.requests}
-            assert len(callers) == 2
-            assert all(caller.startswith("key:") and "0123456789abcdef" not in caller for caller in callers)
-
-    asyncio.run(main())
+    async with served_http(api_key_file=keys) as served:
+        assert (await served.ask("/health")).status == 200
+        for wrong in ({}, {"authorization": "Bearer "}, {"authorization": "Bearer wrong"}):
+            for path in ("/v1/models", "/version", "/nothing"):
+                answer = await served.ask(path, **wrong)
+                assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert (await served.ask("/v1/completions", {"prompt": "a"}, **wrong)).status == 401
+        assert served.engine.requests == []
+        assert len(served.engine.refused) == 3, "of calls that generate"
+        for key in ("0123456789abcdef", "fedcba9876543210"):
+            answer = await served.ask("/v1/completions", {"prompt": "a"}, authorization=f"Bearer {key}")
+            assert answer.status == 200
+        callers = {request.caller for request in served.engine.requests}
+        assert len(callers) == 2
+        assert all(caller.startswith("key:") and "0123456789abcdef" not in caller for caller in callers)
 
 
-def test_names_come_back() -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_id="mine", traceparent=PARENT)
-        assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine", PARENT)
-        assert answer.json["id"] == "cmpl-mine"
-        for name, expected in ((" mine, ", "mine,"), ("mine\t", "mine")):
-            spaced = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
-            assert (spaced.status, spaced.headers["x-request-id"]) == (200, expected)
-        blank = await served.ask("/v1/completions", {"prompt": "a", "request_id": "  "})
-        assert blank.headers["x-request-id"].startswith("req-")
-        for wrong in ("x" * 129, "na\xefve", "tab\there"):
-            unfit = await served.ask("/version", x_request_id=wrong)
-            assert (unfit.status, unfit.json["error"]["param"]) == (400, "x-request-id")
-            assert unfit.headers["x-request-id"].startswith("req-")
-
-    run(scenario)
+async def test_names_come_back(served: Served) -> None:
+    answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_id="mine", traceparent=PARENT)
+    assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine", PARENT)
+    assert answer.json["id"] == "cmpl-mine"
+    for name, expected in ((" mine, ", "mine,"), ("mine\t", "mine")):
+        spaced = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
+        assert (spaced.status, spaced.headers["x-request-id"]) == (200, expected)
+    blank = await served.ask("/v1/completions", {"prompt": "a", "request_id": "  "})
+    assert blank.headers["x-request-id"].startswith("req-")
+    for wrong in ("x" * 129, "na\xefve", "tab\there"):
+        unfit = await served.ask("/version", x_request_id=wrong)
+        assert (unfit.status, unfit.json["error"]["param"]) == (400, "x-request-id")
+        assert unfit.headers["x-request-id"].startswith("req-")
 
 
 @needs_openssl
-def test_tls_and_mutual_tls(tmp_path: Path) -> None:
+async def test_tls_and_mutual_tls(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     one_way = {"tls_cert": tmp_path / "leaf.pem", "tls_key": tmp_path / "leaf.key"}
     mutual = {**one_way, "tls_client_ca": tmp_path / "ca.pem"}
@@ -147,54 +128,48 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
             return answer
         return b""
 
-    async def main() -> None:
-        async with served_http(**one_way) as served:
-            assert b"200 OK" in await ask(served, anonymous)
-            assert await ask(served, None) == b""
-        async with served_http(**mutual) as served:
-            assert b"200 OK" in await ask(served, known)
-            assert served.engine.requests[0].caller.startswith("certificate:")
-            assert await ask(served, anonymous) == b""
-            assert len(served.engine.requests) == 1
+    async with served_http(**one_way) as served:
+        assert b"200 OK" in await ask(served, anonymous)
+        assert await ask(served, None) == b""
+    async with served_http(**mutual) as served:
+        assert b"200 OK" in await ask(served, known)
+        assert served.engine.requests[0].caller.startswith("certificate:")
+        assert await ask(served, anonymous) == b""
+        assert len(served.engine.requests) == 1
 
-            stays = await asyncio.open_connection("127.0.0.1", served.port, ssl=known)
-            (tmp_path / "new").mkdir()
-            make_certificates(tmp_path / "new")
-            for name in ("leaf.pem", "leaf.key", "ca.pem"):
-                shutil.copy(tmp_path / "new" / name, tmp_path / name)
-            assert served.certificates is not None
-            served.certificates.read()
-            newly_known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-            newly_known.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
-            assert b"200 OK" in await ask(served, newly_known)
-            assert await ask(served, known) == b""
-            stays[1].write(request)
-            assert b"200 OK" in await stays[0].read()
-            stays[1].close()
-
-    asyncio.run(main())
+        stays = await asyncio.open_connection("127.0.0.1", served.port, ssl=known)
+        (tmp_path / "new").mkdir()
+        make_certificates(tmp_path / "new")
+        for name in ("leaf.pem", "leaf.key", "ca.pem"):
+            shutil.copy(tmp_path / "new" / name, tmp_path / name)
+        assert served.certificates is not None
+        served.certificates.read()
+        newly_known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        newly_known.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
+        assert b"200 OK" in await ask(served, newly_known)
+        assert await ask(served, known) == b""
+        stays[1].write(request)
+        assert b"200 OK" in await stays[0].read()
+        stays[1].close()
 
 
 ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
-def test_bodies_have_a_limit() -> None:
-    async def scenario(served: Served) -> None:
-        huge = {"prompt": "x" * MAX_BODY_BYTES}
-        assert (await served.refusal(**huge))[0] == 413
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
-        piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        for _ in range(MAX_BODY_BYTES // 0x10000 + 2):
-            writer.write(piece)
-        assert b" 413 " in await reader.readline()
-        writer.close()
-        assert (await served.ask("/health")).status == 200
-        assert status_of(served.engine.refused[0]) == 413
-        assert isinstance(served.engine.refused[0], HttpError)
-        assert served.engine.refused[0].status == "INVALID_ARGUMENT", "a mistake of the caller, in metrics as well"
-
-    run(scenario)
+async def test_bodies_have_a_limit(served: Served) -> None:
+    huge = {"prompt": "x" * MAX_BODY_BYTES}
+    assert (await served.refusal(**huge))[0] == 413
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    for _ in range(MAX_BODY_BYTES // 0x10000 + 2):
+        writer.write(piece)
+    assert b" 413 " in await reader.readline()
+    writer.close()
+    assert (await served.ask("/health")).status == 200
+    assert status_of(served.engine.refused[0]) == 413
+    assert isinstance(served.engine.refused[0], HttpError)
+    assert served.engine.refused[0].status == "INVALID_ARGUMENT", "a mistake of the caller, in metrics as well"
 
 
 @pytest.mark.parametrize(
@@ -207,22 +182,20 @@ def test_bodies_have_a_limit() -> None:
         b"\x16\x03\x01\x02\r\n\r\n",
     ],
 )
-def test_bytes_that_are_no_request_are_the_caller_s_mistake(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(served: Served) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(sent)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 4")
-        writer.close()
-        assert (await served.ask("/health")).status == 200
-
-    run(scenario)
+async def test_bytes_that_are_no_request_are_the_caller_s_mistake(
+    served: Served, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(sent)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+    writer.close()
+    assert (await served.ask("/health")).status == 200
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
+async def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
     """Small events do not wait for each other: asyncio switches Nagle's algorithm off only for sockets that name
     their protocol."""
-
     answered: list[socket.socket] = []  # of those that have asked
 
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -230,28 +203,25 @@ def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    async def main() -> None:
-        listener = Listener(app, max_connections=3)  # room for two
-        port = await listener.start("127.0.0.1", 0, "--http-port")
-        opened = []
-        for expected in (b"200", b"200", b"503"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(ASK)
-            assert expected in await reader.readline()
-            opened.append((reader, writer))
-        for _, writer in opened[1:]:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
-        assert answered[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        reader, writer = opened[0]
-        status = b""
-        while b"200" not in status:  # the server hears of the ends in time
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(ASK)
-            status = await reader.readline()
+    listener = Listener(app, max_connections=3)  # room for two
+    port = await listener.start("127.0.0.1", 0, "--http-port")
+    opened = []
+    for expected in (b"200", b"200", b"503"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK)
+        assert expected in await reader.readline()
+        opened.append((reader, writer))
+    for _, writer in opened[1:]:
         writer.close()
-        await listener.stop()
-        assert len(answered) == 3
-
-    asyncio.run(main())
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    assert answered[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    reader, writer = opened[0]
+    status = b""
+    while b"200" not in status:  # the server hears of the ends in time
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ASK)
+        status = await reader.readline()
+    writer.close()
+    await listener.stop()
+    assert len(answered) == 3

@@ -7,7 +7,8 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,20 +30,29 @@ from tests.head.api.http.test_completions import ENDS
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 OK, NOTHING = grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED
-Scenario = Callable[[FakeEngine, VllmEngineStub, GrpcServer], Awaitable[None]]
 
 
-def run(scenario: Scenario, engine: FakeEngine | None = None, **settings: object) -> None:
-    """Run a scenario against a server of its own."""
+@asynccontextmanager
+async def served_vllm(engine: FakeEngine, **settings: object) -> AsyncIterator[tuple[VllmEngineStub, GrpcServer]]:
+    async with served(engine, ServerSettings(port=0, vllm_grpc=True, **settings)) as (door, target):
+        async with aio.insecure_channel(target) as channel:
+            yield VllmEngineStub(channel), door
 
-    async def main() -> None:
-        fake = engine or FakeEngine()
-        async with asyncio.timeout(30), served(fake, ServerSettings(port=0, vllm_grpc=True, **settings)) as opened:
-            door, target = opened
-            async with aio.insecure_channel(target) as channel:
-                await scenario(fake, VllmEngineStub(channel), door)
 
-    asyncio.run(main())
+@pytest.fixture
+async def opened(engine: FakeEngine) -> AsyncIterator[tuple[VllmEngineStub, GrpcServer]]:
+    async with served_vllm(engine) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stub(opened: tuple[VllmEngineStub, GrpcServer]) -> VllmEngineStub:
+    return opened[0]
+
+
+@pytest.fixture
+def door(opened: tuple[VllmEngineStub, GrpcServer]) -> GrpcServer:
+    return opened[1]
 
 
 def ask(stream: bool, text: str = "hello", request_id: str = "", **params: object) -> pb.GenerateRequest:
@@ -62,93 +72,87 @@ def of_index(answers: list[pb.GenerateResponse], index: int) -> tuple[list[pb.Ge
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stream_has_chunks_of_what_is_new_and_each_sequence_has_one_end_with_all_of_it(stream: bool) -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        answers = await answers_to(stub, ask(stream, n=3, seed=7, logprobs=2, prompt_logprobs=0))
-        for index in range(3):
-            chunks, end = of_index(answers, index)
-            expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
-            assert bool(chunks) is stream
-            assert [i for chunk in chunks for i in chunk.token_ids] == (expected if stream else [])
-            assert [i for chunk in chunks for i in chunk.output_logprobs.token_ids] == (expected if stream else [])
-            assert {x for part in [end, *chunks] for x in part.output_logprobs.token_logprobs} == {-0.5}
-            assert all(chunk.completion_tokens == len(chunk.token_ids) for chunk in chunks)
-            assert list(end.output_ids) == list(end.output_logprobs.token_ids) == expected
-            assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", 5, 5)
-            assert end.cached_tokens == 3
-            top = end.output_logprobs.top_logprobs[0]
-            assert (list(top.token_ids), list(top.values)) == ([expected[0], expected[0] + 1], [-0.5, -1.5])
-            for scores in [end.input_logprobs, *(chunk.input_logprobs for chunk in chunks[:1])]:
-                assert list(scores.token_ids) == list(b"hello")
-                assert not scores.token_logprobs[0].HasField("value")
-                assert [score.value for score in scores.token_logprobs[1:]] == [-float(c) for c in b"ello"]
-            assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
+async def test_a_stream_has_chunks_of_what_is_new_and_each_sequence_has_one_end_with_all_of_it(
+    engine: FakeEngine, stub: VllmEngineStub, stream: bool
+) -> None:
+    answers = await answers_to(stub, ask(stream, n=3, seed=7, logprobs=2, prompt_logprobs=0))
+    for index in range(3):
+        chunks, end = of_index(answers, index)
+        expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
+        assert bool(chunks) is stream
+        assert [i for chunk in chunks for i in chunk.token_ids] == (expected if stream else [])
+        assert [i for chunk in chunks for i in chunk.output_logprobs.token_ids] == (expected if stream else [])
+        assert {x for part in [end, *chunks] for x in part.output_logprobs.token_logprobs} == {-0.5}
+        assert all(chunk.completion_tokens == len(chunk.token_ids) for chunk in chunks)
+        assert list(end.output_ids) == list(end.output_logprobs.token_ids) == expected
+        assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", 5, 5)
+        assert end.cached_tokens == 3
+        top = end.output_logprobs.top_logprobs[0]
+        assert (list(top.token_ids), list(top.values)) == ([expected[0], expected[0] + 1], [-0.5, -1.5])
+        for scores in [end.input_logprobs, *(chunk.input_logprobs for chunk in chunks[:1])]:
+            assert list(scores.token_ids) == list(b"hello")
+            assert not scores.token_logprobs[0].HasField("value")
+            assert [score.value for score in scores.token_logprobs[1:]] == [-float(c) for c in b"ello"]
+        assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
 
-    run(scenario)
 
-
-def test_without_stream_the_ends_come_by_index_whichever_is_first() -> None:
+async def test_without_stream_the_ends_come_by_index_whichever_is_first(
+    engine: FakeEngine, stub: VllmEngineStub
+) -> None:
     """smg numbers a request's choices as their ends arrive."""
-
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        call = stub.Generate(ask(False, n=3))
-        await engine.until(lambda engine: bool(engine.requests))
-        sink = engine.sinks[engine.requests[0].id]
-        for index in (2, 0, 1):
-            sink([TokenOutput(index, 0, 100 + index, finish=FinishReason.MAX_TOKENS)])
-            await asyncio.sleep(0)
-        ends = [answer.complete async for answer in call]
-        assert [(end.index, list(end.output_ids)) for end in ends] == [(0, [100]), (1, [101]), (2, [102])]
-
-    run(scenario, FakeEngine(by_hand=True))
+    engine.by_hand = True
+    call = stub.Generate(ask(False, n=3))
+    await engine.until(lambda engine: bool(engine.requests))
+    sink = engine.sinks[engine.requests[0].id]
+    for index in (2, 0, 1):
+        sink([TokenOutput(index, 0, 100 + index, finish=FinishReason.MAX_TOKENS)])
+        await asyncio.sleep(0)
+    ends = [answer.complete async for answer in call]
+    assert [(end.index, list(end.output_ids)) for end in ends] == [(0, [100]), (1, [101]), (2, [102])]
 
 
-def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default() -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        tokenized = pb.TokenizedInput(original_text="ignored", input_ids=[72, 73])
-        (answer,) = await answers_to(stub, pb.GenerateRequest(tokenized=tokenized))
-        assert not answer.complete.HasField("output_logprobs")
-        assert not answer.complete.HasField("input_logprobs")
-        await answers_to(stub, ask(False, temperature=0, seed=-1, top_p=0.5, repetition_penalty=1.5, stop=["x"]))
-        bare, given = engine.requests
-        assert bare.prompt_ids == (72, 73)
-        assert (bare.sampling.temperature, bare.sampling.top_p, bare.sampling.repetition_penalty) == (1, 1, 1)
-        assert (bare.sampling.top_k, bare.sampling.min_p, bare.num_sequences) == (0, 0, 1)
-        assert (bare.stop.max_tokens, bare.limited_by_context) == (CARD.max_context - 2, True)
-        drawn = given.sampling
-        assert (drawn.temperature, drawn.top_p, drawn.repetition_penalty) == (0, 0.5, 1.5)
-        assert (given.sampling.seed, given.stop.stop) == (2**64 - 1, ("x",))
-
-    run(scenario)
+async def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default(
+    engine: FakeEngine, stub: VllmEngineStub
+) -> None:
+    tokenized = pb.TokenizedInput(original_text="ignored", input_ids=[72, 73])
+    (answer,) = await answers_to(stub, pb.GenerateRequest(tokenized=tokenized))
+    assert not answer.complete.HasField("output_logprobs")
+    assert not answer.complete.HasField("input_logprobs")
+    await answers_to(stub, ask(False, temperature=0, seed=-1, top_p=0.5, repetition_penalty=1.5, stop=["x"]))
+    bare, given = engine.requests
+    assert bare.prompt_ids == (72, 73)
+    assert (bare.sampling.temperature, bare.sampling.top_p, bare.sampling.repetition_penalty) == (1, 1, 1)
+    assert (bare.sampling.top_k, bare.sampling.min_p, bare.num_sequences) == (0, 0, 1)
+    assert (bare.stop.max_tokens, bare.limited_by_context) == (CARD.max_context - 2, True)
+    drawn = given.sampling
+    assert (drawn.temperature, drawn.top_p, drawn.repetition_penalty) == (0, 0.5, 1.5)
+    assert (given.sampling.seed, given.stop.stop) == (2**64 - 1, ("x",))
 
 
 @pytest.mark.parametrize(("reason", "matched", "said"), ENDS)
-def test_ends_have_the_protocols_words(reason: FinishReason, matched: int | str | None, said: object) -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        call = stub.Generate(ask(False))
-        await engine.until(lambda engine: bool(engine.requests))
-        engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, finish=reason, matched=matched)])
-        (answer,) = [answer async for answer in call]
-        end = answer.complete
-        which = end.WhichOneof("matched_stop")
-        assert (end.finish_reason, getattr(end, which) if which else None) == said
-
-    run(scenario, FakeEngine(by_hand=True))
+async def test_ends_have_the_protocols_words(
+    engine: FakeEngine, stub: VllmEngineStub, reason: FinishReason, matched: int | str | None, said: object
+) -> None:
+    engine.by_hand = True
+    call = stub.Generate(ask(False))
+    await engine.until(lambda engine: bool(engine.requests))
+    engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, finish=reason, matched=matched)])
+    (answer,) = [answer async for answer in call]
+    end = answer.complete
+    which = end.WhichOneof("matched_stop")
+    assert (end.finish_reason, getattr(end, which) if which else None) == said
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_end_at_the_deadline_is_a_status(stream: bool) -> None:
+async def test_an_end_at_the_deadline_is_a_status(engine: FakeEngine, stub: VllmEngineStub, stream: bool) -> None:
     """`abort` would say that somebody asked for it. A stream has had what was made in time."""
-
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        call = stub.Generate(ask(stream))
-        await engine.until(lambda engine: bool(engine.requests))
-        engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, 65, finish=FinishReason.DEADLINE)])
-        if stream:
-            assert list((await anext(aiter(call))).chunk.token_ids) == [65]
-        assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
-
-    run(scenario, FakeEngine(by_hand=True))
+    engine.by_hand = True
+    call = stub.Generate(ask(stream))
+    await engine.until(lambda engine: bool(engine.requests))
+    engine.sinks[engine.requests[0].id]([TokenOutput(0, 0, 65, finish=FinishReason.DEADLINE)])
+    if stream:
+        assert list((await anext(aiter(call))).chunk.token_ids) == [65]
+    assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def text(**fields: object) -> pb.GenerateRequest:
@@ -174,21 +178,20 @@ def text(**fields: object) -> pb.GenerateRequest:
         (text(data_parallel_rank=1), "data_parallel_rank"),
     ],
 )
-def test_what_is_wrong_is_named_as_the_protocol_names_it(wrong: pb.GenerateRequest, field: str) -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        failure = await failure_of(stub.Generate(wrong))
-        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert str(failure.details()).startswith(f"{field}: ")
-        assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"]
+async def test_what_is_wrong_is_named_as_the_protocol_names_it(
+    engine: FakeEngine, stub: VllmEngineStub, wrong: pb.GenerateRequest, field: str
+) -> None:
+    failure = await failure_of(stub.Generate(wrong))
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(failure.details()).startswith(f"{field}: ")
+    assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"]
 
-    run(scenario)
 
-
-def test_abort_ends_the_caller_s_own_requests_of_that_name(tmp_path: Path) -> None:
+async def test_abort_ends_the_caller_s_own_requests_of_that_name(engine: FakeEngine, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\nfedcba9876543210\n")
-
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+    engine.by_hand = True
+    async with served_vllm(engine, api_key_file=keys) as (stub, _):
         mine, others = ((("authorization", f"Bearer {key}"),) for key in keys.read_text().split())
         calls = [stub.Generate(ask(True, request_id=name), metadata=mine) for name in ("one", "two")]
         await engine.until(lambda engine: len(engine.requests) == 2)
@@ -200,22 +203,17 @@ def test_abort_ends_the_caller_s_own_requests_of_that_name(tmp_path: Path) -> No
         for call in calls:
             call.cancel()
 
-    run(scenario, FakeEngine(by_hand=True), api_key_file=keys)
 
-
-def test_what_the_engine_is_and_how_full() -> None:
-    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert (model.model_path, model.served_model_name, model.is_generation) == ("fake", "fake", True)
-        assert (model.max_context_length, model.max_req_input_len, model.vocab_size) == (64, 64, 257)
-        assert (list(model.eos_token_ids), list(model.architectures)) == ([EOS], ["GPT2LMHeadModel"])
-        server = await stub.GetServerInfo(pb.GetServerInfoRequest())
-        assert (server.active_requests, server.server_type, server.data_parallel_size) == (0, "vllm-grpc", 1)
-        (load,) = (await stub.GetLoads(pb.GetLoadsRequest(include=["core"]))).loads
-        assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 1, 3)
-        assert (load.token_usage, load.num_used_tokens, load.max_total_num_tokens) == (0.25, 256, 1024)
-
-    run(scenario)
+async def test_what_the_engine_is_and_how_full(stub: VllmEngineStub) -> None:
+    model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.model_path, model.served_model_name, model.is_generation) == ("fake", "fake", True)
+    assert (model.max_context_length, model.max_req_input_len, model.vocab_size) == (64, 64, 257)
+    assert (list(model.eos_token_ids), list(model.architectures)) == ([EOS], ["GPT2LMHeadModel"])
+    server = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (server.active_requests, server.server_type, server.data_parallel_size) == (0, "vllm-grpc", 1)
+    (load,) = (await stub.GetLoads(pb.GetLoadsRequest(include=["core"]))).loads
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 1, 3)
+    assert (load.token_usage, load.num_used_tokens, load.max_total_num_tokens) == (0.25, 256, 1024)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +225,16 @@ def test_what_the_engine_is_and_how_full() -> None:
         ({"family": "llama", "qk_norms": True}, "qwen3", "Qwen3ForCausalLM"),
     ],
 )
-def test_a_model_says_its_family_and_all_its_ends_and_its_tokenizer_is_an_archive_with_a_digest(
+async def test_a_model_says_its_family_and_all_its_ends_and_its_tokenizer_is_an_archive_with_a_digest(
     tmp_path: Path, differences: dict[str, object], kind: str, architecture: str
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
     arch = replace(CARD.architecture, eos_ids=(EOS, 7), **differences)  # type: ignore[arg-type]
-
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+    async with served_vllm(FakeEngine(description=replace(CARD, architecture=arch)), chat_template=template) as (
+        stub,
+        _,
+    ):
         model = await stub.GetModelInfo(pb.GetModelInfoRequest())
         assert (model.model_type, list(model.architectures)) == (kind, [architecture])
         assert (list(model.eos_token_ids), model.bos_token_id) == ([EOS, 7], EOS)
@@ -245,8 +245,6 @@ def test_a_model_says_its_family_and_all_its_ends_and_its_tokenizer_is_an_archiv
         assert archive.read("chat_template.jinja") == b"{{ messages }}"
         assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
 
-    run(scenario, FakeEngine(description=replace(CARD, architecture=arch)), chat_template=template)
-
 
 async def archive_of(stub: VllmEngineStub) -> zipfile.ZipFile:
     """The tokenizer's, its digest checked."""
@@ -256,23 +254,18 @@ async def archive_of(stub: VllmEngineStub) -> zipfile.ZipFile:
     return zipfile.ZipFile(io.BytesIO(content))
 
 
-def test_without_a_tokenizer_there_is_no_archive() -> None:
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+async def test_without_a_tokenizer_there_is_no_archive() -> None:
+    async with served_vllm(FakeEngine(description=replace(CARD, has_tokenizer=False))) as (stub, _):
         assert await code_of(stub.GetTokenizer(pb.GetTokenizerRequest())) is grpc.StatusCode.INVALID_ARGUMENT
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).tokenizer_path == ""
 
-    run(scenario, FakeEngine(description=replace(CARD, has_tokenizer=False)))
 
-
-def test_health_follows_the_server_under_both_names() -> None:
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, door: GrpcServer) -> None:
-        assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
-        door.request_handler.set_serving(False)
-        answer = await stub.HealthCheck(pb.HealthCheckRequest())
-        assert not answer.healthy
-        assert answer.message
-
-    run(scenario)
+async def test_health_follows_the_server_under_both_names(stub: VllmEngineStub, door: GrpcServer) -> None:
+    assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+    door.request_handler.set_serving(False)
+    answer = await stub.HealthCheck(pb.HealthCheckRequest())
+    assert not answer.healthy
+    assert answer.message
 
 
 async def listed(channel: aio.Channel) -> set[str]:
@@ -283,19 +276,15 @@ async def listed(channel: aio.Channel) -> set[str]:
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_it_is_there_only_where_it_is_asked_for(is_on: bool) -> None:
+async def test_it_is_there_only_where_it_is_asked_for(is_on: bool) -> None:
     """Routers find out who they speak to by asking: others' services, and what we lack, must be UNIMPLEMENTED."""
-
-    async def main() -> None:
-        async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=is_on)) as (_, target):
-            async with aio.insecure_channel(target) as channel:
-                assert (SERVICE in await listed(channel)) is is_on
-                stub = VllmEngineStub(channel)
-                assert await code_of(stub.HealthCheck(pb.HealthCheckRequest())) is (OK if is_on else NOTHING)
-                for method in (f"{SERVICE}/Embed", f"{SERVICE}/SubscribeKvEvents",
-                               "sglang.grpc.scheduler.SglangScheduler/HealthCheck"):  # fmt: skip
-                    assert await code_of(channel.unary_unary(f"/{method}")(b"")) is NOTHING
-                health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
-                assert await code_of(health) is (OK if is_on else grpc.StatusCode.NOT_FOUND)
-
-    asyncio.run(main())
+    async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=is_on)) as (_, target):
+        async with aio.insecure_channel(target) as channel:
+            assert (SERVICE in await listed(channel)) is is_on
+            stub = VllmEngineStub(channel)
+            assert await code_of(stub.HealthCheck(pb.HealthCheckRequest())) is (OK if is_on else NOTHING)
+            for method in (f"{SERVICE}/Embed", f"{SERVICE}/SubscribeKvEvents",
+                           "sglang.grpc.scheduler.SglangScheduler/HealthCheck"):  # fmt: skip
+                assert await code_of(channel.unary_unary(f"/{method}")(b"")) is NOTHING
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert await code_of(health) is (OK if is_on else grpc.StatusCode.NOT_FOUND)

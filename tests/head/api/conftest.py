@@ -1,0 +1,37 @@
+"""Servers of each test's own, with a fake engine. A test says by its parameters which it needs, and may change the
+engine before it asks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from ppserve.head.api.request_handler import RequestHandler
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fake_engine import FakeEngine, handler_of, stub_of
+from tests.fake_engine import served as served_grpc
+from tests.head.api.http.asking import Served, served_http
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def request_handler(engine: FakeEngine) -> RequestHandler:
+    return handler_of(engine)
+
+
+@pytest.fixture
+async def stub(engine: FakeEngine) -> AsyncIterator[GenerationServiceStub]:
+    async with served_grpc(engine) as (_, target), stub_of(target) as stub:
+        yield stub
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """By HTTP."""
+    async with served_http() as served:
+        yield served

@@ -32,17 +32,19 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]
 def delta_message(delta: Delta, request: Request, public_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
     """public_id: the request's id as its caller knows it."""
     output, last = request.output, delta.last
-    shown = delta.tokens if output.token_ids or output.logprobs is not None else ()
     message = pb.GenerateResponse(
         request_id=public_id,
         index=delta.index,
         first_token=delta.offset,
         num_tokens=len(delta.tokens),
         text=delta.text,
-        tokens=[_token(*token, tokenizer) for token in shown],
-        prompt_tokens=[_token(*token, tokenizer) for token in delta.prompt_tokens],
-        seed=request.sampling.seed if delta.is_first or last.finish is not None else None,
     )
+    if output.token_ids or output.logprobs is not None:
+        message.tokens.extend([_token(*token, tokenizer) for token in delta.tokens])
+    if delta.prompt_tokens:
+        message.prompt_tokens.extend([_token(*token, tokenizer) for token in delta.prompt_tokens])
+    if delta.is_first or last.finish is not None:
+        message.seed = request.sampling.seed
     if last.finish is not None:
         _add_end(message, delta, request)
     return message

@@ -98,7 +98,9 @@ class ChatBody(GenerationBody, kw_only=True):
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
         messages = [message.for_template() for message in self.messages]
         variables, continues = self.template_variables(), bool(self.continue_final_message)
-        rendering = handler.template.render(caller, messages, variables, continues)
+        rendering = asyncio.ensure_future(handler.template.render(caller, messages, variables, continues))
+        # Nobody hears of its error once the caller has gone.
+        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
         return [await handler.tokenize("messages", *await asyncio.shield(rendering))]
 
     def template_variables(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests import as_gpu, slow
 from tests.e2e.serving import Server, serving
+from tests.fake_engine import FakeEngine, served_in_thread
 
 # Ranks are forked from here: if torch asked CUDA itself whether there are GPUs, they could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -79,3 +80,10 @@ def shared_server() -> Iterator[Server]:
     chats = ("--chat-template", str(E2E / "chat.jinja"))
     with serving(2, "--layers", "4,4", "--transport", "gloo", "--vllm-grpc", *chats) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[str]:
+    """A gRPC server without a model, in a thread."""
+    with served_in_thread(FakeEngine()) as target:
+        yield target

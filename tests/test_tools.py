@@ -32,6 +32,7 @@ def test_the_built_in_vocabulary_is_the_one_its_maker_learns(encoding: tiktoken.
     assert {encoding.decode_single_token_bytes(rank): rank for rank in range(len(ranks))} == ranks
 
 
+@pytest.mark.slow
 def test_the_built_in_config_is_the_one_its_maker_writes(encoding: tiktoken.Encoding) -> None:
     sizes = asdict(tiny_maker.Shape())
     del sizes["num_ranks"]

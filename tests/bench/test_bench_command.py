@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from tests.e2e.serving import Server, wait_until
 from tests.fake_engine import FakeEngine, served_in_thread
 
 SMALL = ("--prompt-tokens", "4", "--new-tokens", "5")
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[str]:
-    with served_in_thread(FakeEngine()) as target:
-        yield target
 
 
 def test_two_open_loops_without_a_seed_ask_different_things(target: str, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -158,12 +157,6 @@ def test_pages_that_are_none() -> None:
 
 
 # ---- as a command ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[str]:
-    with served_in_thread(FakeEngine()) as target:
-        yield target
 
 
 def flags(target: str, *arguments: str) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ SEED_7_TEXT_LENGTH = 6
 def ppserve(target: str, name: str, *arguments: str, **more: Any) -> Ended:
     """Run a command to its end."""
     return run(name, "--target", target, *arguments, **more)
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[str]:
-    with served_in_thread(FakeEngine()) as target:
-        yield target
 
 
 def test_text_is_printed_and_reproducible(target: str) -> None:

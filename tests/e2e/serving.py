@@ -150,13 +150,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def _torchrun(num_ranks: int) -> list[str]:
-    return ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", "-m", "ppserve"]
-
-
 def torchrun(stages: int) -> list[str]:
     """The command that starts so many ranks of a server; its flags follow."""
-    return [sys.executable, "-m", "torch.distributed.run", *_torchrun(stages)]
+    ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={stages}"]
+    return [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "ppserve"]
 
 
 def plain_shell(stages: int) -> list[str]:
@@ -174,17 +171,7 @@ class Forked:
         return ForkedLauncher("launch", (self.num_ranks, flags), environment, log)
 
 
-@dataclass(frozen=True)
-class ForkedTorchrun:
-    """torchrun without the imports; it starts so many ranks, which are as real as ever."""
-
-    num_ranks: int
-
-    def start(self, flags: list[str], environment: dict[str, str], log: Path) -> ForkedLauncher:
-        return ForkedLauncher("run_torchrun", [*_torchrun(self.num_ranks), *flags], environment, log)
-
-
-Launcher = Sequence[str] | Forked | ForkedTorchrun
+Launcher = Sequence[str] | Forked
 """A command that flags may follow, or what to fork."""
 
 
@@ -197,7 +184,7 @@ def launch(
     flags = [*as_gpu.flags(arguments), *ports, "--dtype", "float32", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with log_path.open("wb") as log:
-        if isinstance(command, (Forked, ForkedTorchrun)):
+        if isinstance(command, Forked):
             return Server(command.start(flags, environment, log_path), log_path)
         process = subprocess.Popen(
             dying_with_us([*command, *flags]), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -227,7 +214,7 @@ def serving(
     env: dict[str, str] | None = None,
     by: Callable[[int], Launcher] = torchrun,
 ) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell`, `Forked` or `ForkedTorchrun`;
+    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell` or `Forked`;
     benchmarks, which measure, have fresh interpreters as users have."""
     with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
         server = launch(by(stages), arguments, Path(directory) / "server.log", env)

@@ -24,7 +24,7 @@ from ppserve.answers import completion_of
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
-from tests.e2e.serving import ForkedTorchrun, Server, serving, wait_until
+from tests.e2e.serving import Server, serving, wait_until
 from tests.e2e.test_http import client_of, comparable
 from tests.e2e.test_resuming import parts_of
 from tests.e2e.test_vllm_grpc import ask_vllm, outputs
@@ -35,7 +35,7 @@ MORE = {"ignore_eos": True, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(2, "--vllm-grpc", "--max-num-seqs", "16", "--max-queue", "1", by=ForkedTorchrun) as started:
+    with serving(2, "--vllm-grpc", "--max-num-seqs", "16", "--max-queue", "1") as started:
         yield started
 
 

@@ -72,7 +72,13 @@ class CountingReads(Checkpoint):
         return tensor
 
 
-@pytest.mark.parametrize(("container", "num_tensor"), [("safetensors", 2), ("bin", 1), ("nanoGPT", 1)])
+@pytest.mark.parametrize(
+    ("container", "num_tensor"),
+    [
+        ("safetensors", 2),
+        *(pytest.param(container, 1, marks=pytest.mark.slow) for container in ("bin", "nanoGPT")),
+    ],
+)
 def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
     tmp_path: Path, container: str, num_tensor: int
 ) -> None:

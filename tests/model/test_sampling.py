@@ -31,11 +31,13 @@ def token(logits: np.ndarray, wanted: Draw, position: int = 7) -> int | None:
     return draw_token(0, wanted, position, logits).token_id
 
 
-def survivors(logits: np.ndarray, params: SamplingParams, wanted: Draw | None = None) -> set[int]:
-    """Every id that some point of the distribution leads to."""
+def survivors(
+    logits: np.ndarray, params: SamplingParams, wanted: Draw | None = None, num_points: int = 1_000
+) -> set[int]:
+    """Every id that some point of the distribution leads to, of those that are not too rare for so many points."""
     adjusted = sampling.adjusted(logits, wanted or Draw(params), 0)
     limits = (np.float32(params.temperature), params.top_k, params.top_p, params.min_p)
-    points = np.concatenate([np.linspace(0, 1, 40_000, endpoint=False), [np.nextafter(1, 0)]])
+    points = np.concatenate([np.linspace(0, 1, num_points, endpoint=False), [np.nextafter(1, 0)]])
     return {int(draw(adjusted, *limits, point)) for point in points}
 
 
@@ -80,7 +82,8 @@ def test_the_same_ids_survive_as_in_transformers(params: SamplingParams, seed: i
     history = tuple(np.argsort(-logits)[:20:3].tolist())
     probabilities = theirs(logits, params, history)
     expected = {i for i, p in enumerate(probabilities.tolist()) if p > 0}
-    found = survivors(logits, params, Draw(params, prompt_ids=history[:3], output_ids=history[3:]))
+    wanted = Draw(params, prompt_ids=history[:3], output_ids=history[3:])
+    found = survivors(logits, params, wanted, 40_000)
     rare = {i for i in expected if probabilities[i] < 1e-4}  # narrower than the distance between two points
     assert expected - rare <= found <= expected
 

@@ -115,6 +115,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
 """What is planted, and which histories are searched for it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seeds"), DEFECTS.values(), ids=DEFECTS)
 def test_a_planted_defect_is_found(kind: dict[str, Any], seeds: range) -> None:
     def fails(seed: int) -> bool:

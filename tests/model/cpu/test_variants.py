@@ -40,6 +40,7 @@ def test_the_best_that_the_cpu_can_run(found: frozenset[str], best: str) -> None
     assert choose({"PPSERVE_CPU_KERNELS": "portable"}, found) == "portable"
 
 
+@pytest.mark.slow
 def test_numbas_settings_bound_the_variant() -> None:
     assert enabled("+avx2,-avx512f,+fma") == {"avx2", "fma"}
     assert available(SKYLAKE & enabled("")) == ("portable",)

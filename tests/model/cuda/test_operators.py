@@ -89,7 +89,11 @@ class Sequences:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)],
+    [
+        *(pytest.param(dtype, dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:]),
+        pytest.param(torch.float16, torch.float32, marks=pytest.mark.slow),
+        *((torch.float32, kept) for kept in DTYPES[:2]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(

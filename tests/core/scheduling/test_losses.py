@@ -53,7 +53,8 @@ def test_each_suspect_has_its_own_count() -> None:
     assert [isolation.record_loss({"b"}, {0}) for _ in range(2)] == [None, "b"], "one loss alone may be chance"
     assert isolation.record_loss({"c"}, {0}) is None
     isolation.clear("c")
-    assert isolation.lone is None
+    isolation.record_loss({"c"}, {0})
+    assert isolation.lone is None, "one that is cleared is counted anew"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class RequestHandler:
 
     def set_serving(self, serving: bool) -> None:
         """Whether the stages of a replica answer."""
-        self.is_serving = serving
+        self.is_serving = serving and not self._draining
         self.serving_changed.set()
         self.serving_changed = asyncio.Event()
 

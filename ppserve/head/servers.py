@@ -58,9 +58,13 @@ class Servers:
         the head wait for it without a limit: connections end with its process anyway.
         """
         await self._request_handler.drain(timeout_s, at_once)
-        closing = asyncio.gather(self._grpc.stop(), self._http.stop(), self._pages.stop())
+        closing = asyncio.ensure_future(self._stop())
         await asyncio.wait((closing,), timeout=_CLOSES_WITHIN_S)
         if not closing.done():
             log.warning("the servers have not closed within %g s", _CLOSES_WITHIN_S)
             return
         closing.result()
+
+    async def _stop(self) -> None:
+        await asyncio.gather(self._grpc.stop(), self._http.stop())
+        await self._pages.stop()  # last: until then the figures can be read

@@ -15,6 +15,7 @@ from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAMES = ("::1", "localhost", "localhost4", "localhost6", "localhost.localdomain")
 
 Interfaces = Mapping[str, Sequence[str]]
 """The addresses of every interface, by its name."""
@@ -50,7 +51,7 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
 
 def is_loopback(host: str) -> bool:
     """Whether only this host itself is reached by this address, or by this name, which is not resolved."""
-    return host == "::1" or host.startswith(("127.", "localhost"))
+    return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
 def address_of(name: str, known: Interfaces, version: int) -> str:

@@ -17,6 +17,7 @@ from ppserve.process.network import (
     find_route,
     interface_of,
     interfaces,
+    is_loopback,
     listen,
 )
 
@@ -101,3 +102,9 @@ def test_a_rank_finds_out_after_20_s_that_the_heads_host_is_gone() -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     with listen(address), connect(address, WITHIN_S) as connection:
         assert finds_out_after_20_s(connection)
+
+
+def test_a_name_is_loopback_by_itself_not_by_its_beginning() -> None:
+    """What crosses a network in the clear is to be said."""
+    assert all(map(is_loopback, ("127.0.0.2", "::1", "localhost", "localhost4")))
+    assert not any(map(is_loopback, ("10.0.0.1", "::", "localhost-gpu3", "localhost.example.com")))

@@ -11,6 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
 from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
@@ -49,14 +50,17 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
-        bound(host, port, "--port").close()  # says why, which gRPC does not
         address = address_text(host, port)
-        if self.tls is None:
-            port = self._server.add_insecure_port(address)
-        else:
-            port = self._server.add_secure_port(address, _credentials(self.tls))
+        try:
+            if self.tls is None:
+                own_port = self._server.add_insecure_port(address)
+            else:
+                own_port = self._server.add_secure_port(address, _credentials(self.tls))
+        except RuntimeError as error:
+            bound(host, port, "--port").close()  # says why, which gRPC does not
+            raise ConfigError("--port", f"{port} is in use") from error
         await self._server.start()
-        return port
+        return own_port
 
     async def stop(self) -> None:
         """Close, once the request handler is drained."""

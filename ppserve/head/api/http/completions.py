@@ -53,7 +53,8 @@ async def _answer(
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_tokens) for _, delta in whole)
             return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(whole)))
         deltas = deltas_of(streams)
-        first = await anext(deltas)  # until then, an error can be told by a status
+        # Until there is an event, an error can be told by a status.
+        first = _event(answers.event(*await anext(deltas)))
         return EventStream(_events(call, answers, first, deltas), stack.pop_all())
 
 
@@ -76,11 +77,11 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
 
 
 async def _events(
-    call: Call, answers: Answers, first: tuple[int, Delta], others: AsyncIterator[tuple[int, Delta]]
+    call: Call, answers: Answers, first: bytes, others: AsyncIterator[tuple[int, Delta]]
 ) -> AsyncGenerator[bytes, None]:
     """Errors are events, too."""
+    yield first
     try:
-        yield _event(answers.event(*first))
         async for place, delta in others:
             yield _event(answers.event(place, delta))
         if (last := answers.last_event()) is not None:

@@ -1,1 +1,1 @@
-"""The process that holds all state of requests. Never imports torch: its event loop must not wait for it."""
+"""The process that holds the state of all requests. Never imports torch, which would delay its event loop."""

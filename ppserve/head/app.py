@@ -1,4 +1,4 @@
-"""The head as a process: starts the engine, serves when the pipeline has formed, and stops both in order."""
+"""The head as a process: it starts the engine, serves once the pipeline has formed, and stops both in order."""
 
 from __future__ import annotations
 
@@ -52,14 +52,12 @@ _STAGES_END_WITHIN_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
-    """Runs rank 0, which keeps a stage of this fork server alive, and ends this process with its exit code.
-
-    Not by way of the interpreter's own end, which gRPC's threads could hold up.
-    """
+    """Runs rank 0 and keeps a stage of this fork server alive. Ends the process: gRPC's threads could hold up
+    `sys.exit`."""
     die_with_launcher()
     survive_full_disks()
     set_up_logging(config.server)
-    # The engine's thread must not wait long for the interpreter's lock while streams are written.
+    # Else the engine's thread waits long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)
 
     async def run() -> int:
@@ -76,7 +74,7 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
 
 
 def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The operator's, else the model's own; None where there is neither. Raises ConfigError."""
+    """The operator's, else the model's own; None without either. Raises ConfigError."""
     if path is not None:
         return ChatTemplate.read(path, own.tokens, tokenizer.special_ids)
     try:
@@ -87,7 +85,7 @@ def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer)
 
 
 class HeadProcess:
-    """The head: stage 0's keeper, the engine and the servers. Made in the event loop in which it runs."""
+    """Stage 0's keeper, the engine and the servers. Made in the event loop in which it runs."""
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
@@ -106,8 +104,7 @@ class HeadProcess:
         """Done at the second one."""
 
     async def run(self) -> int:
-        """Until a signal; returns the exit code. Raises UsageError, and StagesLost if the pipeline will not form
-        again."""
+        """Until a signal; returns the exit code. Raises UsageError, and StagesLost for a pipeline that is lost."""
         try:
             self._listen_to_signals()
             self._keeper_thread.start()
@@ -131,7 +128,7 @@ class HeadProcess:
             close_meeting(self._meeting)
 
     async def _choose_shape(self) -> UsageError | StagesLost | None:
-        """`--parallel auto`: settles the configuration once every rank has measured. Returns why it could not."""
+        """`--parallel auto`: sets the shape once every rank has measured. Returns why it could not."""
         asked = self._config, self._control, self._world_size
         try:
             chosen = await asyncio.to_thread(
@@ -143,7 +140,6 @@ class HeadProcess:
         return None
 
     def _make_engine(self) -> None:
-        """For the shape of the configuration, which is final now."""
         config, grid = self._config, self._config.pipeline.grid(self._world_size)
         self._metrics = Metrics(grid.pipeline, grid.data)
         self._trace = Trace(grid, config.server.trace)
@@ -165,7 +161,7 @@ class HeadProcess:
                 self._engine.give_up(reason)
 
     async def _serve(self) -> None:
-        """Until a signal, after which running streams may finish, or until the pipeline has failed."""
+        """Until a signal, after which running streams may finish, or until the pipeline fails."""
         settings = self._config.server
         description, tokenizer = describe_model(self._config, self._members)
         if not description.has_tokenizer:
@@ -183,14 +179,14 @@ class HeadProcess:
             template.close()
 
     async def _report_health(self, request_handler: RequestHandler) -> None:
-        """Until a signal or the end of the pipeline. Health is SERVING only while a replica is healthy."""
+        """Until a signal or the pipeline's end. SERVING only while a replica is healthy."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
             healthy = self._engine.is_healthy
             if healthy != request_handler.is_serving:
                 request_handler.set_serving(healthy)
 
     def _begin_draining(self) -> float:
-        """Returns the seconds that running streams have; none if the pipeline has failed."""
+        """Returns the seconds that running streams have; none after a failure."""
         if self._failed.done():
             return 0.0
         timeout_s = self._config.server.shutdown_timeout_s
@@ -206,19 +202,18 @@ class HeadProcess:
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _open(self, servers: Servers, request_handler: RequestHandler) -> None:
-        """Serves. Raises UsageError."""
+        """Raises UsageError."""
         description = request_handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
         ports = await servers.open()
-        # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
+        # What exists now stays. Searching it, the collector would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
         request_handler.set_serving(True)
         self._announce(description, topology, ports)
 
     def _announce(self, description: ModelDescription, topology: Topology, ports: Ports) -> None:
-        """The start-up table, and the line for those that wait for the server."""
         host = self._config.server.host
         print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].grid.pipeline}"
@@ -233,7 +228,7 @@ class HeadProcess:
             self._keeper_failed.set_result(StagesLost(f"stage 0 cannot be kept alive: {error}"))
 
     async def _end_stages(self) -> None:
-        """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
+        """The engine has told the stages to exit. The keeper kills stage 0, its child, if that does not."""
         self._keeper.stop(_STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
@@ -255,7 +250,7 @@ class HeadProcess:
         held = {"keys": request_handler.keys, "certificates": servers.certificates}
         reads = {what: each.read for what, each in held.items() if each is not None}
         if (tls := self._meeting.tls) is not None:
-            # For new connections of stages, which read their own files when they connect.
+            # For new connections of stages, which read their own files.
             reads["certificates for stages"] = lambda: self._control.show(stage_context(tls, serves=True))
 
         def reload() -> None:
@@ -271,6 +266,6 @@ class HeadProcess:
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:
-    """Waits until one of them is done, at most `within_s`. Returns whether one is."""
+    """Whether one of them is done, after at most `within_s`."""
     done, _ = await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     return len(done) > 0

@@ -1,4 +1,4 @@
-"""What the server says about itself and its limits: plain values, which each protocol turns into its messages."""
+"""What the server says about itself and its limits: values, which each protocol turns into its messages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_REQUEST_ID_BYTES = 128
 class Limits:
     """Upper bounds, inclusive. Bytes are of UTF-8.
 
-    max_message_bytes and max_metadata_bytes are enforced by gRPC before anything is parsed; a message leaves room
-    for a prompt of max_prompt_bytes beside everything else a request may hold.
+    gRPC enforces max_message_bytes and max_metadata_bytes before anything is parsed. A message holds a prompt of
+    max_prompt_bytes beside all else that a request may have.
     """
 
     max_prompt_bytes: int = 128 << 10
@@ -44,13 +44,13 @@ class Limits:
 # What the proto's integers hold.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
-# Within these, arithmetic on logits stays finite. The temperature is 0 or in its range.
+# Within these, arithmetic on logits stays finite. The temperature may be 0, too.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
 RANGES: dict[str, tuple[float, float]] = {
     "sampling.top_k": (0, MAX_COUNT),
     "sampling.min_p": (0, 1),
-    # Logits divided by less may leave the range of float32. Rounded as the values are.
+    # Logits divided by less may leave float32's range. Rounded as the values are.
     "sampling.repetition_penalty": (c_float(0.01).value, 10),
     "sampling.frequency_penalty": (-10, 10),
     "sampling.presence_penalty": (-10, 10),
@@ -61,8 +61,8 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Priorities beyond these count as these. Ten seconds of waiting raise a request by one, so that no caller can hold
-# up the others for more than minutes.
+# Priorities beyond these count as these. Ten seconds of waiting raise a request by one, so nobody delays the
+# others by more than minutes.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 
@@ -93,7 +93,7 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """Where it is the same, so are the tokens and log-probabilities of the same request and seed."""
+        """Equal fingerprints: equal tokens and log-probabilities for the same request and seed."""
         kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
         return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
@@ -114,7 +114,7 @@ class RankDescription:
 
 @dataclass(frozen=True, slots=True)
 class StageDescription:
-    """One stage: where it runs, what it holds, and where its time went since the head started."""
+    """One stage: where it runs, what it holds, where its time went since the start."""
 
     stage: int
     rank: int  # the first of its ranks; so is `host`
@@ -162,7 +162,7 @@ class Topology:
 
 
 def why_not_deterministic(members: Iterable[Member]) -> list[str]:
-    """Why tokens may depend on more than the request; empty if they do not. members: of all replicas."""
+    """Why tokens may depend on more than the request; empty if they do not."""
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
     reasons = list(dict.fromkeys(f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not))
     kernels = dict.fromkeys(of.kernels for _, of in loaded)
@@ -176,23 +176,23 @@ def why_not_deterministic(members: Iterable[Member]) -> list[str]:
 
 
 def _remedy(variants: Sequence[Sequence[str]]) -> str:
-    """What gives all ranks the same kernels; empty where one is no CPU. variants: that each can run."""
+    """What gives all ranks the same kernels, of those that each can run; empty where one is no CPU."""
     common = [name for name in variants[0] if all(name in others for others in variants)]
     return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer]:
-    """The model as served, and its tokenizer. Every rank has loaded its part."""
+    """The model as served, and its tokenizer. Every rank is loaded."""
     decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
     assert hello is not None
-    # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
+    # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
     tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
     chats, arch, limits = read_chat_format(hello.model.checkpoint), decision.architecture, Limits()
     members = [member for replica in replicas for member in replica.all]
     reasons = why_not_deterministic(members)
     description = ModelDescription(
-        # Not the whole path: callers need not know the server's directories.
+        # Callers need not know the server's directories.
         name=Path(config.model.path).name,
         architecture=arch,
         num_parameters=arch.num_params,
@@ -212,7 +212,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
 
 
 def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
-    """The end-of-text token, by its name in templates. A GPT-2's texts begin and end with the same one."""
+    """The end-of-text token, by its name in templates. A GPT-2's texts also begin with it."""
     names = ("bos_token", "eos_token") if arch.family == "gpt2" else ("eos_token",)
     text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
     return dict.fromkeys(names, text) if text else {}
@@ -233,7 +233,7 @@ def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
 
 
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
-    """With advice, which may search for a better split: not for the engine's thread."""
+    """Its advice may take long to find: not for the engine's thread."""
     return Topology(
         stages=tuple(_describe_stage(each, stage) for each in readings for stage in range(len(each.ranks))),
         replicas=tuple(readings),

@@ -1,6 +1,6 @@
-"""The ports on which the head listens, and HTTP on one of them: uvicorn in the event loop that runs already.
+"""The ports on which the head listens, and HTTP on one of them: uvicorn in the running event loop.
 
-Its limits bound how much is held, not for how long: docs/operations.md says what a proxy in front is for.
+Its limits bound how much is held, not how long: docs/operations.md says what a proxy in front is for.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Ports:
 
 
 def bound(host: str, port: int, flag: str) -> socket.socket:
-    """Raises ConfigError: of `flag` for a port that is taken or not allowed, else of --host."""
+    """Raises ConfigError: `flag` for a port that is taken or not allowed, else --host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio sends small writes at once (TCP_NODELAY) only then.
+    # With the protocol named: only then asyncio sends small writes at once (TCP_NODELAY).
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -83,26 +83,26 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, flag: str) -> int:
-        """Bind and listen; return the port. Raises ConfigError for `flag` when the address cannot be bound."""
+        """Bind and listen; return the port. Raises ConfigError for `flag`."""
         sock = bound(host, port, flag)
         sock.listen(_BACKLOG)
         self._serving = asyncio.create_task(self._server.serve([sock]))
         return int(sock.getsockname()[1])
 
     async def stop(self) -> None:
-        """Accept nothing more, let answers that are complete leave, and end the others."""
+        """Accept nothing more, send complete answers, end the others."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
 
 
 def _half_of_files() -> int:
-    """Of those that may be open; the rest is left to everything else."""
+    """The rest of the files that may be open is for everything else."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class _Server(Server):
-    """uvicorn's, which leaves signals to the process that it runs in."""
+    """uvicorn's, which leaves signals to its process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,7 +110,7 @@ class _Server(Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which shows its transport to the application: the client's certificate is known there alone."""
+    """uvicorn's, which shows the application its transport: only that knows the client's certificate."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

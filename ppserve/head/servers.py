@@ -1,4 +1,4 @@
-"""All that the server listens on: gRPC, HTTP and the pages of the metrics port, opened and closed as one."""
+"""All that the server listens on: gRPC, HTTP and the metrics port, opened and closed as one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppserve.process.network import is_loopback
 
 log = logging.getLogger("ppserve.head")
 
-# Streams have ended: time for the servers to close.
+# For the servers to close once streams have ended.
 _CLOSES_WITHIN_S = 5.0
 
 
@@ -54,8 +54,8 @@ class Servers:
     async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
         """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.
 
-        Closing is not cancelled: a gRPC server that is interrupted while it stops may not stop any more. Nor does
-        the head wait for it without a limit: connections end with its process anyway.
+        Closing is not cancelled: an interrupted gRPC server may never stop. Its connections end with the process
+        anyway.
         """
         await self._request_handler.drain(timeout_s, at_once)
         closing = asyncio.ensure_future(self._stop())

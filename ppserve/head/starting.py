@@ -1,7 +1,7 @@
-"""Before the pipeline has formed for the first time: how long the head waits for ranks, and which shape they take.
+"""Before the pipeline forms for the first time: how long the head waits for ranks, and which shape they take.
 
-A rank may take long to download its weights, so what counts is the time in which nothing happened at any rank.
-With `--parallel auto` the head first compares all shapes of its ranks, by what they measured.
+Downloads may take long, so what counts is the time in which nothing happened at any rank. With `--parallel auto`
+the head first compares all shapes of its ranks by what they measured.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _WHAT = {
 
 
 class WaitLimit:
-    """The time in which something must happen, and when the log names what is missing."""
+    """The time in which something must happen, and when the log says what is missing."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
-        """limit_s: of `--start-timeout`."""
+        """limit_s: `--start-timeout`."""
         self._limit_s = limit_s
         self._seen: object = None
         self._since_s = self._told_s = now_s
@@ -61,7 +61,7 @@ class WaitLimit:
 
 
 def find_missing(replicas: Sequence[Members]) -> tuple[object, str]:
-    """What the ranks have done so far, and what is still missing, in words."""
+    """What the ranks have done, and in words what is missing."""
     members = [(replica.grid.name(member.rank), member) for replica in replicas for member in replica.all]
     missing = "; ".join(
         f"{name} (rank {member.rank}), which {_WHAT[member.state]}{_amount(member)}"
@@ -97,8 +97,8 @@ def choose_shape(
 def wait_for_greetings(
     control: SocketControlPlane, world_size: int, limit: WaitLimit, is_stopping: Callable[[], bool]
 ) -> dict[int, wire.FromStage]:
-    """What each rank says first: that of every rank, unless one cannot serve or the server stops. The engine
-    receives it again. Raises StagesLost."""
+    """Every rank's first message, for the engine to receive again; fewer where one cannot serve or the server
+    stops. Raises StagesLost."""
     greetings: dict[int, Received] = {}
     while len(greetings) < world_size and not is_stopping():
         control.send(greetings, wire.Ping(time.monotonic_ns()))  # a stage that receives nothing ends itself
@@ -118,10 +118,8 @@ def wait_for_greetings(
 
 
 def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
-    """What every shape of these ranks promises for the expected load, the best first.
-
-    Raises ConfigError where none fits.
-    """
+    """What every shape of these ranks promises for the expected load, best first. Raises ConfigError where none
+    fits."""
     measured = [hello.costs for hello in hellos]
     if any(costs.keys() != hellos[0].costs.keys() for costs in measured):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
@@ -135,7 +133,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 
 
 def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts) -> Intent:
-    """What is to be served, and the memory of the rank that has least."""
+    """What is to be served, with the memory of the smallest rank."""
     model = hellos[0].model
     return Intent(
         num_stages=1,
@@ -157,7 +155,7 @@ def _on_cpus(hellos: Sequence[wire.Hello]) -> bool:
 
 
 def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:
-    """How many ranks can compute at the same time: the cores of all machines, by the threads of a rank."""
+    """How many ranks can compute at once: the cores of all machines by a rank's threads."""
     machines = [hello.host.machine for hello in hellos]
     cores = [hello.host.cores / machines.count(hello.host.machine) for hello in hellos]  # that each rank can have
     return sum(each / (config.pipeline.threads or max(1, int(each))) if each else 1 for each in cores)

@@ -1,4 +1,4 @@
-"""What every protocol does alike with a caller's request: check it, queue it, stream its tokens, end it.
+"""What every protocol does with a request: check it, queue it, stream its tokens, end it.
 
-In values of `core` only; one folder for each protocol. Never a message of a protocol, never a scheduling decision.
+In `core`'s values only; one folder for each protocol. Never a protocol's message, never a scheduling decision.
 """

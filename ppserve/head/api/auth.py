@@ -1,7 +1,6 @@
 """The accepted keys, and the name under which fairness counts a call.
 
-With a key file every call, health excepted, carries `authorization: Bearer KEY`. Keys are kept as SHA-256
-digests.
+With a key file every call but health carries `authorization: Bearer KEY`. Keys are kept as SHA-256 digests.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MIN_KEY_CHARS = 16
 
 
 class ApiKeys:
-    """The accepted keys. Raises ConfigError when their file is not usable."""
+    """The accepted keys. Raises ConfigError for a file that cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,14 +28,14 @@ class ApiKeys:
         self._digests = list(map(_digest, read_keys(self._path)))
 
     def check(self, headers: Mapping[str, Any]) -> None:
-        """Raises Unauthenticated unless they hold a key; takes as long however much of it matches."""
+        """Raises Unauthenticated unless they hold a key; the time does not show how much matched."""
         digest = _digest(bearer_key(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
 
 
 def bearer_key(headers: Mapping[str, Any]) -> str | None:
-    """The key in the (first) `authorization` of headers or metadata, if they hold one."""
+    """The key in the first `authorization` of headers or metadata, if any."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 
@@ -44,7 +43,7 @@ def bearer_key(headers: Mapping[str, Any]) -> str | None:
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
     """The name under which fairness counts a call: its key, else its certificate, else its host.
 
-    key: an accepted one. An unchecked key is only a claim: a client could be as many callers as it likes.
+    key: an accepted one. With unchecked keys a client could be as many callers as it likes.
     """
     if key is not None:
         return "key:" + _digest(key).hex()[:16]
@@ -54,8 +53,8 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line; blank lines and lines that begin with # are skipped. Raises ConfigError for
-    a file without any, and for a line that is none."""
+    """A file's keys, one a line; blank lines and lines with # are skipped. Raises ConfigError for none, and for a
+    line that is no key."""
     lines = read_file("--api-key-file", path).decode(errors="replace").splitlines()
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}

@@ -1,4 +1,4 @@
-"""What surrounds a request: its caller, its name, its time limit; and what its caller is told of an error."""
+"""What surrounds a request: caller, name, time limit, and what its caller is told of an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppserve.head.descriptions import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 
-# The engine ends a sequence this long before its caller's deadline, so that the end still arrives.
+# The engine ends a sequence this long before the deadline, so that the end arrives.
 DEADLINE_MARGIN_S = 0.05
 INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
 
@@ -36,8 +36,7 @@ class Call:
 
     @classmethod
     def begin(cls, headers: Mapping[str, Any], certificate: bytes, host: str, has_keys: bool) -> Call:
-        """A call that comes in now, under a name of ours. headers: or metadata. certificate, host: its caller's.
-        has_keys: whether keys are checked."""
+        """A call that begins now, under a name of ours. headers: or metadata. certificate, host: the caller's."""
         trace = headers.get("traceparent", "")
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",
@@ -54,8 +53,8 @@ class Call:
         return replace(self, deadline_s=deadline_s)
 
     def named(self, request_id: str, field: str = "request_id") -> Call:
-        """The call under its caller's own name for it, if it has one. Raises InvalidRequest, naming `field`, for a
-        name that is not fit for logs and headers."""
+        """The call under its caller's own name, if it has one. Raises InvalidRequest for `field` if that is not
+        fit for logs and headers."""
         if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])
@@ -68,11 +67,11 @@ class Call:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The headers, or metadata, by which an answer or a refusal is found in the log."""
+        """The headers, or metadata, by which the log has an answer or a refusal."""
         return [(name.replace("request_id", "x-request-id"), value) for name, value in self.trace.items()]
 
     def refusal(self, error: Exception) -> RequestError:
-        """What its caller is told of `error`, which is logged: without anything that the caller wrote."""
+        """What its caller is told of `error`. Logs it, without the caller's words."""
         if not isinstance(error, RequestError):
             log.error("unexpected error in a call", exc_info=error, extra=self.trace)
             return RequestError(INTERNAL_TEXT)
@@ -81,7 +80,7 @@ class Call:
             named = (violation.field.partition("[")[0] or "message" for violation in error.violations)
             trace["fields"] = ", ".join(dict.fromkeys(named))
             where = f" ({trace['fields']})"
-        # Under overload a line for each refusal would be most of the log, and cost as much as refusing.
+        # Under overload, lines for refusals would be most of the log, and cost as much as refusing.
         level = logging.DEBUG if isinstance(error, Overloaded) else logging.INFO
         log.log(level, "request %s: %s%s", self.request_id, error.reason, where, extra=trace)
         return error

@@ -1,7 +1,7 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
-A special token that the template writes is that token; one that a caller writes is only text. The text of the
-caller is therefore marked where it could be read as a token, and the marks are taken out afterwards.
+A special token that the template writes is that token; one that a caller writes is text. So callers' text is
+marked where it could be read as a token, and the marks are taken out afterwards.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """A template, and the processes that render it, each started when all others have a chat.
+    """A template, and its rendering processes, each started when all others have a chat.
 
-    tokens: the texts of special tokens, by their names in templates. special: the texts of all special tokens. A
-    template may name the day (`strftime_now`): then the same messages are another prompt tomorrow.
+    tokens: texts of special tokens, by their names in templates. special: all of them. A template may name the day
+    (`strftime_now`): then the same messages are another prompt tomorrow.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], special: Collection[str]) -> None:
@@ -54,20 +54,20 @@ class ChatTemplate:
     async def render(
         self, caller: str, messages: Messages, variables: Mapping[str, Any], continues: bool = False
     ) -> list[str]:
-        """All messages as texts and special tokens in turn, once the caller's chats before it are rendered: nobody
-        takes all renderers. Is not to be cancelled: that would end its turn, but not its renderer's work.
+        """All messages as texts and special tokens in turn. A caller's chats are rendered one by one, so nobody
+        takes all renderers. Not to be cancelled: that would end its turn, but not its renderer's work.
 
-        continues: it ends inside the last message. Raises InvalidRequest for messages that the template does not
-        take."""
+        continues: it ends inside the last message. Raises InvalidRequest for messages that the template refuses.
+        """
         loop = asyncio.get_running_loop()
         async with self._turns.setdefault(caller, asyncio.Lock()):
             return await loop.run_in_executor(self._threads, self._render, messages, variables, continues)
 
     def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
         marks = _Marks(self._special)
-        # A role is checked to be one of a few words, and the template compares it.
+        # A role is one of a few words, and the template compares it.
         shown = [{**marks.put(message), "role": message["role"]} for message in messages]
-        # With a space, as transformers has it: a template that strips messages shows itself.
+        # The space shows whether the template strips messages; transformers does the same.
         end = secrets.token_hex(16) + " "
         if continues:
             shown[-1]["content"] += end
@@ -75,7 +75,7 @@ class ChatTemplate:
         return marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:
-        """Ends the processes that have no chat; the others end with the head."""
+        """Ends the idle processes; the others end with the head."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with suppress(IndexError):
             while True:
@@ -119,8 +119,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class _Marks:
-    """Marks that keep apart the special tokens of a template and their texts in messages. A mark is a number that
-    nobody can guess: it stays whatever a template does with letters and spaces."""
+    """Marks that tell a template's special tokens from their texts in messages. A mark is a number that nobody can
+    guess; no template changes it with letters and spaces."""
 
     def __init__(self, special: Collection[str]) -> None:
         texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
@@ -129,7 +129,7 @@ class _Marks:
         self._begun = tuple({text[:length] for text in texts for length in range(1, len(text))})
 
     def put(self, value: Any) -> Any:
-        """A caller's JSON, its texts marked within each special token and behind the beginning of one."""
+        """A caller's JSON, its texts marked within special tokens and behind their beginnings."""
         if isinstance(value, dict):
             return {name: self.put(item) for name, item in value.items()}
         if isinstance(value, list):
@@ -146,7 +146,7 @@ class _Marks:
 
 
 def _until(mark: str, text: str) -> str:
-    """What stands before the last message's end. Raises InvalidRequest where it is not shown."""
+    """What stands before the last message's end. Raises InvalidRequest where that is not shown."""
     before, found, after = text.rpartition(mark.rstrip())
     if not found:
         raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])

@@ -21,13 +21,13 @@ from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# Work on so many characters or tokens takes milliseconds; the event loop may not stand still for longer.
+# So many characters or tokens take milliseconds, for which the event loop may not stand still.
 LONG_TEXT = 4096
 
-# How often it is asked whether a restarted replica serves.
+# How often a restarted replica is asked whether it serves.
 _RESTART_CHECK_S = 0.1
 
-# A token of a resumed answer takes as long as so many characters.
+# A resumed answer's token takes as long as so many characters.
 _HELD_COSTS = 16
 
 NOT_SERVING = "not serving: a stage is away, or the server is shutting down"
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class RequestHandler:
     """The engine as all protocols call it, in the event loop.
 
-    keys: None when no call needs one. count_refusal: is told of errors that end a request before it is queued.
+    keys: None when no call needs one. count_refusal: called with errors that end a request before it is queued.
     template: None when no chats can be served.
     """
 
@@ -60,13 +60,13 @@ class RequestHandler:
         self.is_serving = False
         """What health checks are told."""
         self.serving_changed = asyncio.Event()
-        """Set with the next change of `is_serving`; then there is another one."""
+        """Set with the next change of `is_serving`, and then replaced."""
 
     # ---- generating ---------------------------------------------------------------------------------
 
     @contextmanager
     def counting_refusals(self, generates: bool = True) -> Iterator[None]:
-        """Counts an error that ends the block as a request's end. generates: whether the call is one."""
+        """Counts an error that ends the block as a request's end, if the call generates."""
         try:
             yield
         except RequestError as error:
@@ -83,7 +83,7 @@ class RequestHandler:
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
     ) -> AsyncIterator[RequestStream]:
-        """The stream of a new request, to be read in the block; leaving the block early ends the request.
+        """A new request's stream, to be read in the block; leaving that early ends the request.
 
         news, deadline_is_error: see `RequestStream`. Raises RequestError when the request is refused.
         """
@@ -112,7 +112,7 @@ class RequestHandler:
         log.info("request %s: %s", call.request_id, end, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
-        """End the open requests of these names; those of `caller` alone, for names are no secret."""
+        """End `caller`'s open requests of these names, which are no secret."""
         for stream, call in self._streams.items():
             if call.request_id in request_ids and call.caller == caller:
                 self._engine.cancel(stream.request.id)
@@ -120,7 +120,7 @@ class RequestHandler:
     async def restart(self, replica: int, pauses: bool) -> None:
         """Restart a replica's stage processes; return when it serves again. Raises RequestError.
 
-        pauses: also if no other replica could serve its streams, which then wait.
+        pauses: also if no other replica serves, so that its streams wait.
         """
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
@@ -145,8 +145,8 @@ class RequestHandler:
         self.serving_changed = asyncio.Event()
 
     async def drain(self, timeout_s: float, *at_once: asyncio.Future[Any]) -> None:
-        """Refuse new requests from now on; return when the running ones are through, or have been ended with
-        UNAVAILABLE because `timeout_s` passed or `at_once` is done."""
+        """Refuse new requests; return when the running ones have ended: with UNAVAILABLE after `timeout_s` or when
+        one of `at_once` is done."""
         self._draining = True
         self.set_serving(False)
         idle = asyncio.ensure_future(self._idle.wait())
@@ -165,7 +165,7 @@ class RequestHandler:
         return await run_in_thread_if_long(length, lambda: encode(field, texts, self.tokenizer, self.description))
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
-        """The text and the exact bytes of `ids`. Raises InvalidRequest, naming `field`."""
+        """The text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""
         check_ids(field, ids, self.description)
         tokenizer = self.tokenizer
         return await run_in_thread_if_long(
@@ -173,7 +173,7 @@ class RequestHandler:
         )
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """As Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without a tokenizer."""
+        """Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without a tokenizer."""
         description, template = self.description, self.template
         if not description.has_tokenizer:
             raise InvalidRequest([Violation("", "this model has no tokenizer: send token ids")])
@@ -190,5 +190,5 @@ class RequestHandler:
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
-    """What `work` returns; in a thread where other streams would wait for it."""
+    """What `work` returns; in a thread where other streams would wait."""
     return work() if length < LONG_TEXT else await asyncio.to_thread(work)

@@ -1,7 +1,7 @@
-"""From what a caller asks for to the core's `Request`: every limit is checked here and every default resolved
-(that the KV cache can hold it, the scheduler checks).
+"""From what a caller asks for to the core's `Request`: checks every limit and resolves every default. (Whether the
+KV cache can hold it, the scheduler checks.)
 
-Fields are named as in the proto, here and in errors; a protocol with other names translates them.
+Fields are named as in the proto, here and in errors; protocols with other names translate.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ppserve.head.descriptions import (
 )
 from ppserve.tokenizer import Tokenizer
 
-# A request may have thousands of mistakes; so many are enough to tell.
+# A request may have thousands of mistakes; these are enough to tell.
 MAX_VIOLATIONS = 8
 
 Prompt = str | Sequence[int]
 
 Fields = Mapping[str, Any]
-"""A message as its protocol has parsed it: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`,
-`priority`, `resume_index` and `resume_ids`. One that is absent has the proto's default; others are ignored."""
+"""A parsed message: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`, `priority`,
+`resume_index` and `resume_ids`. Absent ones have the proto's default; others are ignored."""
 
-# Names are not unique: a client that resumes calls while its old call is still open, or has several prompts.
+# Names are not unique: one client's call may have several prompts, or resume while the old call is open.
 _serials = count()
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
@@ -45,8 +45,8 @@ R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescription, call: Call) -> Request:
     """The request that the core sees. An empty prompt starts from the end-of-text token.
 
-    Numbers with a fraction are rounded to float32, which is what gRPC carries: the same request draws the same
-    tokens by every protocol. Raises InvalidRequest, naming every field that is outside the limits.
+    Fractions are rounded to float32, as gRPC carries them: a request draws the same tokens by every protocol.
+    Raises InvalidRequest, naming every field that is outside the limits.
     """
     given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
     ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
@@ -62,7 +62,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
 
 
 def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
-    """`given`, which is checked, with every default. room: for new tokens in the context."""
+    """`given`, which is checked, with every default. room: for new tokens."""
     max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
     biases = sorted(given.get("logit_bias", {}).items())
     stop: dict[str, Any] = {
@@ -76,7 +76,7 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
         prompt_ids=ids,
         sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
         stop=_record(StopConditions, {**given, **stop}),
-        # A caller that holds tokens already was sent what concerns the prompt.
+        # A caller that holds tokens has what concerns the prompt.
         output=_record(OutputOptions, {**given, "echo": False, "prompt_logprobs": None} if held else given),
         num_sequences=1 if "resume_index" in given else given.get("n", 1),
         resume_index=given.get("resume_index"),
@@ -89,14 +89,13 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
 
 
 def refuse(*mistakes: Iterable[Violation]) -> None:
-    """Raises InvalidRequest if there is any mistake, with the first of them."""
+    """Raises InvalidRequest with the first mistakes, if there are any."""
     if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
         raise InvalidRequest(violations)
 
 
 def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription) -> list[int]:
-    """The tokens of a text; where there are several, every second one is the text of a special token. Raises
-    InvalidRequest, naming `field`."""
+    """A text's tokens; of several, every second is a special token's. Raises InvalidRequest for `field`."""
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
     try:
@@ -123,8 +122,7 @@ def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> 
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
-    """The same mistakes, with the field names of another protocol: those of `names`, else the part after the dot
-    with `home` in front."""
+    """The same mistakes in another protocol's fields: those of `names`, else `home` and the part after the dot."""
     violations = []
     for violation in error.violations:
         field, bracket, rest = violation.field.partition("[")
@@ -135,7 +133,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
 
 
 def _record(kind: type[R], given: Fields) -> R:
-    """One of the core's records, of what was given under the names of its fields."""
+    """A record of the core's, from what was given under its fields' names."""
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 

@@ -1,7 +1,7 @@
 """One request's stream of answers, between the engine, which never waits, and a reader that may be slow.
 
-The engine pushes what each step brought; the reader takes it as deltas. What a slow reader has not taken yet is
-merged into one delta per sequence; a reader that keeps up sees every token as it comes.
+The engine pushes what each step brought; the reader takes it as deltas. What a slow reader leaves is merged into
+one delta per sequence; a fast one sees every token as it comes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ppserve.head.engine.streams import TokenOutput
 
 Score = TokenLogprobs | None
 ScoredToken = tuple[int, Score]
-"""A token with its log-probability, if asked for; the first of a prompt has none."""
+"""A token with its log-probability, if asked for; a prompt's first has none."""
 
 AT_THE_END = MAX_COUNT
 """The `stream_interval` with which all of a sequence is one delta."""
@@ -31,7 +31,7 @@ FINISH_WORDS = {
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.CANCELLED: "abort",
 }
-"""In the words of OpenAI's interface; `abort`, for an end before its time, is vLLM's."""
+"""OpenAI's words; `abort`, for an end before its time, is vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class Delta:
     index: int  # of the sequence
     offset: int  # of its first token among the generated tokens
     tokens: tuple[ScoredToken, ...]
-    text: str  # what these tokens complete, after the prompt's text on a first delta if `echo` asks for it
+    text: str  # what the tokens complete; on a first delta after the prompt's text, if `echo`
     is_first: bool  # whether it is its sequence's first
     prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; on one delta of the request
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the sequence so far, with those that its caller resumed from."""
+        """The sequence's tokens so far, with those that were resumed from."""
         return self.last.offset + (self.last.token_id is not None)
 
 
 class RequestStream:
-    """One request's outputs, which its `push` receives, until its reader takes them. Not safe for several threads.
+    """One request's outputs from `push` until its reader takes them. For one thread.
 
-    echo: the prompt's text, where it is to be sent back. news: one event for streams that are read together.
-    deadline_is_error: for protocols that have no word for an end at the deadline.
+    echo: the prompt's text, to be sent back. news: one event for streams that are read together.
+    deadline_is_error: for protocols without a word for an end at the deadline.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RequestStream:
         return not self._outputs
 
     def push(self, outputs: Iterable[TokenOutput]) -> None:
-        """Add a step's outputs; those of sequences that ended are ignored."""
+        """Add a step's outputs; those of ended sequences are ignored."""
         for output in outputs:
             if output.error is not None:
                 self.fail(output.error)
@@ -98,7 +98,7 @@ class RequestStream:
         self.news.set()
 
     def pop_deltas(self) -> Iterator[Delta]:
-        """A delta for each sequence that is due. Raises the request's error after what came before it."""
+        """A delta for each sequence that is due. Raises the request's error after the rest."""
         for index in list(self._outputs):
             if self._is_due(index):
                 yield self._pop_delta(index)
@@ -110,7 +110,7 @@ class RequestStream:
         if not outputs or self._error is not None:
             return bool(outputs)
         if scored not in (None, index) and scored not in self._begun:
-            return False  # the delta with the prompt's scores comes first
+            return False  # the prompt's scores come first
         is_first = index not in self._begun and self._interval != AT_THE_END
         return is_first or outputs[-1].finish is not None or len(outputs) >= self._interval
 
@@ -134,15 +134,15 @@ class RequestStream:
         )
 
     def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
-        """None at all when the request ended before its prompt was scored."""
+        """None when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
         ids = self.request.prompt_ids
         return tuple(zip(ids, scores, strict=True)) if len(scores) >= len(ids) else ()
 
 
 async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share their `news`, each with its request's place among them, as they come, until
-    every sequence has ended. Raises the first error after what came before it."""
+    """Deltas of requests that share their `news`, each with its request's place, until every sequence has ended.
+    Raises the first error after what came before it."""
     news = streams[0].news
     while not all(stream.is_complete for stream in streams):
         await news.wait()

@@ -1,7 +1,7 @@
-"""The process that renders a chat template. A template is another person's program: here it may use neither much
-memory nor much time, and cannot hurt the head.
+"""The process that renders a chat template: another person's program. Here it may use little memory and time, and
+cannot hurt the head.
 
-Its first line is the template's source; then one line of JSON for each chat, and one for each answer.
+It reads the template's source as a line of JSON, then a line for each chat, and answers each with one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CPU_S = 5.0
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`: what a model is trained to say, for transformers. Here it is its content."""
+    """`{% generation %}`: what transformers trains a model to say. Here only its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -36,7 +36,7 @@ class GenerationBlock(Extension):
 
 
 def parse(source: str) -> None:
-    """Raises ValueError for what is no template. Nothing is computed, as compiling does with constants."""
+    """Raises ValueError for what is no template. Computes nothing: compiling would fold constants."""
     try:
         _environment().parse(source)
     except (TemplateError, RecursionError, MemoryError) as error:
@@ -70,7 +70,7 @@ def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
         text = _compiled(source).render(variables)
         return {"text": text} if len(text) <= MAX_TEXT else {"error": "the text is too long"}
     except Exception as error:
-        # A template may fail in any way on messages that its author did not think of.
+        # On unforeseen messages a template may fail in any way.
         return {"error": str(error) if isinstance(error, TemplateError) else type(error).__name__}
 
 

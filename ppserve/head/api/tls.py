@@ -11,17 +11,17 @@ from ppserve.head.api.auth import read_file
 
 
 class Certificates:
-    """What the PEM files hold. New connections are shown the newest; those that stand keep theirs."""
+    """What the PEM files hold. New connections get the newest; open ones keep theirs."""
 
     pem: tuple[bytes, bytes, bytes | None]
-    """The key, the certificate's chain, and the authority of clients; without it they need none."""
+    """The key, the certificate's chain, and the clients' authority; without it they need no certificate."""
     context: ssl.SSLContext
     """All three, for servers that use Python's `ssl`."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self.read()
-        # Called in every handshake, also of clients that name no server.
+        # Called in every handshake, also for clients that name no server.
         self.context.sni_callback = self._show_newest
 
     def read(self) -> None:
@@ -29,9 +29,9 @@ class Certificates:
         cert, key, client_ca = self._cert, self._key, self._client_ca
         chain, secret = read_file("--tls-cert", cert), read_file("--tls-key", key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A session that is taken up again would go by certificates that may have been replaced since.
+        # A resumed session would keep certificates that may have been replaced.
         context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
-        try:  # a server would only log what is wrong, and refuse every handshake
+        try:  # a server would only log the mistake, and refuse every handshake
             context.load_cert_chain(cert, key, password=lambda: "")
         except (OSError, ValueError) as error:
             raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
@@ -49,7 +49,7 @@ class Certificates:
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
-    """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
+    """None where connections are in the clear. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None or key is None:
         given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}

@@ -1,8 +1,7 @@
-"""The head's end of the control plane: the interface that the engine uses, and its implementation with sockets.
+"""The head's end of the control plane: the engine's interface to it, and its implementation with sockets.
 
-Everything runs in the engine's thread, except `wake`, which any thread may call. It never waits for a rank: what a
-socket does not take is kept, and follows when there is room. The only decision here is which connections are
-accepted.
+All of it runs in the engine's thread, except `wake`. It never waits for a rank: what a socket does not take is
+kept and follows. Its only decision is which connections it accepts.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
-# A stage opens its checkpoint and measures before it connects, so it answers and sends `Hello` at once.
+# A stage opens its checkpoint and measures before it connects, so its `Hello` comes at once.
 _GREETING_TIMEOUT_S = 10.0
-# Connections that have not said Hello, beyond one for each rank. A further one takes the place of the oldest.
+# Connections without a Hello, beyond one for each rank. A further one replaces the oldest.
 _MAX_STRANGERS = 16
-# Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
+# Without a free file descriptor nothing can be accepted, and the listener stays readable.
 _ACCEPT_AGAIN_NS = 500_000_000
-# Frames are much smaller than a socket's buffer: a stage for which so many bytes are unsent does not read.
+# Frames are much smaller than a socket's buffer: with so much unsent a stage does not read.
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
@@ -57,19 +56,19 @@ class ControlPlane(Protocol):
     """One connection from each rank to the head, for messages both ways. Its end is an event."""
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        """Waits for messages from ranks and for ends of connections. Empty after `timeout_s` or a `wake`."""
+        """Waits for messages and for ends of connections. Empty after `timeout_s` or a `wake`."""
 
     def wake(self) -> None:
         """Makes a `poll` in progress return. Safe in any thread."""
 
     def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        """Sends. If a rank does not read any more, the next `poll` returns `Disconnected`."""
+        """If a rank does not read any more, the next `poll` returns `Disconnected`."""
 
     def drop(self, rank: int, cause: str) -> None:
-        """Ends a rank's connection. Its stage process then exits, and its keeper starts another."""
+        """Ends a rank's connection. Its stage process exits, and its keeper starts another."""
 
     def close(self, goodbye_s: float) -> None:
-        """Waits up to `goodbye_s` for the ranks, which were told to exit, to close their ends; then closes all."""
+        """Waits up to `goodbye_s` for ranks that were told to exit; then closes all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +90,8 @@ class _Peer:
 class SocketControlPlane:
     """The head's sockets: they accept connections from ranks, and exchange frames with them.
 
-    A connection is a stranger's until it has said Hello. To do so it proves to know the secret, and names a rank
-    that exists and is not connected. Strangers are few, and their frames short.
+    A connection is a stranger's until it says Hello: it proves to know the secret, and names a rank that exists
+    and is not connected. Strangers are few, and their frames short.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class SocketControlPlane:
         self._tls = tls
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
+        with contextlib.suppress(OSError):  # the buffer is full of wakes, or everything is closed
             self._wake_in.send(b"\0")
 
     def put_back(self, events: Sequence[Received | Disconnected]) -> None:
@@ -182,7 +181,7 @@ class SocketControlPlane:
             self._accepts_from_ns = time.monotonic_ns() + _ACCEPT_AGAIN_NS
             return
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # some systems refuse options where the other end has left already
+        with contextlib.suppress(OSError):  # some systems refuse options of a connection that has ended
             prepare(connection)
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
@@ -194,7 +193,7 @@ class SocketControlPlane:
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
     def _read(self, peer: _Peer) -> None:
-        """Reads what has arrived on a connection, which may be its end."""
+        """Reads what has arrived, which may be the connection's end."""
         if not peer.is_open:  # it was ended since it became readable
             return
         received = None
@@ -226,8 +225,8 @@ class SocketControlPlane:
                 return
 
     def _send_to(self, peer: _Peer, frame: bytes) -> None:
-        """Gives the socket what is unsent and this frame, as much as it takes now. An empty frame sends only what
-        encryption has to say."""
+        """Sends what the socket takes of the unsent bytes and this frame. An empty frame: only what encryption has
+        to say."""
         if not peer.is_open:
             return
         try:
@@ -247,7 +246,7 @@ class SocketControlPlane:
             self._selector.modify(peer.connection, events, peer)
 
     def _end(self, peer: _Peer, cause: str) -> None:
-        """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
+        """Closes a connection, once. The rank is gone if this was its current one."""
         if not peer.is_open:
             return
         self._selector.unregister(peer.connection)
@@ -269,7 +268,7 @@ class SocketControlPlane:
         elif not peer.reader.is_empty or peer.rank is not None:
             self._refuse(peer, "a proof is one frame, sent once")
         elif said.rank in self._peers:
-            # Perhaps the end of its last process has not been read yet.
+            # The end of its last process may be unread.
             self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)
         else:
             peer.rank = said.rank
@@ -278,7 +277,7 @@ class SocketControlPlane:
             self._send_to(peer, wire.encode(wire.Welcome(answer)))
 
     def _admit(self, peer: _Peer, message: Any) -> bool:
-        """Whether the first message after the Welcome is a greeting, of a rank that is not connected meanwhile."""
+        """Whether the first message after the Welcome is a greeting, of a rank not connected meanwhile."""
         assert peer.rank is not None
         is_stage = isinstance(message, wire.Hello) and message.rank == peer.rank
         if not (is_stage or isinstance(message, wire.Failed)) or peer.rank in self._peers:

@@ -1,11 +1,11 @@
 """The engine: one thread that handles all messages and keeps the pipelines full.
 
-Ranks send messages. Other threads, such as the event loop of the servers, put calls into the inbox and wake the
-engine. All are handled in this thread, so nothing needs a lock. The engine sleeps until something arrives, at most
-0.1 s: deadlines and silent ranks are checked that often.
+Ranks send messages. Other threads put calls into the inbox and wake the engine. All are handled in this thread, so
+nothing needs a lock. It sleeps until something arrives, at most 0.1 s: so often it checks deadlines and silent
+ranks.
 
-Several replicas share one request queue, which decides which of them computes a request. What one of them cannot
-finish, another does. A replica that will not form again ends alone, as long as another is left.
+Replicas share one request queue, which decides where a request is computed. What one replica cannot finish,
+another does. One that will not form again ends alone, as long as another is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("ppserve.engine")
 
 T = TypeVar("T")
 
-# Within what a caller is told of its deadline early (`api.call`).
+# Shorter than the margin before a caller's deadline (`api.call`).
 _TICK_S = 0.04
 _GOODBYE_S = 5.0
 _ANSWER_WITHIN_S = 5.0
@@ -51,7 +51,7 @@ def build_engine(
     on_output: OnOutput = lambda opened, output, now_s: None,
     step_observers: Sequence[StepObserver] = (),
 ) -> Engine:
-    """An engine of as many replicas as the configuration says. Its thread is not started."""
+    """An engine of the configured replicas. Its thread is not started."""
     grid = config.pipeline.grid(world_size)
     machine, rules, request_queue = this_machine(), partial(decide, config), RequestQueue()
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
@@ -70,7 +70,7 @@ class Engine(threading.Thread):
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """replicas: in order of their numbers, with one request queue. clock: monotonic, in nanoseconds."""
+        """replicas: by number, with one request queue. clock: monotonic, in nanoseconds."""
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()
         """Done when every replica has formed for the first time."""
@@ -83,7 +83,7 @@ class Engine(threading.Thread):
         self._control = control
         self._clock = clock
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        """Functions that other threads want to be called, and the futures of their results."""
+        """Functions that other threads want called, and their results."""
         self._streams = OpenStreams(self.request_queue, on_output, hand_over)
         self._stopping = self._ended = False
 
@@ -94,31 +94,31 @@ class Engine(threading.Thread):
         return self._call(lambda: self._queue_request(opened))
 
     def cancel(self, request_id: str) -> None:
-        """End a request. Nothing happens if it has ended."""
+        """End a request, if it has not ended."""
         abort = partial(self.request_queue.abort, request_id, FinishReason.CANCELLED)
         self._call(lambda: self._streams.add_events(abort(), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """The state of every replica. Waits for the engine's thread. Raises Draining until all have formed, and if
-        the engine has ended or does not answer in time."""
+        """Every replica's state, asked of the engine's thread. Raises Draining until all have formed, after the
+        engine's end, and when it does not answer in time."""
         try:
             return self._call(lambda: tuple(each.read() for each in self.replicas)).result(_ANSWER_WITHIN_S)
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart the stage processes of a replica. pauses: also if its streams would have to wait.
+        """Restart a replica's stage processes. pauses: also if its streams would have to wait.
 
         The future has the epoch that this ends, or a RequestError.
         """
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
-        """Whether the replica serves again, in a later epoch than this. The future may have a RequestError."""
+        """Whether the replica serves again, in a later epoch than this. May have a RequestError."""
         return self._call(lambda: self._serves_after(replica, epoch))
 
     def drain(self) -> None:
-        """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
+        """The server is stopping: open streams may finish; a lost stage must come back sooner."""
         for replica in self.replicas:
             self._call(replica.members.start_draining)
 
@@ -133,12 +133,12 @@ class Engine(threading.Thread):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a replica's stages are all there, and answer."""
+        """Whether a replica's stages are all there and answer."""
         now_ns = self._clock()
         return any(replica.members.is_healthy(now_ns) for replica in tuple(self._living))
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in the engine's thread, in its turn."""
+        """Calls a function in the engine's thread."""
         future: Future[T] = Future()
         self._inbox.append((function, future))
         if self._ended:
@@ -164,18 +164,18 @@ class Engine(threading.Thread):
             self._control.close(_GOODBYE_S)
 
     def turn(self) -> None:
-        """Handles all messages since the last turn, then fills the pipelines. Public for simulated worlds."""
+        """Handles all messages since the last turn, then fills the pipelines. Public for simulations."""
         received = self._control.poll(_TICK_S if not self._inbox else 0.0)
         woken_ns = self._clock()
         for event in received:
             self._handle_rank(event)
         self._answer_calls()
         self._tick()
-        # While a request is open, or a step of a request that has ended is in flight.
+        # A request is open, or a step of an ended one in flight.
         has_work = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
         for replica in self.replicas:
             replica.note_demand(has_work)
-        # For all replicas first: one that is refilled early gets its share too.
+        # For all replicas first: an early one does not take another's share.
         self.request_queue.admit(self._now_s())
         for replica in self._living:
             replica.refill(woken_ns)
@@ -189,11 +189,11 @@ class Engine(threading.Thread):
         if replica in self._living:
             self._drive(replica, lambda: replica.handle_rank(event))
         elif isinstance(event, Received) and isinstance(event.message, wire.Hello):
-            # It was away when the others of its replica were told to exit.
+            # It was away when its replica was told to exit.
             self._control.send((event.rank,), wire.Shutdown())
 
     def _answer_calls(self) -> None:
-        """Makes the calls of other threads, or refuses them once it stops. Then it is safe in any thread."""
+        """Makes other threads' calls, or refuses them once it stops: then safe in any thread."""
         while self._inbox:
             try:
                 function, future = self._inbox.popleft()
@@ -211,14 +211,14 @@ class Engine(threading.Thread):
                 future.set_exception(error)
 
     def _drive(self, replica: Replica, handle: Callable[[], list[SequenceEvent]]) -> None:
-        """handle: what the replica has to do. If it will not form again, it ends."""
+        """Does what the replica has to do. If it will not form again, it ends."""
         try:
             self._streams.add_events(handle(), self._now_s())
         except (UsageError, StagesLost) as error:
             self._end_replica(replica, error)
 
     def _tick(self) -> None:
-        """Checks what no message reports: silent ranks, overdue steps, passed deadlines of requests."""
+        """Checks what no message reports: silent ranks, overdue steps, passed deadlines."""
         for replica in tuple(self._living):
             self._drive(replica, replica.tick)
         if not self.formed.done() and all(replica.scheduler is not None for replica in self.replicas):
@@ -241,7 +241,7 @@ class Engine(threading.Thread):
     # ---- replicas -------------------------------------------------------------------------------------
 
     def _begin_serving(self) -> None:
-        """Every replica has formed: serves if all of them compute the same."""
+        """Every replica has formed: serves if all compute the same."""
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if found := difference(hellos[0], hello):
@@ -250,7 +250,7 @@ class Engine(threading.Thread):
         self.formed.set_result(None)
 
     def _end_replica(self, replica: Replica, reason: UsageError | StagesLost) -> None:
-        """Its requests are computed by others; without another, the engine ends."""
+        """Others compute its requests; without another, the engine ends."""
         if not self.formed.done() or self._living == [replica]:
             self._fail(reason)
             return
@@ -273,8 +273,8 @@ class Engine(threading.Thread):
         return replica.serves and replica.members.epoch > epoch
 
     def _restart_replica(self, number: int, pauses: bool) -> int:
-        """Other replicas compute the requests of this one, and then its stage processes are restarted. Returns the
-        epoch that this ends. Raises InvalidRequest."""
+        """Others compute its requests, and its stage processes are restarted. Returns the epoch that this ends.
+        Raises InvalidRequest."""
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:

@@ -27,7 +27,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import WireError
 
 RESTART = "restart"
-"""Why a stage process ended that the head has ended, so that its keeper starts another."""
+"""Why a stage process ended that the head ended, so that its keeper starts another."""
 
 
 class StageState(Enum):
@@ -51,24 +51,24 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The head's decisions once every rank has connected: which layers each loads, which transport they use."""
+    """The head's decisions once every rank has connected: each one's layers, and the transport."""
 
     architecture: Architecture
     layouts: tuple[StageLayout, ...]
     transport: str
     scheduling: SchedulerConfig
-    parts: PartCosts | None = None  # what the ranks measured, on average; None where they did not
+    parts: PartCosts | None = None  # the mean of what the ranks measured; None where they did not
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
-    """The epoch is lost: results of steps in flight will not arrive."""
+    """The epoch is lost: steps in flight will have no results."""
 
-    rank: int | None = None  # which reported an error; None if one died or was silent
+    rank: int | None = None  # that reported an error; None if one died or was silent
 
 
 MemberEvent = StepResult | EpochLost | wire.Ready
-"""The stamps of a result are on the head's clock. Ready: of the last rank, so all stages are in a new epoch."""
+"""A result's stamps are on the head's clock. Ready: of the last rank, so the epoch has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class Member:
     loaded: wire.Loaded | None = None
     progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
     since_ns: int = 0  # when this state began
-    due_ns: int = 0  # when it is cut off if it is still in this state; 0: never
+    due_ns: int = 0  # when it is cut off, if still in this state; 0: never
     round_trips: tuple[tuple[int, int], ...] = ()  # of its latest pings: (duration, its clock minus the head's)
     restarts: int = 0
 
     @property
     def clock_offset_ns(self) -> int:
-        """By the shortest of the round trips. Older ones are forgotten, because clocks drift."""
+        """By the shortest round trip. Old ones are forgotten, because clocks drift."""
         return min(self.round_trips)[1] if self.round_trips else 0
 
     def on_head_clock(self, result: StepResult) -> StepResult:

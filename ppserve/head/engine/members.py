@@ -1,12 +1,12 @@
-"""The members: the state of every rank, and the current epoch. Policy only: messages and the time are arguments.
+"""The members: every rank's state, and the current epoch. Policy only: messages and the time are arguments.
 
-An epoch is one life of the pipeline between losses. It is lost when any of its ranks is lost or reports a failed
-transport, also while it is forming. The surviving ranks are told to leave it. A rank that has left keeps its
-weights and is LOADED again, and the next epoch forms when every rank is LOADED. So an epoch never forms with a
-rank that is dead, or with one that still waits for another stage in the epoch before.
+An epoch is one life of the pipeline between losses. It is lost when a rank is lost or reports a failed transport,
+also while it is forming. The surviving ranks are told to leave it. A rank that has left keeps its weights and is
+LOADED again; the next epoch forms when every rank is LOADED. So no epoch forms with a rank that is dead, or that
+still waits for another in the epoch before.
 
-The connection of a rank whose message asks for a change of state that `member` does not have is ended. A pipeline
-that will not form again raises UsageError where the operator's configuration is at fault, else StagesLost.
+A rank whose message asks for a change of state that `member` does not have loses its connection. A pipeline that
+will not form again raises UsageError if the operator's configuration is at fault, else StagesLost.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
-# A silent stage ends the epoch, so that health says so and the others are free. It keeps its connection, and so
-# its weights, for longer: a link or a process that comes back costs no loading.
+# A silent stage ends the epoch: health says so, and the others are free. It keeps its connection, and so its
+# weights, for longer: what comes back need not load again.
 _SILENT_NS = 2_500_000_000
 _CUT_OFF_NS = 10_000_000_000
-# While it compiles kernels, reads weights or opens its cache, a stage may not answer for seconds.
+# Compiling kernels, reading weights or opening its cache, a stage may be silent for seconds.
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
-# Long enough for a host that restarts. Streams with a deadline end by it.
+# Long enough for a host that restarts. A deadline still ends streams.
 _REJOIN_WITHIN_NS = 600_000_000_000
-# When a keeper dies, torchrun sends SIGTERM to all ranks, so the head drains; that rank never returns.
+# When a keeper dies, torchrun sends all ranks SIGTERM, so the head drains; that rank never returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A stage that is told to leave may have to finish a step, or a wait in gloo that has a timeout. A stage that was
-# only forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
+# A stage that leaves may have to finish a step, or a wait in gloo that has a timeout. One that was only forming
+# has no step, and gloo's connect cannot be interrupted: restarting the process is faster.
 _LEAVE_WITHIN_NS = 25_000_000_000
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
-# of a dead stage's connection arrives before the epoch forms. Each failed attempt doubles it, so that ten of them
-# outlast a link that is down for a minute.
+# From a loss to the next epoch: a network that fails at once is not retried without a pause, and the end of a dead
+# stage's connection arrives first. Each failed attempt doubles it: ten outlast a minute without a link.
 _SETTLE_NS = 200_000_000
 _SETTLE_AT_MOST_NS = 20_000_000_000
-# After so many failed attempts in a row all processes are replaced; after so many more the server ends.
+# After so many failed attempts in a row all processes are replaced, or the server ends.
 _RESTART_EVERY = 3
 _MAX_ATTEMPTS = 10
-# A longer time between two ticks means that the head itself did not run.
+# With longer between two ticks the head itself did not run.
 _PAUSE_NS = 1_000_000_000
-# Pings whose round trips align a clock: those of 10 s, in which clocks drift apart by less than a millisecond.
+# Round trips that align a clock: 10 s of pings, in which clocks drift by less than 1 ms.
 _NUM_ROUND_TRIPS = 20
 
 # In these states a stage answers within milliseconds.
@@ -62,8 +61,7 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole, and ask
-    `is_healthy`.
+    Any thread may read `all`, `formed` and `decision`, which are frozen and replaced as a whole, and `is_healthy`.
     """
 
     def __init__(
@@ -74,12 +72,11 @@ class Members:
         control: ControlPlane,
         replica: int = 0,
     ) -> None:
-        """grid: of the whole world; the members are the ranks of `replica` in it. machine: the head's; ranks on
-        the same machine have the same clock."""
+        """grid: the world's, with `replica` for members. machine: the head's, whose ranks share its clock."""
         self.grid = grid
         self.replica = replica
         self.ranks = grid.ranks_of(replica)
-        """In order of stages, then of tensor ranks: a rank's place in the replica."""
+        """By stage, then by tensor rank: a rank's place in the replica."""
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
         self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self.ranks for at in (grid.place(rank),))
         self.epoch = 0
@@ -87,8 +84,8 @@ class Members:
         self.decision: Decision | None = None
         self.num_blocks = 0
         self._forming = self._worked = False  # worked: this epoch has computed a step
-        self._fruitless = 0  # epochs since the last step that formed and that an error ended
-        self._attempts = 0  # these, and the latest ones in a row that did not form
+        self._fruitless = 0  # epochs since the last step that formed and ended by an error
+        self._attempts = 0  # these, and the latest in a row that did not form
         self._draining = False
         self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
@@ -101,13 +98,13 @@ class Members:
 
     @property
     def first(self) -> Member:
-        """The rank of the first stage: it opens each epoch's store."""
+        """The first stage's rank, which opens each epoch's store."""
         return self.all[0]
 
     # ---- commands -------------------------------------------------------------------------------------
 
     def start_draining(self) -> None:
-        """The server is stopping: a lost rank must come back sooner than usual."""
+        """The server is stopping: a lost rank must come back sooner."""
         self._draining = True
 
     def restart(self) -> None:
@@ -118,7 +115,7 @@ class Members:
     # ---- events ---------------------------------------------------------------------------------------
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
-        """A message from a rank arrived. If it asks for an invalid change of state, its connection is ended."""
+        """Handles a rank's message. One that asks for an invalid change of state ends the connection."""
         self._heard_ns[rank] = now_ns
         try:
             return self._handle(self[rank], now_ns, message)
@@ -158,17 +155,17 @@ class Members:
         return None
 
     def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> EpochLost | None:
-        """A rank's connection ended: its stage process is dead, and its keeper starts another."""
+        """A stage process died, and its keeper starts another."""
         member = self[rank]
         self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
             return None
         self._update(rank, restarts=member.restarts + 1)
-        # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
+        # For its keeper, a process that never finishes a step does not die.
         return self._lose_epoch(f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == "stuck")
 
     def tick(self, now_ns: int) -> EpochLost | None:
-        """Pings all ranks every 0.5 s, and cuts off those that have not answered for too long."""
+        """Pings all ranks every 0.5 s, and cuts off those that are silent too long."""
         if self.head_paused(now_ns):
             self._heard_ns = dict.fromkeys(self.ranks, now_ns)
         self._ticked_ns = now_ns
@@ -176,7 +173,7 @@ class Members:
             self._pinged_ns = now_ns
             self._control.send(self.ranks, wire.Ping(now_ns))
         lost = None
-        # Before the first epoch a rank may take any time to download; its keeper says if it dies.
+        # Before the first epoch a rank may download for long; its keeper says if it dies.
         patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
         for member in self.all:
             if member.state is StageState.ABSENT:
@@ -190,7 +187,7 @@ class Members:
         return lost
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
-        """Why a connected rank must be cut off, in one word; None if it need not be."""
+        """Why a connected rank must be cut off, in one word; else None."""
         if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
             return "frozen"
         if member.due_ns and now_ns > member.due_ns:
@@ -198,11 +195,11 @@ class Members:
         return None
 
     def head_paused(self, now_ns: int) -> bool:
-        """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
+        """Whether the head did not run since the last tick, so silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
 
     def is_healthy(self, now_ns: int) -> bool:
-        """Whether every rank serves and was heard lately. None is heard while the engine's thread hangs."""
+        """Whether every rank serves and was heard lately: by a hanging engine, none."""
         return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
     # ---- changes of state -----------------------------------------------------------------------------
@@ -211,8 +208,7 @@ class Members:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
-        """within_ns: it is cut off if it is still in this state then. Raises WireError, and then changes
-        nothing."""
+        """within_ns: of this state, then it is cut off. Raises WireError, and then changes nothing."""
         self[rank].check_move(state)
         due_ns = now_ns + within_ns if within_ns else 0
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
@@ -239,14 +235,14 @@ class Members:
         self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_if_complete(self, now_ns: int) -> None:
-        """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the
-        others, because it opens the store."""
+        """Begins the next epoch when every rank is LOADED. The first stage's rank opens the store, so it is
+        invited first."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:
             return
         if not self.num_blocks:
-            # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
+            # Fixed for the server's life: block tables must fit a stage that was replaced.
             loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
             self.num_blocks = count_blocks(decision, loaded)
         self.epoch += 1
@@ -256,7 +252,7 @@ class Members:
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
         decision = self.decision
         assert decision is not None
-        # Anew for each epoch: a stage that was replaced may have another address.
+        # Anew: a stage that was replaced may have another address.
         addresses = stage_addresses(self._hellos(), self.grid)
         self._move(member.rank, StageState.FORMING, now_ns, _FORM_WITHIN_NS)
         form = wire.Form(
@@ -280,7 +276,7 @@ class Members:
         return ready
 
     def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> EpochLost | None:
-        """A rank has left the epoch. If it was not told to, the epoch is lost."""
+        """A rank has left the epoch, which is lost if the rank was not told to."""
         is_in_epoch = member.state in (StageState.FORMING, *_QUICK)
         if broken.epoch != self.epoch or not is_in_epoch:
             return None
@@ -310,14 +306,14 @@ class Members:
         return EpochLost(rank) if was_formed else None
 
     def _abandon_epoch(self, within_ns: int, now_ns: int) -> None:
-        """Tells the surviving ranks to leave the epoch, and cuts off those that have not left it in time."""
+        """Tells the surviving ranks to leave, and cuts off those that have not left in time."""
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send((member.rank,), wire.Abandon(self.epoch))
                 self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps what this round trip says of the rank's clock. Processes of the head's machine have its clock."""
+        """Keeps this round trip. Ranks on the head's machine have its clock."""
         if member.hello is not None and member.hello.host.machine != self._machine:
             measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
             self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])

@@ -1,4 +1,4 @@
-"""Which layers each rank loads, and which transport connects them. Decided once, when every rank has connected."""
+"""Which layers each rank loads, and which transport connects them. Decided once every rank has connected."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ppserve.process.network import LOOPBACK, is_loopback
 
 log = logging.getLogger("ppserve.head")
 
-# On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
-# (docs/performance.md).
+# On a CPU more rows make a token no cheaper, and with equal chunks stages wait less (docs/performance.md).
 CPU_CHUNK = 128
 
 
@@ -56,10 +55,8 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
 
 
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
-    """KV blocks on every stage: as many as fit the stage with least room, but no more than could ever be used.
-
-    Raises ConfigError if one sequence of full length does not fit.
-    """
+    """KV blocks on every stage: as many as fit the smallest, but no more than could be used. Raises ConfigError if
+    one sequence of full length does not fit."""
     scheduling = decision.scheduling
     block_size, context = scheduling.block_size, scheduling.max_model_len
     needed = -(-context // block_size)
@@ -77,10 +74,9 @@ def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
 
 
 def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
-    """Of each rank, the address by which the others reach it. grid: of the world. Raises ConfigError.
+    """The address by which others reach each rank. grid: the world's. Raises ConfigError.
 
-    A stage on the head's host may have found the head by a loopback address, which is of no use to other hosts.
-    Those reach it by the address at which they found the head.
+    A stage on the head's host may have found the head by loopback. Other hosts reach it where they found the head.
     """
     if len({hello.host.machine for hello in hellos}) == 1:
         return (LOOPBACK,) * len(hellos)
@@ -96,7 +92,7 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
 
 
 def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
-    """The split for the expected prompts and answers: by costs that the ranks measured, or else by parameters."""
+    """By the costs that the ranks measured, for the expected load, or else by parameters."""
     if parts is None:
         return split_by_weight(arch, num_stages)
     split = split_by_cost(parts, arch.num_layers, num_stages)
@@ -128,7 +124,7 @@ def scheduler_config(
 
 
 def check_microbatches(config: ServeConfig, num_stages: int) -> None:
-    """Raises ConfigError if --microbatches is more than `num_stages` stages can use."""
+    """Raises ConfigError if --microbatches is more than `num_stages` can use."""
     asked = config.pipeline.microbatches
     if asked is not None and asked > num_stages + 1:
         raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
@@ -140,7 +136,7 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
     one_host = len({hello.host.machine for hello in hellos}) == 1
     own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
-        # shm needs Linux's memfd. It is much faster than sockets and notices a dead neighbour as fast.
+        # shm needs Linux's memfd. Much faster than sockets, it notices a dead neighbour as fast.
         return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
     if asked == "nccl" and not own_gpus:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
@@ -150,8 +146,7 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
 
 
 def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
-    """The first thing that decides which tokens are drawn and that another rank has otherwise: its flag, and what
-    the other has. None if they agree."""
+    """What differs first that changes tokens: its flag, and what the other rank has. None if they agree."""
     if ours.model.architecture != theirs.model.architecture:
         return "--model", f"another model in {theirs.model.checkpoint}"
     if ours.model.weights != theirs.model.weights:
@@ -164,7 +159,7 @@ def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
 
 
 def what_changed(before: wire.Hello, now: wire.Hello) -> str | None:
-    """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
+    """What a stage has now that was not decided for; None if it may take its old place."""
     if found := difference(before, now):
         return found[1]
     if (now.device.gpu is None) != (before.device.gpu is None):

@@ -1,7 +1,7 @@
 """One pipeline: its members, its scheduler, its steps and its ledger.
 
-The replica connects them: it sends the scheduler's plans, and passes results to the book of steps, the ledger, the
-cost model and the scheduler. It does not know streams; the engine does. Everything runs in the engine's thread.
+The replica sends the scheduler's plans, and passes results to the book of steps, the ledger, the cost model and
+the scheduler. It does not know streams; the engine does. All of it runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
 
-# A loss is fruitless if no request got a token since the one before. A request that kills its stage causes at most
-# four (`PoisonIsolation`), so only a stage that dies of every request causes so many in a row.
+# A loss is fruitless if no request got a token since the last. A request that kills its stage causes at most four
+# (`PoisonIsolation`): only a stage that dies of every request causes so many in a row.
 _MAX_FRUITLESS_LOSSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """A replica at one moment. What is of each stage, or of each stage's ranks, is in their order."""
+    """A replica at one moment. Tuples are in the order of stages, and of a stage's ranks."""
 
     replica: int
     serves: bool  # all its stages are there
@@ -57,8 +57,8 @@ class ReplicaReading:
 
 
 class StepObserver:
-    """A receiver of what happens in replicas, each by its number, which does nothing here. An observer changes
-    nothing. Called in the engine's thread."""
+    """A receiver of replicas' events, which does nothing here and never changes anything. Called in the engine's
+    thread."""
 
     def on_step_sent(self, replica: int, step: Step) -> None:
         """A step was sent to all stages."""
@@ -77,7 +77,7 @@ class StepObserver:
 
 
 class Replica:
-    """One pipeline: it passes messages between its members, its scheduler and its ledger."""
+    """One pipeline: it passes messages between its members, scheduler and ledger."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Replica:
         clock: Callable[[], int],
         request_queue: RequestQueue,
     ) -> None:
-        """clock: monotonic, in nanoseconds. request_queue: common to all replicas."""
+        """clock: monotonic, in nanoseconds. request_queue: all replicas'."""
         num_stages = members.grid.pipeline
         self.number = members.replica
         self.members = members
@@ -101,10 +101,10 @@ class Replica:
         self._overheads = Overheads(self.steps)
         self._costs = [StageCost() for _ in range(num_stages)]
         self._slot_count = SlotCount(self._costs)
-        # Requests that were in flight at a loss for which no rank is known yet to have failed.
+        # Requests in flight at a loss, until it is known which rank failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
-        # The latest result, until it is accounted for: after the plan that follows it has been sent.
+        # The latest result, until it is accounted for: after the next plan is sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._sampling = SamplingEncoder()
@@ -119,7 +119,7 @@ class Replica:
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
     def note_demand(self, exists: bool) -> None:
-        """exists: the server has work. Then waiting stages have bubbles; otherwise they are idle."""
+        """exists: the server has work, so waiting stages have bubbles; else they are idle."""
         if exists:
             self._account.demand_began(self._clock())
         else:
@@ -127,7 +127,7 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """All requests wait again, and no further one is admitted here until an epoch has formed.
+        """All requests wait again, and none is admitted here until an epoch has formed.
 
         Returns the ids of those that had steps in flight.
         """
@@ -140,7 +140,7 @@ class Replica:
     # ---- events ---------------------------------------------------------------------------------------
 
     def handle_rank(self, event: Received | Disconnected) -> list[SequenceEvent]:
-        """A rank sent a message, or its connection ended. Raises what `Members` does."""
+        """Handles a message or a connection's end. Raises what `Members` does."""
         if isinstance(event, Disconnected):
             return self._handle_death(event)
         return self._handle_event(self.members.handle_message(event.rank, event.arrived_ns, event.message))
@@ -158,12 +158,12 @@ class Replica:
         return events
 
     def refill(self, woken_ns: int) -> None:
-        """Sends steps while slots are free and sequences are ready. woken_ns: when the engine's turn began."""
+        """Sends steps while slots are free and sequences ready. woken_ns: when the turn began."""
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
         if cancelled := scheduler.slots.take_cancelled():
-            # A stage that has not begun one of these steps skips it.
+            # A stage that has not begun one of these skips it.
             self._control.send(self.members.ranks, wire.Cancel(cancelled))
         while (plan := scheduler.schedule(self._now_s())) is not None:
             message = wire.Plan(*self._sampling.encode(plan, scheduler.running_ids))
@@ -177,7 +177,7 @@ class Replica:
         self._account_for_result()
 
     def report_load(self) -> None:
-        """Tells the observers how full everything is, also while the pipeline is lost."""
+        """Also while the pipeline is lost."""
         if self.scheduler is not None:
             for observer in self._observers:
                 observer.on_load(self.number, self.scheduler, self.steps.num_in_flight)
@@ -251,15 +251,14 @@ class Replica:
         loaded = [member.loaded for member in self.members.all if member.loaded is not None]
         why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
         if why_not and config.speculate != 0:
-            # Without batch-invariance a draft token beside a row could change its bits, and so its token.
+            # Without batch-invariance a draft token beside a row could change its token.
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(self.members.num_blocks, config.block_size)
         return Scheduler(config, blocks, self._costs, self.request_queue)
 
     def lose_epoch(self) -> None:
-        """Steps in flight will not return. Another replica computes the requests, or this one when the next epoch
-        has formed."""
+        """Steps in flight will not return. Another replica computes the requests, or this one in its next epoch."""
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
@@ -268,10 +267,10 @@ class Replica:
         self._in_flight = self.give_back()
 
     def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
-        """Names the requests that were in flight as soon as a failed rank is known. Another replica may compute
-        them by now, and one that kills stages must not end that replica too. failure: in one word.
+        """Records which requests were in flight once the failed rank is known: one that kills stages must not end
+        another replica too. failure: in one word.
 
-        Raises StagesLost: a stage that dies of every request, but not of a probe, is not replaced without end.
+        Raises StagesLost for a stage that dies of every request.
         """
         if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
@@ -280,7 +279,7 @@ class Replica:
         if self._fruitless_losses == _MAX_FRUITLESS_LOSSES:
             problem = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
             raise StagesLost(f"{problem}; the last one: {self.members.grid.name(rank)}: {failure}")
-        # The same for ranks of several replicas that compute the same part of the model.
+        # The same in all replicas: the ranks that compute one part of the model.
         place = self.members.grid.place(rank)
         return self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})
 
@@ -292,7 +291,7 @@ class Replica:
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
     def read(self) -> ReplicaReading:
-        """The pipeline now. Raises Draining if no epoch has formed yet."""
+        """The pipeline now. Raises Draining before the first epoch."""
         self._account_for_result()
         scheduler, decision, now_ns = self.scheduler, self.members.decision, self._clock()
         if scheduler is None or decision is None:

@@ -1,4 +1,4 @@
-"""The open requests: events become outputs, their tokens text, and streams get them at the end of a turn.
+"""The open requests: events become outputs, tokens text, and streams get them at the end of a turn.
 
 Every protocol under `head/api` makes its messages from `TokenOutput`s.
 """
@@ -22,7 +22,7 @@ class TokenOutput:
     """A token of one sequence, its end, or both."""
 
     index: int  # of the sequence
-    offset: int  # the token's index among the generated tokens; without a token, their number
+    offset: int  # the token's index among generated tokens; without a token, their number
     token_id: int | None = None  # None if the sequence ends without a token
     text: str = ""  # what the detokenizer released
     logprobs: TokenLogprobs | None = None
@@ -35,11 +35,11 @@ class TokenOutput:
 
 
 Sink = Callable[[Sequence[TokenOutput]], None]
-"""Called with one request's outputs of a turn of the engine, where `HandOver` runs; must return at once."""
+"""Called with a request's outputs of one turn, where `HandOver` runs; must return at once."""
 
 
 class SequenceProgress:
-    """One sequence's text so far, and the times of its tokens on the head's clock."""
+    """One sequence's text so far, and its tokens' times on the head's clock."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         stop = request.stop
@@ -61,7 +61,7 @@ class SequenceProgress:
     def read(
         self, finish: FinishReason | None, token_id: int
     ) -> tuple[FinishReason | None, int | str | None, str]:
-        """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
+        """Detokenizes a token: (finish, matched, text). finish: why it ends the sequence, text aside."""
         matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
         is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
         if not is_text:
@@ -72,17 +72,16 @@ class SequenceProgress:
         return finish, matched, piece.text
 
     def end(self, finish: FinishReason) -> str:
-        """The sequence has ended. Returns the text that the detokenizer held back."""
+        """Returns the text that the detokenizer held back."""
         self.has_ended = True
         return self._detokenizer.finish()
 
 
 class OpenRequest:
-    """A request until all of its sequences have ended. The engine's thread owns it once it is submitted."""
+    """A request until all its sequences have ended. Once submitted, it is the engine thread's."""
 
     def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer, eos_ids: tuple[int, ...] = ()) -> None:
-        """Of a resumed answer it detokenizes the tokens that the caller has, which may take milliseconds. Raises
-        InvalidRequest if tokens follow the end."""
+        """Detokenizes a resumed answer, for milliseconds. Raises InvalidRequest if tokens follow its end."""
         self.request = request
         self.sink = sink
         self.arrived_s = 0.0
@@ -90,7 +89,7 @@ class OpenRequest:
         self.replica: int | None = None
         """Which computed it last."""
         self.error: RequestError | None = None
-        """The first of a sequence, which ends the request for its caller."""
+        """A sequence's first, which ends the request for its caller."""
         self.num_outputs = 0
         self.num_tokens = 0
         """Of all sequences."""
@@ -116,9 +115,9 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """The request has arrived. Returns its answer's end if the caller holds all of it: nothing is computed.
+        """The request has arrived. Returns its end if the caller holds all of the answer.
 
-        busy_s: returns the seconds that each stage has computed, for timings.
+        busy_s: the seconds that each stage has computed, for timings.
         """
         self.arrived_s = now_s
         if self.request.output.timings:
@@ -132,8 +131,8 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
-        end it in the scheduler."""
+        """The output for an event. With a `finish` of STOP_STRING, the engine must end the sequence in the
+        scheduler."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s, self.replica = event.admitted_s, event.replica
@@ -189,17 +188,17 @@ class OpenRequest:
 
 
 OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
-"""Called, with the time, when a stream gets a token, an end, or both. The request is already up to date."""
+"""Called with the time, and the request updated, when a stream gets a token, an end, or both."""
 
 HandOver = Callable[[Callable[[], None]], object]
-"""Runs a function in the thread of the sinks, such as `loop.call_soon_threadsafe`."""
+"""Runs a function in the sinks' thread, such as `loop.call_soon_threadsafe`."""
 
 
 class OpenStreams:
-    """The streams of all open requests. The scheduler's events become outputs, which are delivered together.
+    """The streams of all open requests. The scheduler's events become outputs, delivered together.
 
-    Tokens become text after the turn's plans were sent, because stages may be waiting for these. But a token that
-    may end its sequence becomes text at once, with all tokens before it: what is scheduled next depends on that.
+    Stages may be waiting for the turn's plans, so tokens become text after these were sent. But a token that may
+    end its sequence becomes text at once, with those before it: the next plan depends on it.
     """
 
     def __init__(self, request_queue: RequestQueue, on_output: OnOutput, hand_over: HandOver) -> None:
@@ -233,7 +232,7 @@ class OpenStreams:
     def _publish_event(self, event: SequenceEvent, now_s: float) -> None:
         opened = self._open.get(event.request_id)
         if opened is None or opened.progress(event.index).has_ended:
-            return  # one step may bring several tokens, and a stop string may end the answer at the first
+            return  # a step may bring several tokens; a stop string may end at the first
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
             self._request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
@@ -252,7 +251,7 @@ class OpenStreams:
             self._hand_over(lambda: _push(outputs))
 
     def fail_all(self, error: RequestError, now_s: float) -> None:
-        """Ends every stream. Events that are not published yet are lost: resuming computes them again."""
+        """Ends every stream. Unpublished events are lost: resuming computes them again."""
         opened, self._open = self._open, {}
         for each in opened.values():
             self.add_output(each, each.fail(error), now_s)

@@ -22,14 +22,14 @@ from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
-"""Per stage: as many as a picture can show, and few enough to be sent every second."""
+"""Per stage: as many as a picture shows, and few enough to send every second."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class RecentSpans(StepObserver):
-    """The latest MAX_SPANS spans of every stage of every replica. Written by the engine's thread."""
+    """The latest MAX_SPANS spans of every stage. Written by the engine's thread."""
 
     def __init__(self, num_stages: int, num_replicas: int) -> None:
         self._num_stages = num_stages
@@ -41,12 +41,12 @@ class RecentSpans(StepObserver):
             self._spans[replica * self._num_stages + settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
-        """Every stage's spans, oldest first. Safe in any thread: copying a deque is atomic in CPython."""
+        """Every stage's spans, oldest first. Any thread may call: CPython copies a deque atomically."""
         return [list(spans) for spans in self._spans]
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
-    """Per stage, for each span: number of its kind, start in µs before now, duration in µs, step or -1."""
+    """Of each stage's spans: kind's number, start in µs before now, duration in µs, step or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
     return [[_drawn(each, now_ns) for each in of_stage if each.span.end > oldest_ns] for of_stage in spans]
 
@@ -62,7 +62,7 @@ def read_state(
     load: dict[str, Any],
     spans: list[list[Settled]],
 ) -> dict[str, Any]:
-    """What the page shows now. Durations are seconds; counters run since the start. load: of the metrics."""
+    """What the page shows now. Durations are seconds; counters run since the start. load: the metrics'."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = [of_stage for reading in readings for of_stage in reading.times]
     of_stages = zip(topology.stages, times, describe_schedule(spans, now_ns), strict=True)
@@ -92,8 +92,8 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 
 
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
-    """The cost of steps on every stage of the replica that has computed most, as `ppserve plan --costs` reads it.
-    Zeros before the first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
+    """The cost of steps on every stage of the replica that has computed most, for `ppserve plan --costs`; zeros
+    before the first step. tensor: a stage's ranks, whose waiting for each other is in the costs."""
     reading = max(readings, key=lambda each: sum(each.steps))
     scheduling = reading.decision.scheduling
     stages = [
@@ -110,7 +110,7 @@ def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
 
 
 def content_policy(html: str) -> str:
-    """A Content-Security-Policy that allows the page's own script, style and state, and nothing else."""
+    """A Content-Security-Policy for the page's own script, style and state alone."""
 
     def source(tag: str) -> str:
         blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,8 +1,7 @@
 """The Prometheus metrics of all stages: one registry, served at `/metrics` by the head.
 
-Names never change: users' dashboards depend on them. They use base units and no colons, and no label's values grow
-with the number of requests. Every label set is there from the start with the value zero, so that rates are right
-from the first event on.
+Users' dashboards depend on names, which never change. They use base units and no colons; no label's values grow
+with the number of requests. Every label set starts at zero, so rates are right from the first event on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ppserve.head.engine.replica import StepObserver
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
 
-# Without this, every counter has a second series with the time at which it was created.
+# Else every counter has a second series, with its time of creation.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Family = Counter | Gauge | Histogram
@@ -65,7 +64,7 @@ ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
 class RequestMetrics:
-    """The metrics of requests, by the replica that computed a request last; "" for one that none has computed."""
+    """Requests, by the replica that computed each last; "" for one that none has computed."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:
         counter = partial(Counter, registry=registry)
@@ -153,7 +152,7 @@ class StepMetrics(StepObserver):
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
         self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
         self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue of all replicas.")
-        # The children of each label, which `labels` finds slowly: by replica, then by stage.
+        # By replica, then by stage: `labels` is slow.
         self._step = [[{p: step.labels(r, s, p) for p in BUSY} for s in stages] for r in replicas]
         self._transfer = [[transfer.labels(r, s) for s in stages[:-1]] for r in replicas]
         self._transfer_bytes = [[transfer_bytes.labels(r, s) for s in stages[:-1]] for r in replicas]
@@ -196,8 +195,7 @@ class StepMetrics(StepObserver):
 
 
 class Metrics:
-    """The registry of all metrics. Written by the engine's thread and the event loop, read by threads that make
-    pages."""
+    """All metrics. Written by the engine's thread and the event loop, read by threads that make pages."""
 
     def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -213,7 +211,7 @@ class Metrics:
         self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
 
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
-        """Show the ledger too. stage_times: called at every scrape; all stages of all replicas at one moment."""
+        """Show the ledger too. stage_times: called at every scrape; all replicas' stages at one moment."""
         self.registry.register(_LedgerCollector(stage_times))
 
     def page(self) -> Page:
@@ -221,7 +219,7 @@ class Metrics:
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
     def read_load(self) -> dict[str, Any]:
-        """The figures that the live page shows: the load now, and counters and latencies since the start."""
+        """The live page's figures: the load now, and counters and latencies since the start."""
         requests, steps = self.requests, self.steps
         return {
             "running": int(_total(steps.running)),
@@ -257,7 +255,7 @@ def _total(metric: Family) -> float:
 
 
 def _latency(histogram: Histogram) -> dict[str, list[float]]:
-    """How many values were at most each bound, over all labels; the last count is of all values."""
+    """How many values were at most each bound, over all labels; the last counts all."""
     counts: dict[float, int] = {}
     for sample in (sample for family in histogram.collect() for sample in family.samples):
         if sample.name.endswith("_bucket"):

@@ -1,6 +1,6 @@
 """The pages of the metrics port, by path: GET and HEAD only.
 
-Each page is made in a thread, because it may wait for the engine's, for which the event loop may not.
+Made in threads, for they may wait for the engine's, and the event loop may not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppserve.head.listener import Listener
 log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 32
-# Few enough that many readers of slow pages take little from everything else.
+# With so few, readers of slow pages take little from everything else.
 _NUM_THREADS = 2
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -65,7 +65,7 @@ class PageServer:
         self._listener = Listener(app, _MAX_CONNECTIONS)
 
     async def start(self, host: str, port: int) -> int:
-        """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
+        """Bind and listen; return the port. Raises ConfigError when it cannot."""
         return await self._listener.start(host, port, "--metrics-port")
 
     async def stop(self) -> None:

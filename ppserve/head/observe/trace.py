@@ -1,11 +1,11 @@
 """The pipeline's schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Tensor ranks
-have no rows of their own: a step lasts from when the first begins to when the last has ended. Arrows are
-hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
+share their stage's: a step lasts from the first one's begin to the last one's end. Arrows are hidden states sent
+to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
-The file is a JSON array, which readers of traces accept without the closing bracket. Only whole events are
-appended, so it can be opened while it is written and after a kill -9 (events of the last second may be missing).
+The file is a JSON array without its closing bracket, as readers of traces accept. Only whole events are appended,
+so it can be opened while it is written and after a kill -9, less the last second.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Trace(StepObserver):
     """The schedule, written to a file while it is on. Safe in any thread.
 
     path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.
-    Later starts write to new files with a number in the name. A trace ends with a warning when its file reaches
-    `max_bytes` or cannot be written. Raises ConfigError if `path` cannot be written.
+    Later starts write to new files with a number in the name. A trace ends with a warning at `max_bytes` or when
+    its file cannot be written. Raises ConfigError if `path` cannot be written.
     """
 
     def __init__(self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
@@ -65,7 +65,7 @@ class Trace(StepObserver):
         return self._file is not None
 
     def start(self) -> Path:
-        """Begin a new file. Nothing changes if one is being written. Raises OSError."""
+        """Begin a new file, if none is being written. Raises OSError."""
         with self._lock:
             if self._file is None:
                 self._file = _EventFile(self._next_path(), self._max_bytes)
@@ -103,7 +103,7 @@ class Trace(StepObserver):
         args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "slot": plan.slot}
         what: Event = {"ph": "X", "name": f"{stage}F{plan.step_id}", "cat": plan.phase, "args": args}
         events: list[Event] = [{**what, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}]
-        # An arrow is drawn between the steps that enclose its two ends; its id names the step and the sender.
+        # An arrow joins the steps around its two ends; its id names the step and the sender.
         arrow: Event = {"name": "hidden states", "cat": "activation"}
         step_id = f"{replica}.{plan.step_id}"
         if stage < self._num_stages - 1:
@@ -173,7 +173,7 @@ class Trace(StepObserver):
 
     @contextmanager
     def _writing(self) -> Iterator[_EventFile | None]:
-        """The file, if one is being written. One that cannot be written is closed as it is."""
+        """The file, if one is being written. One that cannot be is closed as it is."""
         with self._lock:
             file = self._file
             try:

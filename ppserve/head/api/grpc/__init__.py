@@ -1,1 +1,1 @@
-"""gRPC: calls in, messages and statuses out, the listening socket. Never a check that another protocol needs."""
+"""gRPC: calls in, messages and statuses out. Never a check that another protocol needs."""

@@ -1,5 +1,4 @@
-"""What surrounds every gRPC service's messages: whose call it is, whether it may enter, errors as statuses with
-`google.rpc` details."""
+"""What surrounds gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
 
 from __future__ import annotations
 
@@ -40,16 +39,16 @@ LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.",
 
 
 class Service(Protocol):
-    """A service whose methods are called as in its proto. Each takes a message and its call; it returns a message,
-    or yields messages. What it does not have is answered with UNIMPLEMENTED."""
+    """A service whose methods are called as in its proto. Each takes a message and its call, and returns or yields
+    messages. A method that it does not have is answered with UNIMPLEMENTED."""
 
     descriptor: ServiceDescriptor
 
 
 class KeyCheck(aio.ServerInterceptor):
-    """An interceptor that refuses every call without an accepted key, health excepted.
+    """An interceptor that refuses calls without an accepted key, health excepted.
 
-    It stands before the method is even looked up, so a new method cannot be forgotten.
+    It runs before the method is looked up, so a new method cannot be forgotten.
     """
 
     def __init__(self, handler: RequestHandler, keys: ApiKeys) -> None:
@@ -86,12 +85,12 @@ def call_from(context: Context, has_keys: bool) -> Call:
 
 
 def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
-    """Of several entries of one name the first counts, as with HTTP."""
+    """Of entries of one name the first counts, as with HTTP."""
     return dict(reversed(tuple(metadata or ())))
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
-    """Bytes in, bytes out. Parsed here, not by gRPC, so that bad bytes get a proper status."""
+    """Bytes in, bytes out. Parsed here, not by gRPC: bad bytes get a proper status."""
     kind, answer = GetMessageClass(method.input_type), getattr(service, method.name)
     generates = method.name == GENERATE
 
@@ -134,14 +133,14 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
     async def refuse(_messages: object, context: Context) -> None:
         end_with(context, error)
 
-    # One that takes a stream of messages is asked before the first has come.
+    # One that takes a stream is asked before its first message.
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def end_with(context: Context, error: RequestError) -> None:
-    """The call ends with the status and details of `error` once its method returns.
+    """The call ends with this status and its details once its method returns.
 
-    Not by `context.abort`: what it raises and the call refer to each other, and stay until the collector runs.
+    Not by `context.abort`, whose error and call refer to each other until the collector runs.
     """
     status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
     status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))

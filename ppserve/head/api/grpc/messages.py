@@ -1,4 +1,4 @@
-"""From messages to plain values, and back. Nothing is judged here; see `ppserve.head.api.requests`."""
+"""From messages to plain values and back. Judges nothing; `ppserve.head.api.requests` does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Message)
 
 
 def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
-    """What the message asks for: every field that it sets, under its own name; and its prompt."""
+    """Every field that the message sets, under its own name; and its prompt."""
     given: dict[str, Any] = {"priority": message.priority}
     for part in (message.sampling, message.stop, message.output):
         given |= {field.name: value for field, value in part.ListFields()}
@@ -101,8 +101,7 @@ def _stage_message(stage: StageDescription) -> pb.Stage:
 
 
 def _copied(kind: type[M], record: Any, **others: Any) -> M:
-    """A message with `others` and the fields that `record` has as well; in the proto's names units are written
-    out."""
+    """A message with `others` and the fields that `record` has too. The proto writes units out."""
     named = {re.sub("_s$", "_seconds", field.name): getattr(record, field.name) for field in fields(record)}
     known = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in named.items() if name in known} | others)

@@ -19,9 +19,9 @@ from ppserve.head.api.tls import Certificates
 from ppserve.head.descriptions import Limits
 from ppserve.head.listener import address_text, bound
 
-# gRPC refuses more calls than this at once, streams and health checks included, with RESOURCE_EXHAUSTED.
+# gRPC refuses more calls at once, streams and health checks included: RESOURCE_EXHAUSTED.
 MAX_CALLS = 4096
-# After the drain: time for the last statuses to leave.
+# After the drain, for the last statuses.
 CLOSING_S = 1.0
 
 HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -34,7 +34,7 @@ class GrpcServer:
     def __init__(
         self, request_handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
     ) -> None:
-        """others: services of other protocols on the same port. Call inside the event loop."""
+        """others: other protocols' services on the same port. Call inside the event loop."""
         self.request_handler, self.tls = request_handler, tls
         keys = request_handler.keys
         self._server = aio.server(
@@ -49,7 +49,7 @@ class GrpcServer:
         reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self, host: str, port: int) -> int:
-        """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
+        """Bind and listen; return the port. Raises ConfigError when it cannot."""
         address = address_text(host, port)
         try:
             if self.tls is None:
@@ -70,8 +70,8 @@ class GrpcServer:
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Whether the server (the empty name), or a service by name, serves.
 
-    Not grpcio-health-checking's service for asyncio (1.81): when one of its watchers leaves, the others hear of no
-    further change, and one that does not read blocks every change.
+    grpcio-health-checking's asyncio service (1.81) fails here: when a watcher leaves, the others hear no further
+    change, and one that does not read blocks all.
     """
 
     def __init__(self, handler: RequestHandler, services: Iterable[str]) -> None:
@@ -99,21 +99,21 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def server_options(limits: Limits) -> list[tuple[str, Any]]:
-    """What the server tells gRPC's core, which ignores names that it does not know."""
+    """What the server tells gRPC's core, which ignores unknown names."""
     return [
-        # With SO_REUSEPORT a second server binds the same port and silently steals connections.
+        # With SO_REUSEPORT a second server silently steals connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        # The same twice: between the two gRPC refuses some calls and not others, by chance.
+        # The same twice: between the two, gRPC refuses calls by chance.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
-        # A message is decompressed before its size is looked at, and half a megabyte may hold half a gigabyte.
+        # Sizes are checked after decompression: half a megabyte may hold half a gigabyte.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         # A quarter of the files that may be open.
         ("grpc.max_allowed_incoming_connections", min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)),
-        # A client whose idle connection was closed opens another one with its next call.
+        # A client opens another connection with its next call.
         ("grpc.max_connection_idle_ms", 300_000),
-        # Find dead connections, and permit the pings of idle clients, which the defaults answer with GOAWAY.
+        # Find dead connections, and permit idle clients' pings: the defaults answer GOAWAY.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -123,7 +123,7 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
 
 def _credentials(tls: Certificates) -> grpc.ServerCredentials:
     def newest() -> grpc.ServerCertificateConfiguration:
-        """Asked for in every handshake, in a thread of gRPC's."""
+        """Called in every handshake, in a thread of gRPC's."""
         key, chain, client_ca = tls.pem
         return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
 

@@ -1,4 +1,4 @@
-"""The methods of `ppserve.v1.GenerationService`: a message in, the request handler's answer out."""
+"""The methods of `ppserve.v1.GenerationService`: a message in, the handler's answer out."""
 
 from __future__ import annotations
 

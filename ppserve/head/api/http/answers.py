@@ -1,4 +1,4 @@
-"""From deltas to the JSON of completions: whole, or as one event per delta. `chat` makes chats of the same.
+"""From deltas to the JSON of completions: whole, or an event per delta. `chat` makes chats of it.
 
 The fields are OpenAI's, and vLLM's `stop_reason`, `token_ids` and `prompt_token_ids`.
 """
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 class Answers:
-    """The answers to one call. requests: one for each of its prompts, in order."""
+    """The answers to one call. requests: one for each prompt, in order."""
 
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     id_prefix: ClassVar[str] = "cmpl-"
@@ -83,7 +83,7 @@ class Answers:
 
 
 class PromptProgress:
-    """What was seen of one prompt's sequences. place: among the call's prompts."""
+    """What was seen of one prompt's sequences. place: its place in the call."""
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
         self.request = request
@@ -93,10 +93,10 @@ class PromptProgress:
         self.newest: dict[int, Delta] = {}
         self._place = place
         self.prompt_tokens: Sequence[ScoredToken] = ()
-        """Of the prompt, where their scores are asked for."""
+        """The prompt's, where their scores are asked for."""
 
     def choice(self, delta: Delta) -> Json:
-        """The fields that completions and chats have in common. Call it once for each delta, in order."""
+        """The fields that completions and chats share. Call it once for each delta, in order."""
         self.newest[delta.index] = delta
         self.prompt_tokens = delta.prompt_tokens or self.prompt_tokens
         reason, matched = delta.last.finish, delta.last.matched
@@ -124,7 +124,7 @@ def _usage(prompts: Sequence[PromptProgress]) -> Json:
 
 
 class LogprobWriter:
-    """The log-probabilities of one sequence as JSON, from its first token on.
+    """One sequence's log-probabilities as JSON, from its first token on.
 
     as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
     """
@@ -136,9 +136,8 @@ class LogprobWriter:
         self._offset = 0
 
     def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """The sequence's next tokens, an entry for each in every list. prompt: its tokens, where they come first.
-        `text_offset` counts the characters before a token. Prompt and answer are decoded apart: a character is not
-        completed across them."""
+        """The next tokens, after the prompt's if given: in every list an entry for each. `text_offset` counts the
+        characters before a token. Prompt and answer are decoded apart: no character spans them."""
         entries = [self._completed(*token) for token in prompt]
         self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
         entries += [self._completed(*token) for token in generated]
@@ -153,7 +152,7 @@ class LogprobWriter:
         return name, _finite(score.logprob), self._top(name, score), offset
 
     def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
-        """The likeliest come first: where two tokens have one name, the first of them keeps it."""
+        """The likeliest first, which keeps a name that two tokens have."""
         top: dict[str, float] = {}
         for token_id, logprob in score.top:
             top.setdefault(self._name(token_id), _finite(logprob))
@@ -178,8 +177,7 @@ class LogprobWriter:
 
 
 def token_name(content: bytes) -> str:
-    r"""A token as text; one that is not whole characters as `bytes:\xe2\x80`, as OpenAI has it: no two have one
-    name."""
+    r"""A token as text; incomplete characters as `bytes:\xe2\x80`, as OpenAI has it, so that names differ."""
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -187,5 +185,5 @@ def token_name(content: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """As gRPC carries it (float32), and never an infinity."""
+    """As gRPC carries it (float32), never an infinity."""
     return max(c_float(logprob).value, _MIN_LOGPROB)

@@ -1,7 +1,7 @@
-"""What the bodies of requests hold. msgspec checks names and types here; `requests.to_request` checks values.
+"""What the bodies of requests hold. msgspec checks names and types; `requests.to_request` checks values.
 
-Fields that no body declares are ignored, as clients expect. Those that would change the answer if they were served
-are refused by their names, unless their value asks for nothing.
+Clients expect that unknown fields are ignored. Those that would change the answer if served are refused by name,
+unless their value asks for nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppserve.head.descriptions import MAX_SEED
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
-# OpenAI's default for completions; those of a chat may take what is left of the context.
+# OpenAI's default for completions; a chat's is what is left of the context.
 DEFAULT_MAX_TOKENS = 16
 
 _PATH = re.compile(r"\$\.?([^`]*)`$")
@@ -33,13 +33,13 @@ class Body(msgspec.Struct, kw_only=True):
     """A JSON object. A field that is null is absent."""
 
     unserved: ClassVar[Mapping[str, object]] = {}
-    """Fields that are refused, and the value of each that asks for nothing; None: false, or an empty one."""
+    """Fields that are refused, with the value that asks for nothing; None: false or empty."""
 
     model: str | None = None
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence whose stream broke, and the tokens of it that the caller holds."""
+    """A sequence whose stream broke, and its tokens that the caller holds."""
 
     token_ids: list[int]
     index: int = 0
@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What completions and chats have in common. Attributes are named as in the proto, where it has them."""
+    """What completions and chats share. Attributes are named as in the proto, where it has them."""
 
     unserved: ClassVar[Mapping[str, object]] = {
         **dict.fromkeys(
@@ -122,7 +122,7 @@ class GenerationBody(Body, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """The proto's names of fields, and the body's where they are not the part after the dot."""
+        """From the proto's names to the body's, where those are not the part after the dot."""
         return {
             "token_ids.ids": "prompt",
             "output.prompt_logprobs": "logprobs",
@@ -162,7 +162,7 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Raises InvalidRequest, and HttpError for a body that is too long or a model that is not served."""
+    """Raises InvalidRequest, and HttpError for too long a body or a model that is not served."""
     content = bytearray()
     async for part in request.stream():
         content += part
@@ -188,7 +188,7 @@ def parse_body(content: bytearray, kind: type[B]) -> B:
 
 
 def check_model(name: str | None, handler: RequestHandler) -> None:
-    """Raises HttpError for a model that is not served. No name means the one that there is."""
+    """Raises HttpError for a model that is not served. No name means the served one."""
     served = handler.description.name
     if name is not None and name != served:
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
@@ -202,6 +202,6 @@ def _asks(value: Any, neutral: object) -> bool:
 
 
 def _violation(problem: str) -> Violation:
-    """What msgspec says, with the field that it means."""
+    """msgspec's words, with the field that they mean."""
     parts = [found[1] for found in (_PATH.search(problem), _FIELD.search(problem)) if found and found[1]]
     return Violation(".".join(parts).removesuffix("[...]") or "body", problem.partition(" - at `")[0])

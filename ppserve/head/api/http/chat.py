@@ -18,7 +18,7 @@ from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# What templates are given by other fields than `chat_template_kwargs`.
+# Other fields than `chat_template_kwargs` that templates get.
 _OTHER_FIELDS = {
     *("messages", "add_generation_prompt", "continue_final_message"),
     *("bos_token", "eos_token", "pad_token", "unk_token"),
@@ -141,7 +141,7 @@ class ChatAnswers(Answers):
         return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
-        """As vLLM has it: the prompt's tokens are on whole answers, and on a stream's first event."""
+        """As vLLM: the prompt's tokens are on whole answers, and on a stream's first event."""
         if self._is_first and self._prompts[0].has_ids:
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         self._is_first = False

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: prompts become streams, and their deltas the answer."""
+"""/v1/completions and /v1/chat/completions: prompts become streams, deltas the answer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ppserve.head.api.stream import Delta, deltas_of, ordered_deltas_of
 async def generate(
     request: Request, handler: RequestHandler, kind: type[GenerationBody], form: type[Answers]
 ) -> Response:
-    """Answers with what the prompts of a body bring: all of it, or as events."""
+    """Answers with what a body's prompts bring: whole, or as events."""
     with handler.counting_refusals():
         body = await read_body(request, kind, handler)
         refuse(body.violations())
-        # A header's value, as which the name goes back, has no spaces at its ends.
+        # A header's value, which returns the name, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
         prompts = await body.prompts(handler, call.caller)
@@ -53,7 +53,7 @@ async def _answer(
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_tokens) for _, delta in whole)
             return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(whole)))
         deltas = deltas_of(streams)
-        # Until there is an event, an error can be told by a status.
+        # Until there is an event, a status can tell an error.
         first = _event(answers.event(*await anext(deltas)))
         return EventStream(_events(call, answers, first, deltas), stack.pop_all())
 

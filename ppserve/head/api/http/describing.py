@@ -52,8 +52,8 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. Other than in a prompt, the text of a special token is that token: this is how evaluation
-    harnesses ask for the number of the end-of-text token."""
+    """POST /tokenize. Unlike in prompts, a special token's text is that token: so evaluation harnesses ask for the
+    end-of-text token."""
     body = await read_body(request, TokenizeBody, handler)
     longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
     special = "|".join(map(re.escape, longest_first)) or "(?!)"

@@ -1,4 +1,4 @@
-"""Answers over HTTP: JSON, server-sent events, and errors as clients of OpenAI's interface read them."""
+"""Answers over HTTP: JSON, server-sent events, and errors as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-# A server that drains, or has lost its stages, is replaced at an unknown time.
+# A server that drains or lost its stages is replaced at an unknown time.
 _RETRY_UNAVAILABLE_S = 5.0
 
 
 class JsonResponse(Response):
-    """An answer that is complete. Its content is encoded already, or by msgspec."""
+    """A complete answer. Its content is encoded already, or by msgspec."""
 
     media_type = "application/json"
 
@@ -38,12 +38,12 @@ class JsonResponse(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Owns what they are made of, and closes it however the answer ends."""
+    """Server-sent events. Closes what they are made of, however the answer ends."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], owned: AsyncExitStack) -> None:
-        # The second header asks nginx not to wait for more before it hands an event on.
+        # The second header asks nginx to hand on each event at once.
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         owned.push_async_callback(events.aclose)
         self._owned = owned
@@ -53,7 +53,7 @@ class EventStream(StreamingResponse):
             async with self._owned:
                 await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            # The server closes: what is waiting to be sent would keep the connection open.
+            # The server closes: what waits to be sent would keep the connection open.
             scope["state"]["transport"].abort()
 
 
@@ -75,7 +75,7 @@ def error_response(error: RequestError) -> Response:
 
 
 def error_json(error: RequestError) -> bytes:
-    """The error for programs: `code` is our `reason` in lower case, which does not change."""
+    """The error for programs: `code` is our `reason` in lower case, and does not change."""
     status, param = status_of(error), getattr(error, "param", "")
     if isinstance(error, InvalidRequest):
         param = error.violations[0].field
@@ -104,5 +104,5 @@ def _headers_of(error: RequestError) -> Mapping[str, str]:
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:
-    """In whole seconds, as the standard has it, and exactly, as openai-python also reads it."""
+    """In whole seconds, as the standard has it, and exactly, for openai-python."""
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 2048
 MAX_TIMEOUT_S = 86_400.0
 OPEN_PATHS = ("/health",)
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
-# The caller hung up before it was answered: nginx's number.
+# The caller hung up before its answer: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
 
@@ -61,7 +61,7 @@ class HttpServer:
         count_answer: Callable[[str, int], None],
         tls: Certificates | None = None,
     ) -> None:
-        """count_answer: is told the path of every answer ("other" if it is not served) and its status."""
+        """count_answer: gets every answer's path ("other" if not served) and status."""
         self._request_handler = request_handler
         self._count_answer = count_answer
         app = Starlette(
@@ -71,12 +71,12 @@ class HttpServer:
             ],
             exception_handlers={HTTPException: self._missing},
         )
-        # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
+        # No redirect: its address would hold the caller's own Host header.
         app.router.redirect_slashes = False
         self._listener = Listener(app, MAX_CONNECTIONS, tls.context if tls else None)
 
     async def start(self, host: str, port: int) -> int:
-        """Binds, listens and returns the port. Raises ConfigError for an address that cannot be bound."""
+        """Binds, listens and returns the port. Raises ConfigError when it cannot."""
         return await self._listener.start(host, port, "--http-port")
 
     async def stop(self) -> None:
@@ -86,7 +86,7 @@ class HttpServer:
     # ---- around every path ----------------------------------------------------------------------------
 
     async def _missing(self, request: Request, error: Exception) -> Response:
-        """For a path or method that does not exist. Callers without a key do not learn which exist."""
+        """For an unknown path or method. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
         reason, message = error.detail.upper().replace(" ", "_"), f"{error.detail.lower()} on this server"
 
@@ -96,7 +96,7 @@ class HttpServer:
         return await self._answer(refuse, request)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """The endpoint's answer, or its error as one; counted, and with the call's names."""
+        """The endpoint's answer, or its error as one; counted, with the call's names."""
         path, state = request.scope["path"], request.state
         state.call = begin_call(request, self._request_handler.keys is not None)
         try:

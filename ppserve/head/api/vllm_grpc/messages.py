@@ -1,4 +1,4 @@
-"""From messages to fields, and from deltas to messages. What the protocol has and we have not is refused."""
+"""From messages to fields, and from deltas to messages. Refuses what the protocol has and we have not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSERVED = {
     *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
     *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
 }
-# What our proto calls it -> what this one does, where that is not the part after the dot.
+# Our proto's name -> this one's, where that is not the part after the dot.
 NAMES = {
     "token_ids.ids": "tokenized.input_ids",
     "stop.include_stop": "sampling_params.include_stop_str_in_output",
@@ -36,7 +36,7 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]
     given["include_stop"] = params.include_stop_str_in_output
     given["stream_interval"] = 1 if message.stream else AT_THE_END
     if "seed" in given:
-        given["seed"] &= MAX_SEED  # the field is signed, and all of its values are good seeds
+        given["seed"] &= MAX_SEED  # the field is signed, and all its values are good seeds
     return given, message.text if kind == "text" else message.tokenized.input_ids
 
 
@@ -47,7 +47,7 @@ def _unserved(message: Message, home: str) -> Iterator[Violation]:
 
 
 class SequenceMessages:
-    """The messages of one request: chunks where it streams, and each sequence's end with all of it."""
+    """One request's messages: chunks if it streams, and each sequence's end with all of it."""
 
     def __init__(self, request: Request, streams: bool) -> None:
         self._request = request

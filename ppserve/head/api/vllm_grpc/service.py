@@ -1,6 +1,7 @@
 """The methods of `vllm.grpc.engine.VllmEngine`.
 
-Embed and SubscribeKvEvents are missing on purpose: gRPC answers them with UNIMPLEMENTED, as routers expect."""
+Embed and SubscribeKvEvents are missing: routers expect UNIMPLEMENTED.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from ppserve.head.api.stream import deltas_of, ordered_deltas_of
 from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
-# Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
-# path and no name, it makes them call GetTokenizer.
+# Routers take this for a directory or a hub's model, whose tokenizer may be another one. As neither, it makes them
+# call GetTokenizer.
 TOKENIZER_PLACE = "grpc:GetTokenizer"
 CHUNK_BYTES = 256 << 10
 
@@ -42,7 +43,7 @@ class VllmService:
                 given, prompt = request_fields(message)
             async with self._handler.generate(given, prompt, call, deadline_is_error=True) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
-                # Routers number answers that are not streamed as they arrive.
+                # Routers number unstreamed answers as they arrive.
                 deltas = deltas_of if message.stream else ordered_deltas_of
                 async for _, delta in deltas([stream]):
                     for answer in messages.answers(delta):
@@ -54,7 +55,7 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        """An archive in parts; the last one has the digest of all."""
+        """An archive in parts; the last has the digest of all."""
         content = await asyncio.to_thread(tokenizer_archive, self._handler)
         for offset in range(0, len(content), CHUNK_BYTES):
             end = offset + CHUNK_BYTES
@@ -110,15 +111,15 @@ class VllmService:
 
 
 def model_kind(handler: RequestHandler) -> tuple[str, str]:
-    """Hugging Face's names of the model: its `model_type` and its class. A Mistral is served as a Llama."""
+    """Hugging Face's `model_type` and class. A Mistral is served as a Llama."""
     arch = handler.description.architecture
     kind = "qwen2" if arch.qkv_biases else "qwen3" if arch.qk_norms else arch.family
     return kind, "GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"
 
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:
-    """A zip file of what Hugging Face's programs read: a router builds its own tokenizer from it. Raises
-    InvalidRequest without a tokenizer."""
+    """A zip of what Hugging Face's programs read: a router builds its tokenizer from it. Raises InvalidRequest
+    without a tokenizer."""
     described, arch = handler.tokenizer_config(), handler.description.architecture
     config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}
     content = io.BytesIO()

@@ -1,7 +1,7 @@
 """One connection to a server; one request, and when its tokens arrived.
 
-Requests go through the generated stub and not through the client's `stream`: a load generator must not retry or
-resume without saying so, and it shares the machine with the server, so every microsecond per token counts.
+Requests go through the generated stub and not the client's `stream`: a load generator must not retry or resume
+unseen, and it shares the machine with the server, so every microsecond per token counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answer:
     """When it was due, from which its latency counts."""
     ended_s: float
     arrivals: tuple[tuple[float, int], ...]
-    """For every message with tokens: when it came, and how many tokens it had."""
+    """For every message with tokens: when it came, with how many."""
     status: str
     """OK, the name of a gRPC status, or how the answer fell short."""
     problem: str = ""
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to its first token; only for answers with tokens."""
+        """From when it was due to its first token; only with tokens."""
         return self.arrivals[0][0] - self.intended_s
 
     @property
@@ -64,13 +64,13 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first message; None when nothing followed it."""
+        """Mean time of a token after the first message; None without any."""
         later = self.num_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
     @property
     def itls_s(self) -> list[float]:
-        """Gaps between messages: those between tokens, unless the server merged several tokens into a message."""
+        """Gaps between messages: between tokens, unless the server merged several."""
         times = [at for at, _ in self.arrivals]
         return [after - before for before, after in pairwise(times)]
 
@@ -78,7 +78,7 @@ class Answer:
 class Caller(AsyncClient):
     """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries.
 
-    timeout_s: of every request; its deadline counts from when it is sent.
+    timeout_s: of every request, from when it is sent.
     """
 
     def __init__(self, target: str, timeout_s: float | None = None, **connection: Any) -> None:
@@ -86,7 +86,7 @@ class Caller(AsyncClient):
         self._timeout_s = timeout_s
 
     async def send_question(self, question: Question, intended_s: float) -> Answer:
-        """Sends a request and waits for its end. No behaviour of the server raises: the answer has it."""
+        """Sends a request and waits for its end. Nothing that the server does raises: the answer has it."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
             sampling=pb.SamplingParams(temperature=0.0, seed=question.number % 2**64),
@@ -111,7 +111,7 @@ class Caller(AsyncClient):
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
-    """(status, problem) by the last message: OK only when all tokens that were asked for have arrived."""
+    """(status, problem) by the last message: OK only with all tokens that were asked for."""
     if message.finish.reason not in _ENDS:
         return pb.Finish.Reason.Name(message.finish.reason), "ended before max_tokens"
     if message.usage.completion_tokens != num_received:

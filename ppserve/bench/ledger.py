@@ -1,4 +1,4 @@
-"""Where the stages' time went over an interval: the difference of two readings of the server's ledger."""
+"""Where the stages' time went over an interval: the difference of two readings of the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
 
 
 def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> tuple[StageTimes, ...]:
-    """The time added from one reading to the next; empty when their numbers of stages differ.
+    """The time from one reading to the next; empty if their numbers of stages differ.
 
     If the server restarted in between: the time since its start.
     """
@@ -33,6 +33,6 @@ def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> t
 
 
 def shares(times: StageTimes) -> dict[str, float]:
-    """Shares of a stage's wall time by kind, busy first, idle last, which sum to 1. Without time, all is idle."""
+    """Shares of a stage's wall time by kind, busy first, idle last; their sum is 1. Without time, all is idle."""
     spent_ns = {BUSY: times.computed_ns, **times.bubble_ns, IDLE: times.idle_ns if times.wall_ns else 1}
     return {kind: ns / (times.wall_ns or 1) for kind, ns in spent_ns.items()}

@@ -1,8 +1,8 @@
 """One run against a server: warm-up, then the load between two readings of the server's ledger.
 
-A load is a closed loop of callers, or an open loop, which sends on time whatever the server does. In an open loop
-latency counts from when a request was due. A generator that waits for a slow server and counts from when it sent
-the request hides the waiting that the slow server causes ("coordinated omission").
+A load is a closed loop of callers, or an open loop, which sends on time whatever the server does. Its latency
+counts from when a request was due: counted from when it was sent, a generator that waits for a slow server hides
+that waiting ("coordinated omission").
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ppserve.client import CallFailed
 from ppserve.core.ledger.account import StageTimes
 
 SendQuestion = Callable[[Question, float], Awaitable[Answer]]
-"""The second argument is when the question was due (perf_counter, in seconds)."""
+"""With when the question was due (perf_counter, in seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A uniform distribution of numbers of tokens; both ends are included."""
+    """A uniform distribution of numbers of tokens, both ends included."""
 
     least: int
     most: int
@@ -57,7 +57,7 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The request of a number, always the same. Numbers below 0 are for the warm-up.
+        """The request of a number, always the same; below 0 for the warm-up.
 
         Prompts are random tokens, so no two share a prefix that the server could have cached.
         """
@@ -78,7 +78,7 @@ def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When sending stops; requests in flight are then waited for. At least one of the two is set."""
+    """When sending stops; requests in flight still end. At least one of the two is set."""
 
     num_requests: int | None = None
     duration_s: float = math.inf
@@ -95,7 +95,7 @@ class ClosedLoop:
     ) -> None:
         """Sends questions for so long, and appends each answer when it has come.
 
-        If this task is cancelled, so are the requests in flight.
+        Cancelling this task cancels the requests in flight.
         """
         ends_s = time.perf_counter() + duration_s
 
@@ -127,12 +127,12 @@ class OpenLoop:
 
         begun_s = time.perf_counter()
         async with asyncio.TaskGroup() as calls:
-            # A question is made before it is due, so that making it adds no latency.
+            # Made before it is due: that adds no latency.
             for at_s, question in zip(self.arrivals_s, questions, strict=False):
                 if at_s >= duration_s:
                     return
                 intended_s = begun_s + at_s
-                # Also when late, for 0 s: without a pause the event loop would read no answers.
+                # Also when late, for 0 s: else the event loop reads no answers.
                 await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
                 calls.create_task(call(question, intended_s))
 
@@ -193,7 +193,7 @@ async def introduce(caller: Caller, target: str) -> Served:
 
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
-    """Sends requests that are not counted. Raises CallFailed if one fails: the others would fail as well."""
+    """Sends requests that do not count. Raises CallFailed if one fails: others would, too."""
     answers: list[Answer] = []
     questions = map(workload.question, range(-num_requests, 0))
     await ClosedLoop(concurrency).run(caller.send_question, questions, math.inf, answers)
@@ -205,7 +205,7 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
     """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail.
 
-    If this task is cancelled (Ctrl-C), the measurement has the requests that were answered until then.
+    If this task is cancelled (Ctrl-C), the measurement has the answers until then.
     """
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)

@@ -39,7 +39,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run, named as in vLLM's serving benchmark if that has them. Throughputs are per second;
+    """One run's figures, named as in vLLM's serving benchmark where that has them. Throughputs are per second;
     latencies are of successful requests."""
 
     served: Served
@@ -129,7 +129,7 @@ def _shares(times: StageTimes) -> dict[str, Any]:
 
 
 def render_table(summary: Summary) -> str:
-    """The table of vLLM's serving benchmark with its labels, which tools parse; then the stages' time."""
+    """vLLM's table, whose labels tools parse; then the stages' time."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [_row(label, value) for label, value in _counts(summary)]
     for title, name, attribute in _LATENCIES:
@@ -149,8 +149,8 @@ def render_table(summary: Summary) -> str:
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
-    """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time. Stages of
-    several replicas, one after the other, are numbered as replica and stage, `1.0`."""
+    """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time. With
+    several replicas names are replica and stage, `1.0`."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
     for index, times in enumerate(ledger):
         replica, stage = divmod(index, len(ledger) // num_replicas)

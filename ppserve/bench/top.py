@@ -37,7 +37,7 @@ class ScrapeFailed(PpserveError):
 
 
 Buckets = Mapping[float, float]
-"""A histogram: cumulative counts by upper bound, ascending; the last bound is infinite."""
+"""A histogram: cumulative counts by upper bound, ascending; the last is infinite."""
 
 
 class MetricsReading:
@@ -64,7 +64,7 @@ class MetricsReading:
 
 
 def difference(earlier: Buckets, later: Buckets) -> Buckets:
-    """The observations made between two readings; all of the later one if the server restarted in between."""
+    """The observations between two readings; all of the later one's if the server restarted."""
     added = {bound: count - earlier.get(bound, 0.0) for bound, count in later.items()}
     return added if min(added.values(), default=0.0) >= 0 else later
 
@@ -83,7 +83,7 @@ def quantile(buckets: Buckets, q: float) -> float | None:
 
 
 def parse_metrics(text: str) -> MetricsReading:
-    """Raises ScrapeFailed with the first line that cannot be parsed."""
+    """Raises ScrapeFailed with the first bad line."""
     samples: dict[str, dict[Labels, float]] = {}
     for line in text.splitlines():
         try:
@@ -119,7 +119,7 @@ class ServerReading:
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:
-    """metrics: HOST:PORT of the page, or None. Raises CallFailed when the server does not answer."""
+    """metrics: HOST:PORT of the page, or None. Raises CallFailed without an answer."""
     topology = client.topology()
     found, problem = None, ""
     if metrics is not None:
@@ -139,7 +139,7 @@ class View:
 
     @property
     def stages(self) -> Iterator[tuple[str, pb.Stage, StageTimes]]:
-        """Name, stage, and its time over the interval. The name has the replica's number if there are several."""
+        """Name, stage, and its time over the interval. Of several replicas the name has the number."""
         topology = self.after.topology
         later = read_ledger(topology)
         ledger = between(read_ledger(self.before.topology), later) or later
@@ -174,7 +174,6 @@ class View:
         return " | ".join([*parts, *self._traffic()])
 
     def _traffic(self) -> list[str]:
-        """Queue, rates and latencies by the metrics page, or why they are missing."""
         before, after = self.before.metrics, self.after.metrics
         if before is None or after is None:
             problem = self.after.problem or self.before.problem
@@ -182,7 +181,7 @@ class View:
         interval_s = max(self.after.at_s - self.before.at_s, 1e-9)
 
         def per_s(name: str) -> float:
-            # A head that restarted in between counts from zero again.
+            # A head that restarted counts from zero again.
             return max(0.0, after.value(name) - before.value(name)) / interval_s
 
         def latency(name: str) -> str:
@@ -204,7 +203,7 @@ class View:
 
 
 def bar(times: StageTimes, width: int) -> str:
-    """`width` cells. The ends of the shares are rounded, not the shares, so that the number of cells is exact."""
+    """`width` cells. Rounds the ends of shares, not shares, so the number is exact."""
     cells, reached = "", 0.0
     for kind, share in shares(times).items():
         reached += share
@@ -221,6 +220,5 @@ def _shape(topology: pb.GetTopologyResponse) -> str:
 
 
 def _waits(times: StageTimes) -> list[str]:
-    """Bubbles that are large enough to be seen, and the idle time, as shares of wall time."""
     waits = {kind: share for kind, share in shares(times).items() if kind != BUSY}
     return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]

@@ -1,4 +1,4 @@
-"""The commands that measure a running server: `ppserve bench` loads it, `ppserve top` watches its stages."""
+"""The commands that measure a running server: `ppserve bench` loads it, `ppserve top` watches it."""
 
 from __future__ import annotations
 
@@ -155,10 +155,9 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Endless views, one per interval; the time that a reading takes does not lengthen the intervals.
+    """Endless views, one per interval, reading included.
 
-    Raises ScrapeFailed when there is no metrics page at the start. If it fails later, the views say so until it is
-    back.
+    Raises ScrapeFailed without a metrics page at the start. If it fails later, the views say so until it is back.
     """
     before = read(client, metrics)
     if before.problem:

@@ -1,4 +1,4 @@
-"""`ppserve chat`: a conversation with any server of OpenAI's chat completions, in the terminal or line by line."""
+"""`ppserve chat`: a conversation with any server of OpenAI's chat completions, by hand or line by line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Lost(Exception):
 
 
 class ReceivedAnswer:
-    """One answer, as far as it was received. A server that was restarted continues it: the same seed and the
-    tokens that are here give the rest."""
+    """One answer, as far as it was received. The seed and these tokens make a server that was restarted continue
+    it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = {**body, "stream": True, "return_token_ids": True}
@@ -45,7 +45,7 @@ class ReceivedAnswer:
         return self._body | ({"resume": {"token_ids": self._ids}} if self._ids else {})
 
     def add(self, event: dict[str, Any]) -> str:
-        """The new text of an event. Raises _Lost for one that says that the stream failed."""
+        """An event's new text. Raises _Lost for one that says that the stream failed."""
         if "error" in event:
             raise _Lost(event["error"].get("message", "the stream failed"))
         if "seed" in event:
@@ -74,7 +74,7 @@ class ChatServer:
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of an answer. Raises _Lost where trying again may help, else PpserveError."""
+        """An answer's events. Raises _Lost where trying again may help, else PpserveError."""
         with closing(self._connect()) as connection:
             try:
                 connection.request("POST", f"{self._path}/v1/chat/completions", json.dumps(body), self._headers)
@@ -90,7 +90,6 @@ class ChatServer:
 
 
 def _problem(content: bytes) -> str:
-    """What an error's body says, in one line."""
     try:
         return " ".join(str(json.loads(content)["error"]["message"]).split())
     except (ValueError, KeyError, TypeError):
@@ -130,7 +129,7 @@ class Dialogue:
             )
 
     def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
-        """Until the answer's end, with new calls for what is left while the server is away."""
+        """Until the answer's end, calling again while the server is away."""
         until_s: float | None = None
         while not answer.is_complete:
             try:

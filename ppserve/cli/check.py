@@ -1,6 +1,6 @@
 """Finds mistakes in a server's flags before any process is started.
 
-Without torch, whose import takes seconds: a mistake is reported at once, and no rank has to start and end for it.
+Without torch, whose import takes seconds: mistakes are reported at once, and no rank has to start for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size:
 
 
 def _architecture(path: str) -> Architecture | None:
-    """None when only a download or torch could read it: then the stages check the flags that depend on it."""
+    """None when only a download or torch could read it: then the stages check its flags."""
     place = Path(path).expanduser()
     if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
         return None
@@ -64,7 +64,6 @@ def _architecture(path: str) -> Architecture | None:
 
 
 def _check_ports(server: ServerSettings) -> None:
-    """Raises ConfigError for a port that is in use, the most frequent mistake."""
     flags = {"--port": server.port, "--metrics-port": server.metrics_port, "--http-port": server.http_port}
     taken: dict[int, str] = {}
     for flag, port in flags.items():

@@ -1,4 +1,4 @@
-"""Clients of a running server: `ppserve generate`, `health` and `restart`; and how every command reaches it."""
+"""Clients of a running server, `ppserve generate`, `health` and `restart`; and how every command reaches it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ CONNECTION = (
     click.Option(["--tls-cert"], type=FILE, help="Certificate that proves who calls."),
     click.Option(["--tls-key"], type=FILE, help="Its key."),
 )  # fmt: skip
-"""How commands reach a server. No flag holds the key: every user of a machine sees the arguments of processes."""
+"""How commands reach a server. No flag holds the key: every user sees processes' arguments."""
 
-# Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
+# An option's name, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
     ("min_tokens", _COUNT, "Tokens before anything may end the text."),
@@ -101,7 +101,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError("--tls-cert", "not PEM, or not the certificate of --tls-key") from None
     target: str = flags["target"]
     host, _, port = target.rpartition(":")
-    # gRPC's own schemes are its to judge. Of a port it takes the lowest 16 bits.
+    # gRPC judges its own schemes. Of a port it takes the lowest 16 bits.
     is_port = len(port) < 6 and port.isdecimal() and 0 < int(port) < 1 << 16
     if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
         raise ConfigError("--target", f"{target!r} is not HOST:PORT")
@@ -170,7 +170,7 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes. Its streams continue at another replica at once."""
-    # Without retries: where no server answers, there is nothing to restart.
+    # Without retries: where no server answers, nothing can be restarted.
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
             client.restart(replica, pause)
@@ -186,7 +186,7 @@ async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json:
     print_chunk, print_answer = (_print_object,) * 2 if as_json else (_print_chunk, _print_answer)
     as_it_comes = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
     async with AsyncClient(**connection(flags), retry=policy) as client:
-        await client.is_serving()  # without a server this fails at once, not after all retries
+        await client.is_serving()  # without a server this fails at once, without retries
         chunks = []
         async for chunk in client.stream(prompt, **options):
             chunks.append(chunk)

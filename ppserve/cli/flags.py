@@ -1,4 +1,4 @@
-"""The flags of `ppserve serve`, under the headings that its help shows, and the entries of its `--config` file."""
+"""The flags of `ppserve serve`, under its help's headings, and the entries of its `--config` file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _port(name: str, help: str, **parsed: Any) -> click.Option:
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """Entries of the `--config` file become defaults, which flags and environment variables override."""
+    """The `--config` file's entries become defaults, which flags and the environment override."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The command line: `ppserve`, or `python -m ppserve`. Without the name of a command, `serve` runs."""
+"""The command line: `ppserve`, or `python -m ppserve`. Without a command's name, `serve` runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXIT_BROKEN_PIPE = 141
 
 
 class _ServeByDefault(click.Group):
-    """Passes arguments without a command's name to `serve`, and imports the module of a command only to run it."""
+    """Passes arguments without a command's name to `serve`, and imports a command's module to run it."""
 
     _MODULES: ClassVar = {
         "serve": "serve",
@@ -55,11 +55,11 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs a command. A mistake of the operator is one line on standard error and exit code 2."""
-    # All ranks parse the same flags and find the same mistakes: rank 0 reports them.
+    """Runs a command. The operator's mistake is one line on standard error and exit code 2."""
+    # All ranks find the same mistakes: rank 0 reports them.
     reports = os.environ.get("RANK", "0") == "0"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that is not UTF-8 shows a question mark for what it lacks.
+        # A terminal without UTF-8 shows question marks.
         sys.stdout.reconfigure(errors="replace")
     try:
         code: Any = cli.main(prog_name="ppserve", standalone_mode=False)
@@ -67,7 +67,7 @@ def main() -> None:
     except click.ClickException as error:
         _report(error.format_message(), reports)
     except UnicodeEncodeError:
-        # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
+        # Bytes that are not UTF-8 arrive as lone surrogates.
         _report("an argument is not UTF-8 text", reports)
     except PpserveError as error:
         _report(str(error), reports or isinstance(error, LauncherError))
@@ -78,11 +78,11 @@ def main() -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard output, at once. Raises PpserveError where that is impossible, as on a full disk."""
+    """Writes to standard output at once. Raises PpserveError where it cannot, as on a full disk."""
     try:
         click.echo(text + end, nl=False)
     except OSError as error:
-        # What is left to be written would be tried again when Python ends.
+        # Else Python tries to write the rest when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `ppserve generate ... | head`
             sys.exit(_EXIT_BROKEN_PIPE)
@@ -93,5 +93,5 @@ def _report(problem: str, reports: bool) -> None:
     if reports:
         print(f"ppserve: error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends all ranks when one has ended, so this one waits until rank 0 has written its line.
+        # torchrun ends all ranks when one has ended: this one waits for rank 0's line.
         time.sleep(_RANK_0_REPORTS_WITHIN_S)

@@ -1,4 +1,4 @@
-"""`ppserve plan`: what would run where and, with a server's measured costs, how fast. Reads no weights."""
+"""`ppserve plan`: what would run where and, with measured costs, how fast. Reads no weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RANKS = click.IntRange(1, 4096)
 _OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers")
 """The flags in which the shapes of a world differ."""
 _REQUESTS_PER_CALLER = 6
-"""Simulated; enough that the first and the last ones weigh little."""
+"""Simulated; enough that the first and the last weigh little."""
 _OF_SERVE = (
     *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
     *("--max-model-len", "--block-size", "--kv-cache-memory", "--expect"),
@@ -92,7 +92,7 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
 
 
 def _refuse_shape_flags() -> None:
-    """Raises ConfigError where a flag was given that a comparison of all shapes would not look at."""
+    """Raises ConfigError for a flag that a comparison of all shapes would not look at."""
     context = click.get_current_context()
     for name in _OF_A_SHAPE:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -100,7 +100,6 @@ def _refuse_shape_flags() -> None:
 
 
 def _shape(flags: dict[str, Any]) -> str:
-    """The ranks of all three dimensions, where there is more than one."""
     grid = RankGrid(flags["tensor_parallel"], flags["replicas"], flags["stages"])
     if grid.tensor == grid.data == 1:
         return ""
@@ -119,7 +118,7 @@ def _conditions(arch: Architecture, sheet: CostSheet) -> Conditions:
 
 
 def _simulate(plan: Forecast, sheet: CostSheet, callers: int) -> dict[str, Any]:
-    """The figures of a pipeline that has its share of the callers. Raises ConfigError."""
+    """The figures of a pipeline with its share of callers. Raises ConfigError."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
     requests = _REQUESTS_PER_CALLER * callers

@@ -1,4 +1,4 @@
-"""`ppserve serve`: turns flags into a frozen config, and runs this rank's part of the pipeline."""
+"""`ppserve serve`: turns flags into a frozen config, and runs this rank's part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     from ppserve.cli.check import check
 
     check(config, environment.world_size)
-    # It imports torch, and this process the head, at the same time.
+    # It imports torch while this process imports the head.
     fork_server = ForkServer()
     fork_server.prepare()
     from ppserve.head.app import run_head

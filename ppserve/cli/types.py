@@ -13,12 +13,12 @@ from ppserve.core.architecture import Split
 from ppserve.core.partition import ExpectedWorkload
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-# More than any machine has, and a number that every stage can be told.
+# More than any machine has, and representable at every stage.
 _MOST_BYTES = 1 << 60
 
 
 class Parsed(click.ParamType[Any]):
-    """The value that a function makes of a text. Its ValueError is a mistake of the user."""
+    """What a function makes of a text. Its ValueError is a mistake of the user."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Parsed(click.ParamType[Any]):
 
 
 class Number(click.FloatRange):
-    """A number of a range. click's own takes `nan`, which no bound can refuse."""
+    """A number in a range. click's own takes `nan`, which no bound refuses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -44,8 +44,8 @@ class Number(click.FloatRange):
 
 
 class PortOption(click.Option):
-    """Kubernetes tells pods beside a Service named `ppserve` that PPSERVE_PORT is tcp://ADDRESS:PORT, beside one
-    named `ppserve-http` likewise. None of these are meant for us."""
+    """Kubernetes tells pods beside a Service named `ppserve` that PPSERVE_PORT is tcp://ADDRESS:PORT, and beside
+    `ppserve-http` likewise. None of these are meant for us."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         value = super().value_from_envvar(ctx)
@@ -98,7 +98,7 @@ POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
-"""Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
+"""Bytes that are not UTF-8 are lone surrogates in Python, which no message can hold."""
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 """Tokens of a typical prompt and answer, and requests at once."""

@@ -1,7 +1,7 @@
 """The two clients: requests, retries, streams that resume.
 
-What they do is written once, as coroutines. `AsyncClient` is awaited. `Client` makes calls that block
-(`CallStyle`), so that each coroutine runs to its end, or to its next chunk, without an event loop.
+All is written once, as coroutines. `AsyncClient` is awaited. `Client` makes calls that block (`CallStyle`), so
+each coroutine runs to its end, or to its next chunk, without an event loop.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AsyncClient:
         self._channel = channel = open_channel(self._style.library, target, tls)
         self._metadata = call_metadata(api_key)
         self._retry = retry or RetryPolicy()
-        # Both now: made of a channel that is closed, a stub ends the process (grpc 1.81).
+        # Both now: a stub of a closed channel ends the process (grpc 1.81).
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(channel)
 
@@ -111,7 +111,7 @@ class AsyncClient:
         await self._ask(self._stub.RestartReplica, pb.RestartReplicaRequest(replica=replica, pauses=pauses))
 
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
-        """Whether the server answers that it serves. Raises CallFailed when there is no answer."""
+        """Whether the server says that it serves. Raises CallFailed without an answer."""
         asked = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await self._style.result(self._health.Check(asked, timeout=TimeLimit(timeout_s).left_s))
@@ -130,7 +130,6 @@ class AsyncClient:
         await self.close()
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
-        """A unary call, tried again as the policy says."""
         retries = Retries(self._retry)
         while True:
             try:

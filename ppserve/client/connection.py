@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-_LONGEST_S = 1e9  # gRPC takes much longer limits for limits that have passed
+_LONGEST_S = 1e9  # gRPC takes much longer limits for past ones
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # Reconnect soon to a server that restarts; gRPC's own first pause is a second.
+    # Reconnect soon to a server that restarts; gRPC's first pause is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 30_000),
@@ -51,7 +51,7 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
 
 
 def refuse_other_kinds(**given: tuple[object, type]) -> None:
-    """Raises TypeError for an argument that is not None and not of its kind."""
+    """Raises TypeError for an argument of another kind, unless it is None."""
     for name, (what, kind) in given.items():
         if what is not None and not isinstance(what, kind):
             raise TypeError(f"{name}: {reprlib.repr(what)} is not a {kind.__name__}")
@@ -75,7 +75,7 @@ class TimeLimit:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
-        """`wanted_s` and up to 25% more, at random, so that clients that lost a server together do not all return
-        at the same moment; never beyond the deadline."""
+        """`wanted_s` and up to 25% more, at random, so that clients do not all return to a lost server at once;
+        never beyond the deadline."""
         left_s = self.left_s
         return min(wanted_s * random.uniform(1.0, 1.25), math.inf if left_s is None else left_s)

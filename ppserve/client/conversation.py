@@ -1,8 +1,8 @@
 """One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
 
-After a stream broke, the next request holds the token ids that were received (`ResumeFrom`); the server continues
-from there. Text may lag behind tokens, but a message that completes text also holds the tokens that complete it.
-So the tokens received determine the text received, and nothing is lost or repeated.
+When a stream breaks, the next request holds the received token ids (`ResumeFrom`), and the server continues. Text
+may lag behind tokens, but a message that completes text also holds the tokens that complete it. So the tokens
+received determine the text received, and nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
 
-# A server that is restarted may be gone again soon: a client that seldom asks would miss it.
+# Clients that seldom ask would miss a server that is up only for a while.
 _UNANSWERED_PAUSE_S = 1.0
 
 
@@ -31,13 +31,12 @@ class RetryPolicy:
     """Seconds from the first of several failures in a row to the last attempt. A server that restarts may need
     minutes to read its weights."""
     first_pause_s: float = 0.1
-    """Seconds. Pauses double up to the longest, and to a second at most while no server answers."""
+    """Seconds. Pauses double up to the longest; to a second at most while no server answers."""
     max_pause_s: float = 5.0
     resume: bool = True
-    """Whether to continue a stream that broke. The server then sends the ids of tokens, a few bytes each."""
+    """Whether to continue a broken stream. The server then sends token ids, a few bytes each."""
     on_retry: Callable[[CallFailed], None] | None = None
-    """Called with every failure that is retried. None: the first of a row is logged as a warning by
-    "ppserve.client"."""
+    """Called with every failure that is retried. None: "ppserve.client" logs the first of a row as a warning."""
 
 
 class Retries:
@@ -57,15 +56,15 @@ class Retries:
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
         """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream broke.
 
-        Raises `failure` after the last attempt, and where a retry cannot help: it can where no server answers
-        (UNAVAILABLE) and where a full queue says when it will have room.
+        Raises `failure` after the last attempt, and where no retry helps: it does where no server answers
+        (UNAVAILABLE) and where a full queue says when it has room.
         """
         first, policy = self._first, self._policy
         self._failures += 1
         if first is None:
             self._since_s = now_s
         if first is None or (failure.reason and not first.reason):
-            self._first = failure  # what a server explains tells more than that none answered
+            self._first = failure  # a server's reason tells more than no answer
         if self._is_final(failure, now_s, has_begun):
             raise failure from (first if str(first) != str(failure) else None)
         if policy.on_retry is not None:
@@ -95,7 +94,7 @@ class _Held:
 
 
 class Conversation:
-    """A request, repeated until every sequence has ended, with the seed that the first message told."""
+    """A request, repeated until every sequence has ended, with the first message's seed."""
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = pb.GenerateRequest()
@@ -130,13 +129,13 @@ class Conversation:
         return read_chunk(message)
 
     def check_end(self, request: pb.GenerateRequest) -> None:
-        """The call for `request` ended with status OK. Raises CallFailed if sequences have no end yet."""
+        """The call ended with status OK. Raises CallFailed if sequences have no end yet."""
         wanted = [request.resume.index] if request.HasField("resume") else list(self._held)
         if not all(self._held[index].has_ended for index in wanted):
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
     def pause_after(self, failure: CallFailed, now_s: float) -> float:
-        """Seconds to wait before the next call. Raises `failure` when there is no next call."""
+        """Seconds to wait before the next call. Raises `failure` when there is none."""
         has_begun = any(held.has_begun for held in self._held.values())
         if has_begun and not self._policy.resume:
             raise failure

@@ -1,4 +1,4 @@
-"""Converts between the values that callers see and the messages of the proto; failed calls become `CallFailed`."""
+"""Converts between callers' values and the proto's messages; failed calls become `CallFailed`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 @dataclass(eq=False)
 class CallFailed(PpserveError):
-    """A call that did not succeed. Its cause (`__cause__`): when the call was retried and its failures differed,
-    the first one, or the first that a server explained."""
+    """A call that did not succeed. Its `__cause__`: of the different failures before it, the first, or the first
+    that a server explained."""
 
     code: str  # name of the gRPC status, such as INVALID_ARGUMENT
     problem: str
-    reason: str = ""  # the server's stable name for the failure; empty when no server answered
+    reason: str = ""  # the server's stable name for the failure; empty without an answer
     violations: tuple[Violation, ...] = ()  # the wrong fields of the request
     retry_after_s: float | None = None  # how long the server asks the client to wait
 
@@ -35,15 +35,15 @@ class CallFailed(PpserveError):
 
 
 def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The message that asks for this. options: as `answers.read_options` reads them. Raises ValueError for a value
-    that its field cannot hold, TypeError for a prompt that is none."""
+    """The message that asks for this. options: by `answers.read_options`. Raises ValueError for a value that its
+    field cannot hold, TypeError for what is no prompt."""
     request = pb.GenerateRequest()
     asked = read_prompt(prompt)
     if isinstance(asked, str):
         _fill(request, "text", asked, "prompt")
     else:
         _fill(request.token_ids, "ids", asked, "prompt")
-    # The request comes last: its own fields `stop` and `token_ids` are messages, not the options of these names.
+    # The request last: its own `stop` and `token_ids` are messages, not these options.
     homes = (request.sampling, request.stop, request.output, request)
     for name, value in options.items():
         if name != "timeout_s":

@@ -153,7 +153,6 @@ class HeadProcess:
         self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
 
     async def _await_pipeline(self) -> None:
-        """Until it has formed, has failed, or a signal arrives."""
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
         while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
             seen, missing = find_missing(self._members)
@@ -202,7 +201,6 @@ class HeadProcess:
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _open(self, servers: Servers, request_handler: RequestHandler) -> None:
-        """Raises UsageError."""
         description = request_handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
@@ -266,6 +264,5 @@ class HeadProcess:
 
 
 async def _any_done(within_s: float, *futures: asyncio.Future[Any]) -> bool:
-    """Whether one of them is done, after at most `within_s`."""
     done, _ = await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     return len(done) > 0

@@ -245,7 +245,6 @@ def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
 
 
 def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
-    """What would help a replica most; empty when nothing would."""
     found = advise(reading.times, reading.decision.layouts, reading.microbatches)
     return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 

@@ -41,7 +41,6 @@ class WaitLimit:
     """The time in which something must happen, and when the log says what is missing."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
-        """limit_s: `--start-timeout`."""
         self._limit_s = limit_s
         self._seen: object = None
         self._since_s = self._told_s = now_s

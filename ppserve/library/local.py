@@ -1,4 +1,4 @@
-"""Ranks that are threads: their control plane is made of queues, and each runs the loop of a stage."""
+"""Ranks that are threads: their control plane is queues, and each runs the loop of a stage."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("ppserve.library")
 
 
 class LocalControlPlane:
-    """Both ends of the control plane (`engine.control.ControlPlane`). Messages are handed over as they are: all of
-    them are frozen. No rank disconnects: the last message of one that fails is `Failed`."""
+    """Both ends of the control plane (`engine.control.ControlPlane`). Messages are frozen, and handed over as they
+    are. No rank disconnects: the last message of one that fails is `Failed`."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
@@ -49,7 +49,7 @@ class LocalControlPlane:
             self.links[rank].handle_message(time.monotonic_ns(), message)
 
     def drop(self, rank: int, cause: str) -> None:
-        """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""
+        """A thread can be neither ended nor restarted: the pipeline ends."""
         self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 
     def close(self, goodbye_s: float) -> None:
@@ -71,14 +71,14 @@ def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane
 
 
 def _run_stage(stage: StageLoop, compute: Compute, link: Link) -> None:
-    """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
+    """A stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         compute.occupy()
         stage.run()
     except BaseException as error:
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))
-        stage.leave_epoch()  # which ends the waits of neighbours for this stage
+        stage.leave_epoch()  # neighbours stop waiting for it
     finally:
-        # The pipeline keeps the link, which must not keep the stage with its weights, keys and values.
+        # The pipeline keeps the link, which must not keep the stage with its memory.
         link.start(lambda _epoch: None)

@@ -1,4 +1,4 @@
-"""`Pipeline`: the server's engine, scheduler and ledger in one process, with stages that are threads."""
+"""`Pipeline`: the server's engine, scheduler and ledger in one process, with threads for stages."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage; the table that is
-    printed has shares of it."""
+    """Where every stage's time went. `busy + bubbles + idle` is each stage's wall time; the printed table has
+    shares of it."""
 
     stages: tuple[StageDescription, ...]
     advice: str  # what would help most; empty when nothing would
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the pipeline was made, or between two ledgers: the same for every stage of a replica, and
-        within microseconds for those of others."""
+        """Seconds since the pipeline was made, or between two ledgers: within microseconds the same for every
+        stage."""
         return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
-        """What was added after an earlier ledger of the same pipeline."""
+        """What was added after an earlier ledger of the pipeline."""
         return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     """
 
     model: ModelDescription
-    """What is computed, in which arithmetic, and whether the promises hold on this machine."""
+    """What is computed, in which arithmetic, and whether the promises hold here."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._engine = build_engine(config, world_size, control, lambda call: call())
         self._pid = os.getpid()
         threads = (self._engine, *make_stages(config, world_size, control))
-        # Also when nobody holds the pipeline any more, and before the interpreter ends.
+        # Also when nobody holds the pipeline, and before the interpreter ends.
         self._end = weakref.finalize(self, _end_threads, self._engine, threads, torch.get_num_threads())
         for thread in threads:
             thread.start()
@@ -148,7 +148,6 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise
 
     def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer]:
-        """Waits until every stage has loaded its layers."""
         engine = self._engine
         ends: list[Future[Any]] = [engine.formed, engine.failed]
         wait(ends, return_when=FIRST_COMPLETED)
@@ -204,7 +203,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return f"<Pipeline {self.model.name!r}, {self.model.numbers}>"
 
     def _running(self) -> Engine:
-        """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""
+        """Raises Draining after `close` and in another process, StagesLost without stages."""
         if os.getpid() != self._pid:
             raise Draining("this pipeline's threads are in another process: make one in each process")
         if not self._end.alive:
@@ -224,9 +223,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Ends all threads, and gives torch back the number of threads that it had.
+    """Ends all threads, and gives torch its number of threads back.
 
-    A function, not a method: a finalizer that held the pipeline would keep it alive.
+    No method: a finalizer that held the pipeline would keep it alive.
     """
     engine.stop()
     for thread in threads:
@@ -235,8 +234,7 @@ def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_thre
 
 
 def _as_prompts(given: Any) -> list[Prompt]:
-    """One prompt, or a list of them, as a list. (Token ids are a list too, but of numbers: one prompt.) Raises
-    TypeError."""
+    """One prompt, or several, as a list. (Token ids are a list of numbers: one prompt.) Raises TypeError."""
     try:
         return [read_prompt(given)]
     except TypeError:

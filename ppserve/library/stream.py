@@ -1,4 +1,4 @@
-"""What a caller of the library reads: pieces of one or more requests, in the order in which they are made."""
+"""What a caller of the library reads: pieces of one or more requests, as they are made."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _News = queue.SimpleQueue[tuple[str, Sequence[TokenOutput]]]
 
 
 class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
-    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Each of
-    several threads that read it gets other pieces.
+    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Threads
+    that share it get different pieces.
 
-    Raises a request's error where its next piece would be; the other requests can be read on.
+    Raises a request's error where its next piece would be; the others can be read on.
     """
 
     def __init__(
         self, running: Callable[[], Engine], tokenizer: Tokenizer, requests: Mapping[str, RequestStream]
     ) -> None:
-        """Queues the requests, by the names that their chunks have. Raises RequestError if one of them is refused,
-        and ends the others. running: a method of the pipeline, which must not end before its streams."""
+        """Queues the requests, under the names that their chunks have. Raises RequestError if one is refused, and
+        ends the others. running: a pipeline's method, which must not end before its streams."""
         self._running = running
         self._tokenizer = tokenizer
         self._open: dict[str, RequestStream] = {}
@@ -67,7 +67,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
                 self._add_outputs(*self._news.get())
             piece = self._ready.popleft()
         if isinstance(piece, Draining | StagesLost):
-            self._running()  # raises why: a program may know more than a server's callers
+            self._running()  # raises why: a program may know more than callers
         if isinstance(piece, RequestError):
             raise piece
         return piece
@@ -118,5 +118,5 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
 
 def _sink(name: str, news: _News) -> Sink:
-    """Holds no stream: one that nobody reads any more ends."""
+    """Holds no stream: one that nobody reads ends."""
     return lambda outputs: news.put((name, outputs))

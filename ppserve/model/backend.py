@@ -1,8 +1,8 @@
 """What the model asks of a kind of device.
 
 The model knows which tensors go through which operator in which order; a backend knows how. It owns the layout of
-weights, keys and values in memory, and the arithmetic on them. `cpu` and `cuda` have kernels of their own; `stock`
-has torch's operators, for what a backend has no kernel for.
+weights, keys and values in memory, and the arithmetic. `cpu` and `cuda` have own kernels; `stock` has torch's
+operators, for all else.
 
 T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S slices.
 """
@@ -26,11 +26,11 @@ INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 (torch has it, its stub
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How numbers are kept. weights: those of linear layers; embeddings, biases and norms are
-    kept as `hidden` or wider. kv: keys and values.
+    """How numbers are kept. weights: linear layers'; embeddings, biases and norms are kept as `hidden` or wider.
+    kv: keys and values.
 
-    compute: what operators take and give. hidden: what hidden states are rounded to after every attention and MLP,
-    so that where the stages are cut changes nothing; in this form they cross to the next stage.
+    compute: what operators take and give. hidden: hidden states are rounded to it after every attention and MLP,
+    and cross to the next stage in it: so where the stages are cut changes nothing.
     """
 
     weights: torch.dtype
@@ -40,12 +40,12 @@ class Precision:
 
     @property
     def head(self) -> torch.dtype:
-        """Weights of the LM head: the model's last and most sensitive layer has at least 8 bits."""
+        """The LM head's weights: the model's last and most sensitive layer has at least 8 bits."""
         return torch.int8 if self.weights == INT4 else self.weights
 
 
 class Linear(Protocol):
-    """y = x Wᵀ + b. num_bytes: of the weight, as it is kept."""
+    """y = x Wᵀ + b. num_bytes: the weight's, as it is kept."""
 
     num_inputs: int
     num_outputs: int
@@ -57,13 +57,13 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of a norm over D numbers, as `Backend.stored` gives them."""
+    """The weights of a norm over D numbers, by `Backend.stored`."""
 
     weight_D: torch.Tensor
     bias_D: torch.Tensor | None
     epsilon: float
     is_rms: bool = False
-    """Whether the mean is left where it is: an RMS norm; else a layer norm."""
+    """An RMS norm, which leaves the mean where it is; else a layer norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class AttentionWeights:
     """The factor on Q·K."""
     norm: NormWeights
     qkv: Linear
-    """Queries, then keys, then values of the rank's own heads."""
+    """Queries, then keys, then values of the rank's heads."""
     proj: Linear
     heads: Cut
     """The outputs of all heads, as tensor ranks share them."""
     columns: Cut
     """The hidden states, as tensor ranks share them."""
     head_norms: tuple[NormWeights, NormWeights] | None = None
-    """Of each head's queries and keys, before their positions turn them."""
+    """Each head's queries' and keys', before their positions turn them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ class MLPWeights:
     columns: Cut
     """The hidden states, as tensor ranks share them."""
     is_gated: bool = False
-    """Whether `expand` has twice the rank's own outputs: those that are activated, then what they multiply."""
+    """`expand` has twice the rank's outputs: those to activate, then what they multiply."""
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x)), both as `Precision.hidden`."""
+"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x)), as `Precision.hidden`."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""(R, D) hidden states to float32 logits (R, v) of the rank's own ids."""
+"""(R, D) hidden states to float32 logits (R, v) of the rank's ids."""
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
 
 Reading = Callable[[], Results]
-"""Waits for what a step draws and scores; the device was given all work for it before."""
+"""Waits for what a step draws and scores; the device has all work for it."""
 
 
 class Timing(Protocol):
@@ -125,7 +125,7 @@ class Timing(Protocol):
 
 
 class HostTiming:
-    """Of work that is done when the call that asks for it returns."""
+    """For work that is done when its call returns."""
 
     def __init__(self) -> None:
         self._begun_ns = self._ended_ns = time.monotonic_ns()
@@ -145,17 +145,17 @@ class StageModel(Protocol):
     backend: Backend
 
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the
-        first. Writes the rows' keys and values to the cache for which the inputs were built."""
+        """(T, D) hidden states after this stage's sublayers. hidden_TD: the stage before's, None on the first.
+        Writes the rows' keys and values to the inputs' cache."""
 
     def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
         """Draw and score what the plan asks for; no row, no head. Last stage only."""
 
 
 class Backend(Protocol):
-    """A device in one precision. read_rows_at_once: rows of logits that are in memory at a time. more_rows,
-    more_head_rows: for the self-test, numbers of rows above 128 that a linear layer and the LM head may be given,
-    where kernels may be chosen by that number; ascending."""
+    """A device in one precision. read_rows_at_once: rows of logits in memory at a time. more_rows, more_head_rows:
+    for the self-test, ascending numbers of rows above 128 for which linear layers and the LM head may get other
+    kernels."""
 
     device: torch.device
     precision: Precision
@@ -164,21 +164,20 @@ class Backend(Protocol):
     more_head_rows: tuple[int, ...]
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An embedding, a bias or a norm's weight: rounded as hidden states are, on the device."""
+        """An embedding, a bias or a norm's weight on the device, rounded as hidden states."""
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
-        """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""
+        """Packs a checkpoint's weight, which can then be released. bias_N: as `stored`."""
 
     def lm_head(self, weight_NK: Matrix) -> Linear:
-        """The same for the LM head, as `Precision.head` says."""
+        """The same for the LM head, by `Precision.head`."""
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        """x + proj(attend(qkv(norm(x)))). It keeps the rows' keys and values in the step's cache, which also turns
-        queries and keys by their positions where the model asks for it."""
+        """x + proj(attend(qkv(norm(x)))). Keeps the rows' keys and values in the step's cache, which also turns
+        queries and keys by position where the model asks for it."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        """x + contract(activation(expand(norm(x)))), or with a gate. Raises KeyError unless `ACTIVATIONS` has the
-        activation."""
+        """x + contract(activation(expand(norm(x)))), or with a gate. Raises KeyError for no `ACTIVATIONS`."""
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         """linear(norm(x))."""
@@ -192,17 +191,17 @@ class Backend(Protocol):
         """populate: a thread begins to take its memory from the system before blocks are written."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """The model with what a server computes all the time recorded, if this device can; else the model.
+        """The model with a server's usual work recorded, if this device can; else the model.
 
-        The cache is written to. Takes seconds.
+        Writes to the cache. Takes seconds.
         """
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`, of this rank's
-        own ids. Of several tensor ranks the first has the results."""
+        ids. The first tensor rank has the results."""
 
     def timing(self) -> Timing:
         """A step's computation begins now."""
 
     def describe(self) -> str:
-        """What it computes with. Where two stages' descriptions differ, so may their bits."""
+        """What it computes with. Where these words differ, so may bits."""

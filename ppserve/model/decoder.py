@@ -1,11 +1,11 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
-A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)). Which tensors make
-a sublayer is in the family's own file (`gpt2`, `llama`); a backend computes it, with its norm and its residual
+A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)). The family's file
+(`gpt2`, `llama`) says which tensors make a sublayer; a backend computes it, with norm and residual
 (`model/backend.py`).
 
-Where several tensor ranks compute a stage together, each has some outputs of every matrix, and what it computed is
-gathered before anything sums over it. So every sum is that of one rank, in the same order.
+Where tensor ranks compute a stage together, each has some outputs of every matrix, and all is gathered before
+anything sums over it. So every sum is one rank's, in the same order.
 
 T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own vocabulary.
 """
@@ -35,12 +35,12 @@ class ModelParts:
 
     embedding: Callable[[WeightReader], Callable[[StepInputs], torch.Tensor]]
     attention: Callable[[WeightReader, int], Sublayer]
-    """Of a layer, by its number in the whole model; the next likewise."""
+    """A layer's, by its number in the whole model; the next likewise."""
     mlp: Callable[[WeightReader, int], Sublayer]
 
 
 class Block:
-    """A layer, or the half of it that is on this stage."""
+    """A layer, or this stage's half of it."""
 
     def __init__(self, read: WeightReader, parts: ModelParts, layer: int) -> None:
         layout = read.layout
@@ -56,8 +56,7 @@ class Block:
 
 
 class LMHead:
-    """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
-    never be drawn."""
+    """Final norm and logits of a tensor rank's vocabulary. Ids that only pad it have none: never drawn."""
 
     def __init__(self, read: WeightReader) -> None:
         norm = read.norm("ln_f")
@@ -70,7 +69,7 @@ class Decoder:
 
     def __init__(self, read: WeightReader, parts: ModelParts) -> None:
         self.arch, self.layout, self.backend = read.arch, read.layout, read.backend
-        # The LM head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
+        # The LM head first: on GPUs, packing has the largest matrix twice in memory.
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = parts.embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, parts, layer) for layer in self.layout.layers]

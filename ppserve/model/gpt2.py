@@ -1,4 +1,4 @@
-"""The layers of a GPT-2: which tensors make its embedding, its attention and its MLP.
+"""The layers of a GPT-2: which tensors make its embedding, attention and MLP.
 
 T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabulary, P positions.
 """
@@ -14,7 +14,7 @@ from ppserve.model.weights import WeightReader
 
 
 class Embedding:
-    """Token plus position. A tensor rank has some of the columns."""
+    """Token plus position. A tensor rank has some columns."""
 
     def __init__(self, read: WeightReader) -> None:
         self._columns = read.layout.cut(read.arch.width)
@@ -28,7 +28,7 @@ class Embedding:
 
 
 def _attention(read: WeightReader, layer: int) -> Sublayer:
-    """A tensor rank has some of the heads, and some outputs of the projection behind them."""
+    """A tensor rank has some heads, and some outputs of the projection behind them."""
     arch, layout = read.arch, read.layout
     norm = read.norm(f"h.{layer}.ln_1")
     heads, columns = layout.heads(arch).times(arch.head_size), layout.cut(arch.width)

@@ -1,8 +1,8 @@
-"""What all layers of a stage share in one step, computed once from the plan: for a KV cache and, where several
-ranks compute the stage, for the gather between them.
+"""What all layers of a stage share in a step, computed from the plan: for a KV cache and, with several ranks, for
+the gather between them.
 
-Tensor ranks complete each other's rows: every one has some columns, and all need all. No sum is ever divided among
-ranks, so whole columns are all that the model exchanges (docs/decisions/tensor-parallelism.md).
+Tensor ranks complete each other's rows: every one has some columns, and all need all. No sum is divided, so the
+model only exchanges whole columns (docs/decisions/tensor-parallelism.md).
 
 T rows (tokens of all slices, packed), S slices, R rows read out, N columns, n those of one rank.
 """
@@ -24,22 +24,22 @@ Ints = NDArray[np.int64]
 
 
 class Gather(Protocol):
-    """Between the tensor ranks of one stage, all of which make the same calls in the same order."""
+    """Between a stage's tensor ranks, all of which make the same calls in the same order."""
 
     @property
     def waited_ns(self) -> int:
-        """How long this rank has waited for others, so far."""
+        """How long this rank has waited for others so far."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """(T, N), contiguous: the columns of all ranks next to each other, for every rank. Raises TransportError.
+        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError.
 
-        cut: of the columns. own_Tn: this rank's; may be written to again afterwards.
+        cut: of the columns. own_Tn: this rank's; may be reused afterwards.
         """
 
 
 class Alone:
-    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs: for a self-test or
-    a measurement, since a row still depends on that row alone."""
+    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs, for a self-test or
+    a measurement: a row still depends on that row alone."""
 
     waited_ns = 0
 
@@ -53,13 +53,12 @@ ALONE = Alone()
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """A plan as arrays: where its rows stand in their sequences, and in the KV blocks. On the host.
+    """A plan as arrays on the host: where its rows stand in their sequences, and in the KV blocks.
 
-    token_ids_T: empty but on the first stage. slots_T: where a row's key and value go, as block * block_size +
-    offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
-    table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
-    through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
-    last stage.
+    token_ids_T: only on the first stage. slots_T: where a row's key and value go, as block * block_size + offset.
+    first_row_S, num_rows_S, start_S: each slice's rows and its first one's position. tables, table_begin_S: all
+    block tables in a row, and where each begins. read_rows: the rows for the head, only on the last stage: those
+    that are drawn from, in slice order, then those that are scored.
     """
 
     plan: StepPlan
@@ -76,7 +75,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
+    """What all layers of a stage share in a step. Rows are the slices' tokens in a row.
 
     A cache's own subclass adds what its backend needs to attend.
     """
@@ -95,23 +94,23 @@ class StepInputs:
 
 
 class KVCache(Protocol):
-    """The keys and values of one stage: preallocated blocks, addressed by id, and owned by it alone.
+    """One stage's keys and values: preallocated blocks, addressed by id, owned by it alone.
 
-    A block is written before it is read, so nothing is ever erased.
+    A block is written before it is read, so nothing is erased.
     """
 
     num_blocks: int
     block_size: int
 
     def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
-        """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
+        """Prepares a step. Touches no block, so it can run ahead of the step before."""
 
     def fill(self, value: float) -> None:
         """Sets every number in the cache."""
 
 
 def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather = ALONE) -> StepInputs:
-    """The step's inputs, for this cache. Needs nothing but the plan, so it can run ahead of the data."""
+    """The step's inputs, for this cache. Needs only the plan, so it can run ahead of the data."""
     slices, block_size = plan.slices, cache.block_size
     count = len(slices)
     num_rows_S = np.fromiter((len(s.token_ids) for s in slices), np.int64, count)
@@ -153,7 +152,7 @@ def _runs(first: Ints, sizes: Ints) -> Ints:
 
 
 def _read_rows(plan: StepPlan, first_row_S: Ints, num_rows_S: Ints) -> Ints:
-    """Rows of hidden states that the head reads: the drawn ones, then the scored ones."""
+    """The hidden states that the head reads: the drawn, then the scored rows."""
     drawn_S = np.fromiter((s.num_draws for s in plan.slices), np.int64, len(plan.slices))
     scored_S = np.fromiter((len(s.targets) for s in plan.slices), np.int64, len(plan.slices))
     return np.concatenate([_runs(first_row_S + num_rows_S - drawn_S, drawn_S), _runs(first_row_S, scored_S)])

@@ -1,4 +1,4 @@
-"""The layers of a Llama and its kin (Mistral, Qwen 2 and 3): which tensors make its embedding, attention and MLP.
+"""The layers of a Llama and its kin (Mistral, Qwen 2 and 3): which tensors make what.
 
 Beside a GPT-2: norms leave the mean where it is, positions turn queries and keys, several heads of queries read
 the keys and values of one head, and the MLP has a gate.
@@ -17,7 +17,7 @@ from ppserve.model.weights import WeightReader
 
 
 class TokenEmbedding:
-    """The token alone. A tensor rank has some of the columns."""
+    """The token alone. A tensor rank has some columns."""
 
     def __init__(self, read: WeightReader) -> None:
         self._columns = read.layout.cut(read.arch.width)
@@ -28,7 +28,7 @@ class TokenEmbedding:
 
 
 def _attention(read: WeightReader, layer: int) -> Sublayer:
-    """A tensor rank has some of the heads of keys and values, with the heads of queries that read them."""
+    """A tensor rank has some heads of keys and values, with the heads of queries that read them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
     norm = read.norm(f"h.{layer}.ln_1")
     heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
@@ -41,7 +41,7 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
 
 
 def _mlp(read: WeightReader, layer: int) -> Sublayer:
-    """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of all three matrices."""
+    """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of each matrix."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     norm = read.norm(f"h.{layer}.ln_2")
     inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)

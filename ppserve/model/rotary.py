@@ -1,7 +1,7 @@
-"""Rotary positions: the cosines and sines that turn the queries and keys of a position.
+"""Rotary positions: the cosines and sines that turn a position's queries and keys.
 
 Angles are float32 products of position and frequency, as transformers computes them. Their cosines and sines are
-sums of float64 products, each rounded as IEEE 754 says, so they have the same bits on every CPU.
+sums of float64 products, rounded by IEEE 754, so they have the same bits on every CPU.
 
 T rows, P positions, d features of a head.
 """
@@ -16,7 +16,7 @@ from ppserve.model.inputs import Ints
 
 _QUARTER_HIGH = float.fromhex("0x1.921fb54p+0")
 _QUARTER_LOW = float.fromhex("0x1.10b4611a62633p-30")
-"""π / 2 in two parts; the first has so few bits that its product with a number of quarter turns is exact."""
+"""π / 2 in two parts; the first has few bits: its product with a number of quarter turns is exact."""
 
 
 class Turns:
@@ -35,7 +35,7 @@ class Turns:
 
 
 def turns(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
-    """(P, d): of the first positions, their cosines, then their sines, times the magnitude."""
+    """(P, d): the first positions' cosines, then sines, times the magnitude."""
     frequencies = np.array(rotary.frequencies, np.float32)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     cosines, sines = cosines_and_sines(angles)
@@ -43,7 +43,7 @@ def turns(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
 
 
 def cosines_and_sines(angles: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Of angles from 0 to 2**22, each rounded once from a result with an error below 1e-15."""
+    """Of angles from 0 to 2**22, each rounded once from an error below 1e-15."""
     x = angles.astype(np.float64)
     quarters = np.rint(x / (np.pi / 2))
     x = (x - quarters * _QUARTER_HIGH) - quarters * _QUARTER_LOW

@@ -1,16 +1,16 @@
 """From logits to a token: a pure function of (seed, index, position, logits).
 
-There is no generator state anywhere: the one uniform number that a draw needs is a hash of its key, and
-the token is found by inverting the cumulative distribution over the surviving ids in id order. So a token
-does not depend on what else was drawn, on which stage, or on what is drawn again after a loss.
+There is no generator state: the one uniform number that a draw needs is a hash of its key, and inverting the
+cumulative distribution over the surviving ids, in id order, gives the token. So a token does not depend on other
+draws, on the stage, or on what is drawn again after a loss.
 
-Order of application: logit_bias; repetition, frequency and presence penalties; banned ids; temperature;
-top_k; top_p; min_p. The surviving set is that of transformers' logits processors; where probabilities tie
-at the edge of top_p, and for greedy, the lower id wins (transformers leaves that to its sort).
-Log-probabilities are the model's own: of the raw logits, before any of the above.
+Order of application: logit_bias; repetition, frequency and presence penalties; banned ids; temperature; top_k;
+top_p; min_p. The surviving set is that of transformers' logits processors; where probabilities tie at the edge of
+top_p, and for greedy, the lower id wins (transformers leaves that to its sort). Log-probabilities are the model's
+own: of the raw logits, before any of the above.
 
 Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id. All else
-takes the whole row, because weights are summed over all ids in one order, and to sum by ranks would change bits.
+takes the whole row: weights are summed over all ids in one order, and sums by ranks would change bits.
 
 V vocabulary, v consecutive ids of it, R rows, T tensor ranks.
 """
@@ -46,7 +46,7 @@ NO_TARGET = -1
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """What a row of logits is read for: a draw, the log-probability of a target, or neither."""
+    """What a row of logits is read for: a draw, a target's log-probability, or neither."""
 
     sequence_id: int = 0
     draw: Draw | None = None
@@ -54,7 +54,7 @@ class ReadRow:
     """Of the token that is drawn."""
     target: int = NO_TARGET
     num_top: int | None = None
-    """How many of the most likely tokens are asked for; None without log-probabilities."""
+    """How many of the likeliest tokens are asked for; None without log-probabilities."""
 
     @property
     def needs_best_only(self) -> bool:
@@ -73,8 +73,8 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 
 def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
-    """Draw from and score a plan's logits. pieces_Rv: float32 rows of this rank's ids, in the order of
-    `StepRows.read_rows`, in pieces of any size. Only the first tensor rank gets results."""
+    """Draw from and score a plan's logits. pieces_Rv: float32 rows of this rank's ids, in `StepRows.read_rows`'
+    order, in pieces of any size. Only the first tensor rank gets results."""
     rows, drawn, logprobs = iter(rows_read(plan)), list[Drawn](), list[TokenLogprobs]()
     for own_Rv in pieces_Rv:
         here = list(islice(rows, len(own_Rv)))
@@ -95,10 +95,10 @@ def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gathe
 
 
 def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
-    """The id of each row's best score, the lowest of several; None where none is left or logits are not finite."""
+    """The id of each row's best score, the lowest of several; None where none is left or finite."""
     if not rows:
         return []
-    own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, both exact in float64
+    own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, exact in float64
     for row, logits_v, best in zip(rows, own_Rv.numpy(), own_R2, strict=True):
         assert row.draw is not None
         scores_v = adjusted(logits_v, row.draw, row.position, vocabulary.first)
@@ -110,7 +110,7 @@ def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabul
     count = len(vocabulary.widths)
     pairs = Cut((2,) * count, vocabulary.rank)
     all_RT2 = gather.all(torch.from_numpy(own_R2), pairs).numpy().reshape(len(rows), count, 2)
-    where_R = all_RT2[:, :, 0].argmax(1)  # of equal scores the first; a NaN counts as the greatest
+    where_R = all_RT2[:, :, 0].argmax(1)  # the first of equals; a NaN is the greatest
     best_R2 = all_RT2[np.arange(len(rows)), where_R]
     return [int(token_id) if np.isfinite(best) else None for best, token_id in best_R2]
 
@@ -133,7 +133,7 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probability of one token, and of the `num_top` most likely (ties: lower id first)."""
+    """Log-probability of one token, and of the `num_top` likeliest (ties: lower id first)."""
     normalizer = log_normalizer(logits_V)
     top = most_likely(logits_V, min(num_top, len(logits_V))) if num_top else ()
     alternatives = tuple((int(i), float(logits_V[i]) - normalizer) for i in top)
@@ -141,7 +141,7 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) for one draw: the key hashed by SplitMix64's finalizer (Steele et al., 2014)."""
+    """A draw's number in [0, 1): its key hashed by SplitMix64's finalizer (Steele et al., 2014)."""
     state = 0
     for part in (seed, index, position):
         state = _mix((state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK)
@@ -155,9 +155,9 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from: bias, penalties and bans applied; the logits themselves when there are none.
+    """The scores to draw from, with bias, penalties and bans; without any, the logits themselves.
 
-    logits_v: of consecutive ids, of which `first` is the first.
+    logits_v: of consecutive ids, from `first` on.
     """
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
@@ -183,7 +183,7 @@ def _within(token_ids: tuple[int, ...], first: int, size: int) -> NDArray[np.int
 def _penalize(
     scores_v: Floats, params: SamplingParams, prompt: NDArray[np.int64], output: NDArray[np.int64]
 ) -> None:
-    """Repetition looks at prompt and output, frequency and presence at the output alone."""
+    """Repetition looks at prompt and output, frequency and presence at the output."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([prompt, output]))
         scores, penalty = scores_v[seen], np.float32(params.repetition_penalty)

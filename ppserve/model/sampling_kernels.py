@@ -1,4 +1,4 @@
-"""The loops over the vocabulary behind `sampling`. Each looks at one row of float32 scores, in id order.
+"""The loops over the vocabulary behind `sampling`, each over one row of float32 scores in id order.
 
 Scores of -inf (banned ids) never survive. Ranks are by score, greatest first, then by id.
 """
@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 _BINS = 4096
 _LEAST = np.float32(-np.inf)
 _PIECE = 1024
-"""Scores whose float32 sum is rounded before it is added in float64."""
+"""So many scores' float32 sum is rounded before it is added in float64."""
 
 
 @inlined
@@ -46,7 +46,6 @@ def _load_or(array, i, other):
 
 @inlined
 def _maximum(scores_V, begin, end):
-    """The greatest of scores_V[begin:end]."""
     most, whole = splat(_LEAST), begin + (end - begin) // 16 * 16
     for i in range(begin, whole, 16):
         here = load(scores_V, i)
@@ -59,7 +58,7 @@ def _maximum(scores_V, begin, end):
 
 @kernel
 def is_finite(scores_V: Floats) -> bool:
-    """Whether no score is infinite or a NaN: zero times any of those is a NaN, and a NaN stays in a sum."""
+    """Whether no score is infinite or a NaN: times zero these are NaN, which stays in a sum."""
     zero, whole = splat(np.float32(0)), len(scores_V) // 16 * 16
     total = zero
     for i in range(0, whole, 16):
@@ -116,7 +115,7 @@ def most_likely(scores_V: Floats, count: int) -> NDArray[np.int64]:
 
 @inlined
 def _weights(scores_V, most, temperature):
-    """exp((score - most) / temperature) for all ids, padded with zeros to whole vectors."""
+    """exp((score - most) / temperature) for all ids, zero-padded to whole vectors."""
     size = len(scores_V)
     weights_V = np.empty((size + 15) // 16 * 16, np.float32)
     for i in range(0, size, 16):
@@ -144,7 +143,7 @@ def _bins_per_unit(scores_V, most):
 
 @inlined
 def _members(scores_V, least, wanted_bin, most, bins_per_unit):
-    """The ids of one bin by rank, those of scores >= least."""
+    """One bin's ids by rank, those of scores >= least."""
     ids, held = np.empty(len(scores_V), np.int64), 0
     for i in range(len(scores_V)):
         is_left = scores_V[i] >= least and scores_V[i] > _LEAST
@@ -157,7 +156,7 @@ def _members(scores_V, least, wanted_bin, most, bins_per_unit):
 
 @inlined
 def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
-    """The last id, by rank, of scores >= least before which fewer than `count` of them lie; where that is 0, less
+    """The last id, by rank, of scores >= least before which fewer than `count` of them lie; if that is 0, less
     than a share of their weight."""
     sums = np.zeros(_BINS, np.float64)
     for i in range(len(scores_V)):
@@ -184,8 +183,8 @@ def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
 
 @kernel
 def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
-    """Draw an id: `where` in [0, 1) is the point of the cumulative distribution over the survivors, in id
-    order. -1 when nothing survives."""
+    """Draw an id: `where` in [0, 1) is a point of the survivors' cumulative distribution, in id order. -1 when
+    nothing survives."""
     most = _maximum(scores_V, 0, len(scores_V))
     if most == _LEAST:
         return -1

@@ -31,10 +31,10 @@ from ppserve.model.inputs import KVCache, build_inputs
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 # The head reads at most 64 rows at a time.
 _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
-# Of [w, -w], which are packed for the check alone.
+# Of [w, -w], packed for the check alone.
 _MOST_PROBE_OUTPUTS = 4096
 
-# Sequences; the first is long enough to be shared among threads. A further one fills the largest step.
+# Sequences: the first is shared among threads; a further one fills the largest step.
 _LENGTHS = (130, 41, 7)
 # (sequence, first position, rows): a slice of a step.
 _Part = tuple[int, int, int]
@@ -46,7 +46,7 @@ def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
 
 
 def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
-    """What must give every row the same numbers as each prompt computed at once and alone: lists of steps."""
+    """What must give every row the numbers of its prompt computed at once and alone: lists of steps."""
     return {
         "token by token": _in_chunks(1, 1),
         "in chunks of 7": _in_chunks(0, 7),
@@ -63,8 +63,8 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    block_size: of KV blocks. Other tensor ranks load at their own pace, and are not waited for. Takes well under a
-    second or, with a large head or wide layers, one or two; on a machine's first start what compiling takes.
+    block_size: of KV blocks. Does not wait for other tensor ranks. Takes well under a second; with a large head or
+    wide layers one or two, and at a machine's first start the time of compiling.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -82,7 +82,7 @@ def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
 
 
 def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
-    """Whether the same logits give the same tokens and log-probabilities alone and among others."""
+    """Whether equal logits give equal tokens and log-probabilities, alone and among others."""
     vocab_size = stage.arch.vocab_size
     params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
     count = max((len(params), *stage.backend.more_head_rows))
@@ -103,7 +103,7 @@ def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
 def _check_linear(
     stage: Decoder, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
-    """Whether the first rows come out the same with more rows after them, and the last with more before."""
+    """Whether the first rows are the same with more rows after them, and the last with more before."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
     half = linear.num_inputs // 2
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
@@ -119,7 +119,7 @@ def _check_linear(
 def _compare_rows(
     compute: Callable[[torch.Tensor], torch.Tensor], rows_T: torch.Tensor, row_counts: tuple[int, ...]
 ) -> str | None:
-    """rows_T: what `compute` makes one row each of, as many as the last count."""
+    """rows_T: `compute` makes one row each of them, as many as the last count."""
     y_TN = compute(rows_T)
     for count in row_counts[:-1]:
         if not torch.equal(compute(rows_T[:count]), y_TN[:count]):
@@ -130,13 +130,12 @@ def _compare_rows(
 
 
 def _hidden(stage: Decoder, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Random hidden states."""
     hidden_TD = torch.randn(num_rows, stage.arch.width, generator=generator)
     return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
 
 
 def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) -> str | None:
-    """Whether attention and MLP give prompts the same hidden states in any chunks, beside any others."""
+    """Whether attention and MLP give prompts equal hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
@@ -153,7 +152,7 @@ def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) ->
 def _through_layer(
     stage: Decoder, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
-    """The stage's first two sublayers, step by step, on a cache of its own: sequence number → all rows."""
+    """The stage's first two sublayers, step by step, on an own cache: sequence number → all rows."""
     sublayers = stage.sublayers[:2]
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:

@@ -1,4 +1,4 @@
-"""What backends whose norms, activations and plain linears are torch's have in common.
+"""What backends share whose norms, activations and plain linears are torch's.
 
 T rows, D width, E outputs of queries, keys and values, K inputs, N outputs; c, d, n a tensor rank's own columns of
 queries, hidden states and inner rows; h heads of f features.
@@ -40,12 +40,12 @@ ACTIVATIONS: dict[str, Operator] = {
     "silu": silu,
     "tanh": torch.tanh,
 }
-"""The activations of the GPT-2 family by one of Hugging Face's names for each, and what it means."""
+"""The GPT-2 family's activations by Hugging Face's names."""
 
 
 Attend = Callable[[int, torch.Tensor, float], torch.Tensor]
-"""The attention of one step: its number among those of the stage, (T, E) rows and the factor on Q·K give (T, c).
-It keeps the rows' keys and values, then attends to them and to all before them."""
+"""The attention of one step: its number in the stage, (T, E) rows and the factor on Q·K give (T, c). It keeps the
+rows' keys and values, then attends to them and all before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class AttendInputs(StepInputs):
 
     attend: Attend
     turns_Tf: torch.Tensor | None
-    """Each row's cosines and sines (`rotary.Turns`); None where positions turn nothing."""
+    """Each row's cosines and sines (`rotary.Turns`); None without turns."""
 
 
 def _norm(weights: NormWeights) -> Operator:
@@ -75,7 +75,7 @@ def _turn(x_Thf: torch.Tensor, turns_Tf: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: torch.Tensor) -> torch.Tensor:
-    """Queries and keys as attention compares them: normed where the model asks for it, and turned."""
+    """Queries and keys for attention: normed where the model asks for it, and turned."""
     own = weights.heads.width
     queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
     heads_shape = len(qkv_TE), -1, turns_Tf.shape[1]
@@ -88,7 +88,7 @@ def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: tor
 
 
 class TorchBackend:
-    """Weights, arithmetic and hidden states in one dtype; keys and values in it or, if asked for, another."""
+    """Weights, arithmetic and hidden states in one dtype; keys and values in it or, on request, another."""
 
     more_rows: tuple[int, ...] = ()
     more_head_rows: tuple[int, ...] = ()

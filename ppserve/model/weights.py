@@ -25,7 +25,7 @@ _EMBEDDING_ROWS = 1024
 
 
 class StoredMatrix:
-    """A `Matrix` of these outputs, one after the other; each slice of it is read when it is asked for."""
+    """A `Matrix` of these outputs in a row; each slice is read when asked for."""
 
     def __init__(self, read: WeightReader, outputs: tuple[Outputs, ...], num_inputs: int) -> None:
         self._read, self._outputs = read, outputs
@@ -37,14 +37,13 @@ class StoredMatrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def four_bits(self, wanted: slice) -> FourBits | None:
-        """These outputs as they are stored; None unless all of them have 4 bits."""
+        """These outputs as stored; None unless all have 4 bits."""
         rows = self._rows(wanted)
         parts = [self._read.four_bits(f"{name}.weight", tuple(own)) for name, own in rows.items()]
         found = [part for part in parts if part is not None]
         return FourBits(*map(torch.cat, zip(*found, strict=True))) if len(found) == len(parts) else None
 
     def _rows(self, wanted: slice) -> dict[str, list[slice]]:
-        """What is wanted, by tensor."""
         begin, end, _ = wanted.indices(self.shape[0])
         rows: dict[str, list[slice]] = {}
         at = 0
@@ -59,8 +58,8 @@ class StoredMatrix:
 class WeightReader:
     """Takes tensors one at a time, by their canonical names, and counts what it took.
 
-    Of a matrix it takes the outputs that are asked for: those of a tensor rank. num_params: numbers read.
-    weight_bytes: what they occupy in the form in which they are kept. linears: by the first of their names.
+    Of a matrix it takes the tensor rank's outputs. num_params: numbers read. weight_bytes: their size as kept.
+    linears: by the first of their names.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress) -> None:
@@ -75,7 +74,7 @@ class WeightReader:
         self._itemsize: int = getattr(torch, checkpoint.stored_dtype).itemsize
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """These columns of an embedding. No other tensor is as large: its parts are read one after the other."""
+        """These columns of an embedding. No tensor is larger: its parts are read one by one."""
         num_rows, _ = self._shapes[name]
         dtype, device = self.backend.precision.hidden, self.backend.device
         kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
@@ -91,7 +90,7 @@ class WeightReader:
         return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, self._is_rms)
 
     def linear(self, *outputs: Outputs) -> Linear:
-        """These outputs of one linear layer or several with the same inputs, one after the other."""
+        """These outputs of one linear layer, or of several with the same inputs in a row."""
         name = outputs[0][0]
         biases = [
             self._stored(f"{name}.bias", TensorPart((own,)))
@@ -114,7 +113,6 @@ class WeightReader:
         return linear
 
     def _stored(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        """A tensor as the backend stores it."""
         tensor = self.backend.stored(self.tensor(name, part))
         self.weight_bytes += tensor.nbytes
         return tensor

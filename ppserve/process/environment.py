@@ -1,4 +1,4 @@
-"""This process among those that torchrun started: its rank, exit codes, signals, limits and log."""
+"""This process among those that torchrun started: rank, exit codes, signals, limits and log."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ppserve.config import ServerSettings
 from ppserve.errors import LauncherError
 
 EXIT_USAGE = 2
-# The stage lost its connection to the head: its keeper restarts it.
+# The stage lost the head: its keeper restarts it.
 EXIT_HEAD_GONE = 75
-# The head told the stage to end because the server fails: its keeper does not restart it.
+# The head told the stage to end because the server fails: no restart.
 EXIT_FAILED = 76
 
-# torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
+# torchrun's variable: seconds from its SIGTERM to its SIGKILL.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
-# Enough for every connection that the head accepts. Programs that close all possible descriptors stay fast.
+# Enough for all connections. Programs that close every possible descriptor stay fast.
 _OPEN_FILES = 65_536
 
 # Linux's numbers.
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 # Attributes of every log record.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
-# They go to all ranks and must not end one; the head installs its handlers later.
+# They go to all ranks and must not end one; the head installs handlers later.
 HEAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
 # In a child whose parent decides when it ends.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HEAD_SIGNALS)
@@ -56,7 +56,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls) -> RankEnvironment | None:
-        """None when this process was not started by torchrun. Raises LauncherError."""
+        """None when torchrun did not start this process. Raises LauncherError."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
         rank, world_size = number_of("RANK"), number_of("WORLD_SIZE", least=1)
@@ -67,7 +67,7 @@ class RankEnvironment:
 
 
 def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
-    """The value of an environment variable. Raises LauncherError unless it is a whole number from `least` on."""
+    """An environment variable's value. Raises LauncherError unless it is a whole number from `least` on."""
     value = os.environ.get(variable, str(unset))
     if value.isdecimal() and int(value) >= least:
         return int(value)
@@ -77,7 +77,7 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Asks the kernel to kill this process when the thread that started it ends. Only on Linux.
 
-    parent_pid: if the parent is another process by now, this process ends at once.
+    parent_pid: with another parent by now, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -87,8 +87,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A child that is started in the block receives no signal that would end it until it calls `ignore_signals`,
-    perhaps seconds later. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
+    """A child that is started in the block receives no ending signal until it calls `ignore_signals`, perhaps
+    seconds later. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -104,20 +104,20 @@ def ignore_signals(signals: Sequence[signal.Signals]) -> None:
 
 
 def name_process(name: str) -> None:
-    """Sets the name that `top` shows for this process, at most 15 letters. Only on Linux."""
+    """Sets the name that `top` shows, at most 15 letters. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_launcher() -> None:
-    """In a rank: when torchrun dies, even by SIGKILL, the kernel kills this process."""
+    """In a rank: when torchrun dies, even by SIGKILL, the kernel ends it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
 
 def open_many_files() -> None:
-    """Raises the soft limit of open files to the hard one or 65,536: connections of clients must not take the
-    descriptors that are needed to replace a stage. Child processes inherit it."""
+    """Raises the soft limit of open files to the hard one or 65,536: clients must not take the descriptors that
+    replace a stage. Children inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -126,8 +126,8 @@ def open_many_files() -> None:
 
 
 def this_machine() -> str:
-    """Equal for processes that share memory, clock and loopback: the host's name, the kernel's boot id and the
-    network namespace. Names alone do not tell machines and containers apart."""
+    """Equal for processes that share memory, clock and loopback: host name, the kernel's boot id and network
+    namespace. Names alone do not tell machines and containers apart."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -167,8 +167,7 @@ def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
 
 
 def survive_full_disks() -> None:
-    """Makes standard output and error drop what cannot be written. Otherwise a log on a full disk would end the
-    server."""
+    """Standard output and error drop what cannot be written: a log on a full disk does not end the server."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))

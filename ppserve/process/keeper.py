@@ -1,7 +1,7 @@
 """What a torchrun rank does: keep a stage process alive. Rank 0 runs the head as well.
 
-torchrun ends every rank when one rank ends, so a rank must not be the process that may crash. The rank is
-this keeper, which never imports torch; its stage is a child process that it replaces when that ends or freezes.
+torchrun ends all ranks when one ends, so a rank must not be what may crash. The rank is this keeper, which never
+imports torch; its stage is a child, which it replaces when that ends or freezes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE,
 from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageProcess
 
-# A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
+# A stage gives a sign of life every half second; without one for so long it is killed.
 FROZEN_AFTER_S = 4.0
-# Before it has found the head: loading a library from a cold disk, or creating a GPU context, blocks all threads.
+# Before it has found the head: a library from a cold disk, or a GPU context, blocks all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
-# Deaths in a row without a computed step, however slowly they follow each other. Two requests that kill their
-# stage (`core.scheduling` isolates such requests) together with cut links and a killed head stay below it.
+# In a row without a computed step, however slowly. Two requests that kill their stage (`core.scheduling` isolates
+# these) together with cut links and a killed head stay below it.
 MAX_DEATHS = 10
-# A stage that ends because there is no head is not to blame. But no head for so long is the end.
+# A stage that ends without a head is not to blame, for so long.
 HEADLESS_FOR_S = 900.0
-# After a stage that died before it found the head, one more pause for each death in a row but the first: the cause
-# may pass (no process or memory left, a device that is still held), and the next is forked within milliseconds.
+# For each death in a row but the first, before it found the head: the cause may pass (no process or memory left, a
+# device still held), and the next is forked within milliseconds.
 _LONGER_S = 1.0
 # For telling the head that the stage keeps dying.
 _REPORT_WITHIN_S = 2.0
-# How often the keeper checks whether a stage is frozen or a stop is overdue.
+# How often the keeper looks for a frozen stage or an overdue stop.
 _CHECK_EVERY_S = 0.5
 
 
@@ -44,7 +44,7 @@ def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # The head decides when stages stop: running streams may finish first.
+        # The head decides when stages stop: streams may finish first.
         signal.signal(signum, lambda *_: keeper.stop(grace_s))
     return keeper.run()
 
@@ -61,9 +61,9 @@ class RestartPolicy:
         self._deaths, self._had_head_s = 0, now_s
 
     def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
-        """A stage process ended with this code. Returns why no other is started; None if one is."""
+        """A stage process ended with this code. Returns why no other is started, else None."""
         if "connected" in reported or code != EXIT_HEAD_GONE:
-            # A stage that was ready and lost the head counts as one that served: it may only have had no work.
+            # One that was ready and lost the head counts as serving: it may have had no work.
             would_serve = "served" in reported or ("ready" in reported and code == EXIT_HEAD_GONE)
             self._deaths = 1 if would_serve else self._deaths + 1
         if "connected" in reported:
@@ -75,12 +75,12 @@ class RestartPolicy:
         return None
 
     def pause_s(self, reported: Reported) -> float:
-        """How long to wait after a process that reported this before another is started."""
+        """How long to wait after a process that reported this."""
         return 0.0 if "connected" in reported else _LONGER_S * max(0, self._deaths - 1)
 
 
 class Keeper:
-    """The owner of one stage process and of the fork server it comes from. clock: seconds, monotonic."""
+    """The owner of a stage process and its fork server. clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -103,22 +103,22 @@ class Keeper:
         self._kill_at_s = math.inf  # finite once it stops
 
     def run(self) -> int:
-        """Keeps the stage alive until it is not replaced; returns the rank's exit code."""
+        """Keeps the stage alive while it is replaced; returns the rank's exit code."""
         try:
             return self._keep()
         finally:
             self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
-        """Stops within `grace_s`. Until then a stage that dies is still replaced, because running streams may
-        finish; a stage that has no head is killed at once. Safe in a signal handler."""
+        """Stops within `grace_s`. Running streams may finish, so a stage that dies meanwhile is replaced; one
+        without a head is killed at once. Safe in a signal handler."""
         self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child
         if child is not None and not self._found_head:
             child.kill()
 
     def _is_overdue(self) -> bool:
-        """Whether a stop has lasted longer than it may; without a head it may take no time."""
+        """Whether a stop takes too long; without a head it may take no time."""
         is_stopping = self._kill_at_s < math.inf
         return is_stopping and (not self._found_head or self._clock() > self._kill_at_s)
 
@@ -129,7 +129,7 @@ class Keeper:
             if code == 0:
                 return 0
             if code == EXIT_HEAD_GONE:
-                self._found_head = False  # torchrun waits for this rank to end before it starts another head
+                self._found_head = False  # torchrun waits for this rank before it starts another head
             if self._is_overdue():
                 return 1
             if code == EXIT_USAGE:
@@ -160,7 +160,7 @@ class Keeper:
         reported: Reported = set()
         last_sign_s = self._clock()
         while True:
-            # Before listening: if this process was suspended, the signs of life are in the pipe by now.
+            # Before listening: after a suspension of this process, signs of life are in the pipe.
             now_s = self._clock()
             lines = child.listen(_CHECK_EVERY_S)
             if lines is None:
@@ -176,7 +176,7 @@ class Keeper:
                 child.kill()
 
     def _give_up(self, reason: str) -> int:
-        """Tells the head why, so that streams end with a status instead of waiting."""
+        """Tells the head why, so that streams end with a status."""
         try:
             with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.Failed(reason)))
@@ -185,7 +185,7 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """The exit code of a rank whose stage is not replaced: 0 if other replicas may serve without it, because
-        torchrun ends all ranks when one fails."""
+        """A rank's exit code once its stage is not replaced: 0 if other replicas may serve, because torchrun ends
+        all ranks when one fails."""
         pipeline = self._config.pipeline
         return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code

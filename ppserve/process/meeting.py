@@ -1,13 +1,12 @@
-"""Where ranks meet the head: its address, the secret that they share, and the handshake that proves it.
+"""Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
 
-Each rank finds address and secret by itself.
-On one host: a Unix socket and a file, in a directory of this user alone that is named for the launcher.
-On several hosts: a port of MASTER_ADDR, and --secret-file.
-The launcher's store is not used: everyone who can reach it may read and write it.
+Each rank finds address and secret by itself. On one host: a Unix socket and a file, in a directory of this user
+that is named for the launcher. On several hosts: a port of MASTER_ADDR, and --secret-file. Not by the launcher's
+store: everyone who can reach it may read and write it.
 
-In the handshake each side sends a random number that it has never used before, and answers the other's with a
-keyed hash of both. A recorded answer fits no other connection, and the two sides' answers differ, so neither can
-be sent back. The secret itself is never sent.
+In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both. A
+recorded answer fits no other connection, and the two sides' answers differ, so neither can be sent back. The
+secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ppserve.wire import Meeting
 T = TypeVar("T")
 
 MIN_SECRET_BYTES = 16
-# A Unix socket's path may have 103 bytes on some systems. Directory and name within take 45 of them.
+# Some systems allow a Unix socket's path 103 bytes; directory and name take 45.
 _MAX_PLACE_BYTES = 58
 _RETRY_EVERY_S = 0.2
 # The head answers within a turn of its engine.
@@ -44,7 +43,7 @@ _ANSWER_WITHIN_S = 10.0
 
 
 def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
-    """The same for all ranks of one launcher. Raises UsageError."""
+    """The same for all ranks of a launcher. Raises UsageError."""
     if environment.local_world_size == environment.world_size:
         directory = _directory_of_launcher()
         return Meeting(str(directory / "head"), directory / "secret", is_ours=True)
@@ -61,8 +60,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
     """Opens the head's socket; returns it with the secret. Raises UsageError.
 
-    On one host it makes a new secret. A killed head's files are removed before it listens, so that no rank takes
-    an old secret to a new head.
+    On one host the secret is new. A killed head's files are removed before it listens, so that no rank brings an
+    old secret.
     """
     if meeting.is_ours:
         directory = meeting.secret_file.parent
@@ -126,7 +125,7 @@ def _check_private(directory: Path) -> None:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """A connection on which both ends have proved the secret. Tries again while the head is not there yet.
+    """A connection on which both ends have proved the secret. Tries again until the head is there.
 
     Raises OSError after `within_s`, UsageError if the secrets differ.
     """
@@ -141,7 +140,7 @@ def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.sock
 
 
 def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
-    # Read every time: a head that was started anew may have another secret.
+    # Every time: a head that was started anew may have another.
     secret = read_secret(meeting)
     connection = connect(meeting.address, timeout_s)
     try:
@@ -158,7 +157,7 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    """A rank's side of the handshake. Raises OSError, WireError, and UsageError if retrying cannot help."""
+    """A rank's side of the handshake. Raises OSError, WireError; UsageError if no retry helps."""
     reader, nonce = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES), new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
     proof = make_proof("rank", secret, rank, challenge, nonce)
@@ -169,7 +168,6 @@ def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
 
 
 def _receive(connection: socket.socket, reader: wire.FrameReader, kind: type[T]) -> T:
-    """The head's next message, which must be of this kind."""
     messages: list[object] = []
     while not messages:
         received = connection.recv(wire.MAX_GREETING_BYTES)
@@ -189,7 +187,7 @@ def new_nonce() -> bytes:
 
 
 def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """What this side answers to the other's number. challenge: the head's; nonce: the rank's."""
-    # With the length of what varies, no two different inputs make the same message.
+    """This side's answer to the other's number. challenge: the head's; nonce: the rank's."""
+    # Lengths keep the messages of different inputs apart.
     message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
     return hmac.digest(secret, message, "sha256")

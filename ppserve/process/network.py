@@ -1,4 +1,4 @@
-"""The network of this host: its interfaces, its addresses, and the sockets of the control plane."""
+"""This host's network: its interfaces, its addresses, and the control plane's sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """From a stage's connection to the head: the address by which it reaches the head, the others can reach it by.
+    """From a stage's connection to the head: the head's address, and the stage's for the others.
 
     Raises ConfigError if --interface names none.
     """
@@ -50,14 +50,14 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host itself is reached by this address, or by this name, which is not resolved."""
+    """Whether this address, or name, which is not resolved, reaches only this host."""
     return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
 def address_of(name: str, known: Interfaces, version: int) -> str:
-    """An address of the interface, of this version of IP if it has one. Raises ConfigError."""
+    """An address of the interface, of this IP version if there is one. Raises ConfigError."""
     found = map(ipaddress.ip_address, known.get(name, ()))
-    # A link-local IPv6 address is only valid together with the link's name.
+    # A link-local IPv6 address is valid only with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
     if not usable:
         names = ", ".join(sorted(name for name, own in known.items() if own))
@@ -84,7 +84,7 @@ def interfaces() -> Interfaces:
 
 
 def listen(address: str) -> socket.socket:
-    """At a Unix socket's path, or HOST:PORT. Raises OSError. A path is taken over: it may be a killed head's."""
+    """At a Unix socket's path, or HOST:PORT. Raises OSError. Takes over a killed head's path."""
     if not address.startswith("/"):
         return _listen_to_hosts(address)
     with contextlib.suppress(FileNotFoundError):
@@ -112,8 +112,8 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets options of the control plane: small frames leave at once, and the kernel ends a connection whose other
-    host has not answered for 20 s."""
+    """Sets options of the control plane: small frames leave at once, and a connection ends when the other host has
+    not answered for 20 s."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,7 +130,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _listen_to_hosts(address: str) -> socket.socket:
-    """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
+    """On the address of the host's name here; on all if other hosts cannot reach that."""
     host, port = _host_and_port(address)
     for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.

@@ -1,6 +1,6 @@
 """The fork server that a keeper starts, `python -m ppserve.stage REQUESTS_FD KEEPER_PID`, and its stages.
 
-What belongs to the process and not to the stage is here: imports, signals, exit codes, finding the head.
+Here is what belongs to the process and not to the stage: imports, signals, exit codes, finding the head.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
     """Forks a stage whenever the keeper asks. Returns in each stage, with its exit code."""
     requests, keeper_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(keeper_pid)
-    # The head and the keeper decide when this process and its stages end.
+    # Head and keeper decide when this process and its stages end.
     ignore_signals(ENDING_SIGNALS)
     name_process("ppserve.forks")
     server_pid = os.getpid()
@@ -65,8 +65,8 @@ def main() -> int:
 
 
 def _import(life: int) -> None:
-    """All that a stage needs: seconds, at the first time. Threads do not survive a fork: none is left behind."""
-    # What is imported stays, and stages share its pages: the collector need not look at them, nor write to them.
+    """All that a stage needs, which takes seconds. No thread is left: none survives a fork."""
+    # The collector need not look at imports, nor write to pages that stages share.
     gc.disable()
     is_done = threading.Event()
     thread = threading.Thread(target=_show_life, args=(life, is_done))
@@ -80,7 +80,7 @@ def _import(life: int) -> None:
 
 
 def be_stage(life: int, parent_pid: int) -> int:
-    """The whole life of a stage process, whose parent this is; returns its exit code."""
+    """The whole life of a stage process, a child of `parent_pid`; returns its exit code."""
     die_with_parent(parent_pid)
     name_process("ppserve.stage")
     gc.enable()
@@ -92,7 +92,7 @@ def be_stage(life: int, parent_pid: int) -> int:
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life, b"started\n")
-    # Before connecting, because it may take long (a download, a measurement).
+    # Before connecting: a download or a measurement may take long.
     found = _probe(start)
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
@@ -114,7 +114,7 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
 
 
 def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, life: int) -> int:
-    """Tells the head of a mistake, or runs the stage until the head ends it; returns the exit code."""
+    """Tells the head of a mistake, or runs the stage until its end; returns the exit code."""
     from ppserve.stage.link import HeadLink
     from ppserve.stage.loop import StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
@@ -124,7 +124,7 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
             raise found
         route = find_route(connection, start.config.network)
     except UsageError as error:
-        # A closed connection means that another stage has told the head already.
+        # Where the connection is closed, another stage has told the head.
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
@@ -145,7 +145,7 @@ def _read_start(life: int) -> wire.Start:
 
 
 def _show_life(life: int, is_done: threading.Event) -> None:
-    """A byte now and then tells the keeper that this process is not frozen."""
+    """Bytes now and then tell the keeper that this process is not frozen."""
     while True:
         try:
             os.write(life, b"\n")
@@ -157,7 +157,7 @@ def _show_life(life: int, is_done: threading.Event) -> None:
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
     """Ends this process with the code that `run` returns, or with 1 where it raises. Threads of torch, gloo and
-    NCCL could hold up the interpreter's own end for ever."""
+    NCCL could hold up the interpreter's own end."""
     try:
         code = run()
     except Exception:

@@ -1,5 +1,5 @@
-"""Where a stage computes, in which arithmetic, and what it may use of its machine: cores, and memory for keys and
-values. A container's limits are those of its cgroup."""
+"""Where and in which arithmetic a stage computes, and what it may use of its machine: cores, and memory for keys
+and values. A container's limits are its cgroup's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ppserve.process.environment import RankEnvironment
 log = logging.getLogger(__name__)
 
 _CPU_LIMIT_BYTES = 2 << 30
-# Of what is free, what the cache may take: weights are loaded by then, activations are small.
+# The cache's share of what is free: weights are loaded by then, activations are small.
 _GPU_SHARE = 0.85
 _ROOT = Path("/")
 
 REFERENCE = "PPSERVE_GPU_REFERENCE"
-"""Set to 1: CPUs compute as GPUs do, by reference operators. For tests of all that is not a kernel; slow."""
+"""Set to 1: CPUs compute as GPUs do, by reference operators. Slow; for tests of what is no kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Compute:
     """Of keys and values."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     reference: bool = False
-    """The CPU takes a GPU's place, and computes by the reference operators."""
+    """The CPU takes a GPU's place, with the reference operators."""
     stages_on_gpu: int = 1
     """How many share a GPU and its memory."""
 
@@ -79,21 +79,20 @@ class Compute:
         return "torch's products choose a kernel by the number of rows, and few can be tried (--batch-invariant)"
 
     def occupy(self) -> None:
-        """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
+        """For the process or thread that is this stage: torch takes over its GPU and threads."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # Of this stage alone: in torch's default stream, the steps of stages that share a GPU would wait for
-            # each other.
+            # In torch's default stream, the steps of stages that share a GPU would wait for each other.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-            # The device's context is made here: it can hold up all threads for seconds.
+            # Makes the device's context, which can hold up all threads for seconds.
             torch.zeros(1, device=self.device)
         else:
-            # Our kernels have threads of their own. Torch's would spin after each operator, on the same cores.
+            # Our kernels have own threads. Torch's would spin after each operator, on the same cores.
             torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:
-        """Raises torch.AcceleratorError where an error has poisoned the device's context: then every later call of
-        this process fails as well. Waits for nothing, as what NCCL has posted may never end."""
+        """Raises torch.AcceleratorError if an error has poisoned the device's context: every later call of this
+        process would fail. Waits for nothing: NCCL's work may never end."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
@@ -104,10 +103,10 @@ class Compute:
         return available_bytes() // self.stages_here
 
     def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
-        """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
-        belongs to all stages of this process.) vocab_size: where rows are drawn from, on the last stage."""
+        """What the KV cache may take. weight_bytes: the stage's, which are in memory. (What torch holds on a GPU
+        belongs to all stages of this process.) vocab_size: on the last stage, where rows are drawn."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading and the self-test let go is free to others only after this
+            torch.cuda.empty_cache()  # gives others what loading and the self-test let go
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
             return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))
@@ -115,7 +114,7 @@ class Compute:
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
-    """The device and dtype of this stage: its place among `devices_here`. Raises ConfigError."""
+    """This stage's device, by its place among `devices_here`, and dtype. Raises ConfigError."""
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
@@ -130,7 +129,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
         if asked in ("int8", "int4") and (on_gpu or reference):
             raise ConfigError(flag, f"{asked} needs a CPU; add --force-cpu or leave it out")
     if kv_dtype == "auto":
-        # Beside quantized weights as in the file, on all CPUs: float32 would be twice what every step reads.
+        # Beside quantized weights the file's, on all CPUs: float32 would double what a step reads.
         as_in_file = quantization != "none" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
         kv_dtype = "bfloat16" if as_in_file else dtype
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
@@ -145,7 +144,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:
-    """The devices of this host's stages: as asked for, else every GPU in turn, else CPUs. Raises ConfigError."""
+    """The devices of this host's stages: as asked for, else GPUs in turn, else CPUs. Raises ConfigError."""
     asked, num_gpus = config.device.devices, torch.cuda.device_count()
     if asked is None:
         num_gpus = 0 if config.model.force_cpu else num_gpus
@@ -168,23 +167,23 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """What one of several stages on a GPU may take beside its weights. own_bytes: those.
+    """What one of several stages on a GPU may take beside its weights, of `own_bytes`.
 
-    No more than its part of the whole: others may not have loaded their weights yet. No more than its part of what
-    is free: other programs may have the rest.
+    At most its part of the whole, as others may not have loaded yet, and of what is free: other programs may have
+    the rest.
     """
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether a GPU's memory was not enough. torch's allocator, recorded steps, cuBLAS and Triton's launcher have
-    this in common only in their words. No context is lost by it."""
+    """Whether a GPU's memory was too small. The errors of torch's allocator, recorded steps, cuBLAS and Triton
+    share only these words. The context survives."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
 
 def in_words(error: Exception) -> str:
-    """With what helps, where a GPU's memory was not enough."""
+    """With what helps, where a GPU's memory was too small."""
     said = str(error) or type(error).__name__
     if not lacks_memory(error):
         return said
@@ -192,9 +191,9 @@ def in_words(error: Exception) -> str:
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
-    """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs: float32
-    checkpoints run in bfloat16 there, and in float16 before compute capability 8.0, which only emulates bfloat16.
-    Beside quantized weights it is float32, whose bits all CPUs share."""
+    """`auto` is the fastest arithmetic that loses nothing of the file, except on GPUs: float32 checkpoints run in
+    bfloat16 there, and in float16 before compute capability 8.0, which only emulates bfloat16. Beside quantized
+    weights it is float32, whose bits all CPUs share."""
     if device.type == "cuda":
         if asked != "auto":
             return asked
@@ -211,8 +210,8 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may use. With more threads than its share of cores, a container's threads are held
-    back most of the time, and every step waits for the last of them."""
+    """Cores that this process may use. With more threads than cores, a container's threads are held back most of
+    the time, and every step waits for the last."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit
@@ -227,7 +226,7 @@ def available_bytes(root: Path = _ROOT) -> int:
     for group in _groups(root):
         with contextlib.suppress(OSError, ValueError):
             left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-            # The kernel gives up its cache of files when memory is needed.
+            # The kernel gives up cached files when memory is needed.
             available.append(left + sum(_entries(group / "memory.stat", "inactive_file")))
     return max(0, min(available, default=0))
 

@@ -14,9 +14,9 @@ from ppserve import wire
 from ppserve.errors import WireError
 from ppserve.process.environment import EXIT_HEAD_GONE
 
-# Longer than the head waits for a silent stage, so that it is the head who decides.
+# Longer than the head's patience with a silent stage: the head decides.
 _SILENCE_S = 15.0
-# A stage that is told to exit and has not ended by then is stuck in a step.
+# A stage that was told to exit and is still there is stuck in a step.
 _END_WITHIN_S = 10.0
 
 _NUM_CANCELLED = 256  # more than can be in flight
@@ -26,11 +26,11 @@ Stamped = tuple[int, Any]
 
 
 class Link:
-    """A stage's end of the control plane, and what every one does with the head's messages.
+    """A stage's end of the control plane, and what all do with the head's messages.
 
-    A Ping is answered at once, so that the head can tell a busy stage from a frozen one. A Cancel takes effect at
-    once, and overtakes the plans in the inbox. The stage may be waiting for a neighbour that never answers: so an
-    Abandon sets `abandoned`, then calls `on_abandon`, and only then enters the inbox.
+    A Ping is answered at once, so that the head can tell busy from frozen. A Cancel takes effect at once, before
+    the plans in the inbox. As the stage may be waiting for a neighbour, an Abandon sets `abandoned`, calls
+    `on_abandon`, and only then enters the inbox.
     """
 
     def __init__(self, send: Callable[[wire.FromStage], None]) -> None:
@@ -41,11 +41,11 @@ class Link:
         self.abandoned = 0
         """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
-        """The latest steps sent ahead that need not be computed."""
+        """The latest steps sent ahead that need no computing."""
         self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
     def start(self, on_abandon: Callable[[int], None]) -> None:
-        """By the reader of the inbox. on_abandon: called with an epoch, in the thread that hears of its end."""
+        """By the inbox's reader. on_abandon: called with an epoch, in the thread that hears of its end."""
         self._on_abandon = on_abandon
 
     def handle_message(self, now_ns: int, message: Any) -> None:
@@ -63,11 +63,11 @@ class Link:
 
 
 class HeadLink(Link):
-    """A socket to the head, read from its start on by a thread that stamps each message as it arrives.
+    """A socket to the head, read from its start on by a thread that stamps each message.
 
-    end: called with EXIT_HEAD_GONE, perhaps by both threads, when the head is gone, has said nothing for
-    `silence_s` (it pings twice a second), or sends what is not in the schema; and with the code of a Shutdown if
-    the process has not ended `end_within_s` later.
+    end: called with EXIT_HEAD_GONE, perhaps by both threads, when the head is gone, is silent for `silence_s` (it
+    pings twice a second), or breaks the schema; and with a Shutdown's code if the process has not ended
+    `end_within_s` later.
     """
 
     def __init__(
@@ -105,8 +105,7 @@ class HeadLink(Link):
         self._end(code)
 
     def _handle_until_shutdown(self) -> int:
-        """Handles the head's messages; returns the code of its Shutdown, after which only the connection's end
-        follows. Raises OSError, WireError."""
+        """Handles messages; returns the code of the Shutdown, which is the last. Raises OSError, WireError."""
         reader = wire.FrameReader(wire.FromHead)
         while received := self._connection.recv(1 << 16):
             now_ns = time.monotonic_ns()

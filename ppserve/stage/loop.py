@@ -1,10 +1,9 @@
 """The life of a stage: load its layers, then one step after another, in one epoch after another.
 
-A stage holds weights, keys and values, and nothing about requests. It runs plans in the order in which they
-arrive. When a neighbour dies it reports the epoch as broken, keeps its weights, and waits for the head to form
-the next one.
+A stage holds weights, keys and values, and nothing about requests. It runs plans in order of arrival. When a
+neighbour dies it reports the epoch as broken, keeps its weights, and waits for the next one.
 
-Nothing here is about the process: a stage may as well be one of several threads.
+Nothing here is about the process: a stage may as well be a thread.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ log = logging.getLogger("ppserve.stage")
 
 @dataclass(slots=True)
 class Epoch:
-    """One life of the pipeline, as seen from this stage."""
+    """One life of the pipeline, as this stage sees it."""
 
     number: int
     stage: Stage
@@ -55,7 +54,7 @@ class Epoch:
 
 
 class StageLoop:
-    """The loop that handles the head's messages in order. All in the thread of `run`, but for `_end_waits`."""
+    """The loop that handles the head's messages in order. All but `_end_waits` is in the thread of `run`."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class StageLoop:
     def run(self, report: Callable[[str], object] = lambda _: None) -> int:
         """Runs until the head says Shutdown; returns the exit code that it asks for.
 
-        report: called with `ready` when this stage has entered an epoch, and with `served` after its first step.
+        report: called with `ready` when this stage has entered an epoch, with `served` after its first step.
         """
         self._link.send(self._hello())
         has_served = False
@@ -101,7 +100,7 @@ class StageLoop:
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):
-                    # A group that cannot be aborted ends with this process.
+                    # A group that cannot be aborted ends with the process.
                     with contextlib.suppress(TransportError):
                         self.leave_epoch()
                     return code
@@ -136,7 +135,7 @@ class StageLoop:
             model = load_stage(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
         except Exception as error:
-            # Of any type: Triton has its own where a kernel cannot be compiled.
+            # Of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)
             if not isinstance(error, UsageError | MemoryError):
                 compute.probe()
@@ -181,12 +180,12 @@ class StageLoop:
         return True
 
     def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
-        """One cache serves all epochs: each overwrites what the one before left."""
+        """One cache serves all epochs: each overwrites the one before."""
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
             of = self._start.config.cache
-            # Memory that the operator has set aside is taken from now on, any other as the load grows.
+            # Memory that the operator has set aside is taken now, other memory as the load grows.
             shape = model.arch, model.layout, num_blocks, of.block_size
             cache = model.backend.make_cache(*shape, populate=of.kv_cache_memory is not None)
             model = self._model = model.backend.recorded(model, cache)
@@ -197,31 +196,31 @@ class StageLoop:
         depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         wires = self._wiring.open_wires(form, model.layout, frames, self._link)
-        # At once, so that they are interrupted and closed whatever fails from here on.
+        # At once: so they are interrupted and closed whatever fails now.
         self._epoch = epoch = Epoch(form.epoch, Stage(model, cache, *wires))
         if self._link.abandoned >= form.epoch:
-            # The link's thread may have looked before there were wires to interrupt.
+            # The link's thread may have looked before there were wires.
             raise TransportError("the epoch was lost while it formed")
         epoch.stage.warm_up()
 
     def _end_waits(self, number: int) -> None:
-        """In the link's thread, because the stage's own thread may be waiting for a neighbour."""
+        """In the link's thread: the stage's own may be waiting for a neighbour."""
         if (epoch := self._epoch) is not None and epoch.number == number:
             try:
                 epoch.stage.interrupt()
             except RuntimeError as error:
-                # A stage that cannot leave in time is cut off by the head: this thread must live to see that.
+                # If the stage cannot leave, the head cuts it off: this thread must live to see that.
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
-        """Leaves an epoch that the head has given up. One that broke here was left, and reported, before."""
+        """Leaves an epoch that the head has given up, unless it broke here and was left before."""
         if self._epoch is not None and self._epoch.number == number:
             self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """Ends the epoch's waits and closes every wire to the neighbours, so that those blocked on this stage wake
-        up. Raises TransportError where only a new process can be rid of it."""
+        """Ends the epoch's waits and closes the wires, so that neighbours blocked on this stage wake up. Raises
+        TransportError where only a new process helps."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
@@ -231,19 +230,19 @@ class StageLoop:
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
         """A wire or a computation failed: keeps the weights for the next epoch. Raises if the device is lost."""
-        # Errors do not say what has become of it: torch's may only lack memory, Triton's is a RuntimeError.
+        # Errors do not tell: torch's may only lack memory, Triton's is a RuntimeError.
         self._found.compute.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
         # First: ending a group may take long, and the others hear of it from the head.
         self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
-        # Connections end with the last object that refers to them, and an error may be part of a cycle.
+        # Connections end with their last reference, and an error may be part of a cycle.
         traceback.clear_frames(error.__traceback__)
 
     # ---- steps ----------------------------------------------------------------------------------------
 
     def _expect_plans(self) -> None:
-        """Every plan that is known, so that hidden states travel while this stage computes an earlier step."""
+        """Every known plan: hidden states travel while this stage computes an earlier step."""
         for _, message in self._arrived:
             if (epoch := self._epoch) is None or not isinstance(message, wire.Plan):
                 return
@@ -256,7 +255,7 @@ class StageLoop:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
     def _step(self, plan: StepPlan, sampling: SamplingUpdate, planned_ns: int) -> bool:
-        """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
+        """One step and its result; whether there is one. Drops plans of epochs that were left."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
         if plan.is_ahead:

@@ -1,10 +1,10 @@
 """What a stage finds out before it connects to the head: its model, its device, and what their parts cost.
 
-Costs are measured before the model is divided, in the step that a busy server computes all the time: sequences
-decoding, and beside them as many prompt tokens as new requests bring meanwhile. (Prompts and decodes measured
-apart and added up count the reading of the weights twice.) A lone stage runs it with no sublayer, without and with
-drawing; with an attention; and with an MLP behind that. A step's time is the lower quartile of several turns, as
-other programs only ever slow it down. Costs are kept in a file per machine and model.
+Costs are measured before the model is divided, in a busy server's step: sequences decoding, and beside them as
+many prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart would count the reading of
+the weights twice.) A lone stage runs it without sublayers, with and without drawing; with an attention; and with
+an MLP behind that. Other programs only ever slow a step down, so its time is the lower quartile of several turns.
+Costs are kept in a file per machine and model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 
 _MIN_TURNS, _MEASURE_S = 3, 0.3
-"""Steps are measured by turns: at least so many times, and for so many seconds."""
+"""Steps are measured by turns: so many times, and for so many seconds, at least."""
 _LEAST_SHARE = 0.1
-"""Of a step or a layer, what a part costs at least: noise may hide the difference of two steps."""
+"""The least that a part costs of a step or layer: noise may hide a difference."""
 _VERSION = 23
 
 
@@ -65,7 +65,7 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
 
 
 def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """As `probe`, for a process that is this stage: it takes over its device, and measures what the head needs."""
+    """`probe`, for a process that is this stage: takes over its device, and measures what the head needs."""
     found = probe(config, environment)
     found.compute.occupy()
     grid = config.pipeline.grid(environment.world_size)
@@ -76,8 +76,8 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
 ) -> dict[int, PartCosts]:
-    """By the number of tensor ranks: for `--parallel auto` of every shape, for `--layers auto` of this one.
-    tensor: which of its stage's tensor ranks this is."""
+    """By number of tensor ranks: for `--parallel auto` of every shape, for `--layers auto` of this one. tensor:
+    which of its stage's ranks this is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
     # Too many stages for the model: the head says so.
     divisible = 1 < grid.pipeline <= arch.num_layers
@@ -96,7 +96,7 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Seconds of each part in this step; read from the file where it was measured before.
+    """Seconds of each part in this step; from the file if it was measured before.
 
     tensor, num_tensor: which tensor rank of how many; it does not wait for the others.
     """
@@ -104,7 +104,7 @@ def part_costs(
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
     costs = _measure(checkpoint, compute, step, (tensor, num_tensor))
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
+    with contextlib.suppress(OSError):  # no cache costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_bytes(msgspec.json.encode(costs))
@@ -113,7 +113,7 @@ def part_costs(
 
 
 def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path:
-    """One file per machine, model shape, arithmetic, operators, and numbers of threads and of stages here."""
+    """One file per machine, model shape, arithmetic, operators, threads and stages here."""
     numbers = compute.dtype, compute.quantization, compute.kv_dtype
     operators = compute.reference, compute.options.batch_invariant, torch.__version__
     machine = compute.name, compute.stages_here, platform.processor()
@@ -126,7 +126,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tup
     bare, attention, layer = _stages(checkpoint, compute, rank, step)
     undrawn = replace(step, slices=tuple(replace(piece, draw=None) for piece in step.slices))
     steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
-    # CPU time where one thread computes: ranks that measure at the same time may share cores.
+    # CPU time where one thread computes: measuring ranks may share cores.
     has_one_thread = compute.device.type == "cpu" and compute.threads == 1
     clock = time.thread_time if has_one_thread else time.perf_counter
     for stage, plan in steps:  # the first turn does not count
@@ -147,12 +147,12 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tup
 
 
 def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
-    """Lone stages with no sublayer, one and two. They share embedding and head, of which several may not fit."""
+    """Lone stages with no sublayer, one and two. They share embedding and head, which may not fit twice."""
     layout = StageLayout(0, 1, 0, 2, *rank)
     whole = load_stage(checkpoint, layout, compute.backend())
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
     cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
-    # Memory that was never written reads as one page of zeros, from the nearest cache.
+    # Memory that was never written reads as one cached page of zeros.
     cache.fill(0.01)
     (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=compute.device),))
     models = (whole.computing(*whole.sublayers[:number]) for number in range(3))

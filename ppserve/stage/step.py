@@ -19,7 +19,7 @@ from ppserve.stage.transport.gather import NoTensorLink, TensorLink
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a stage made of a step. hidden_TD: after its last layer; on the last stage these are sent nowhere."""
+    """A step's result. hidden_TD: after its last layer; the last stage sends them nowhere."""
 
     result: StepResult
     hidden_TD: torch.Tensor
@@ -28,8 +28,8 @@ class Computed:
 class Stage:
     """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
 
-    transport: to the stages before and after. gather: to the other tensor ranks of this stage. It lives as long as
-    those: one epoch. Model and cache may outlive it.
+    transport: to the stages before and after. gather: to this stage's other tensor ranks. The stage lives one
+    epoch, as these do; model and cache may outlive it.
     """
 
     def __init__(
@@ -42,32 +42,30 @@ class Stage:
         self._cache = cache
 
     def warm_up(self) -> None:
-        """As the transport's; tensor ranks exchange a row, so that no step waits for their first connection."""
+        """The transport's; tensor ranks exchange a row, so that no step waits for their first connection."""
         self.transport.warm_up()
         if self.layout.num_tensor > 1:
             own_11 = torch.zeros(1, 1, device=self.model.backend.device)
             self._gather.all(own_11, self.layout.cut(self.layout.num_tensor))
 
     def interrupt(self) -> None:
-        """Called from another thread: waits for neighbours end with TransportError. `close` is still due."""
+        """By another thread: waits for neighbours end with TransportError. `close` is still due."""
         self._gather.interrupt()
         self.transport.interrupt()
 
     def close(self) -> None:
-        """Those who wait for this stage wake up as well. May be called twice."""
+        """Wakes those who wait for this stage. May be called twice."""
         self._gather.close()
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Once per plan, in order, before its `step`: hidden states can arrive while an earlier step is computed.
-
-        Raises TransportError.
-        """
+        """Once per plan, in order, before its `step`: its hidden states can arrive during an earlier one. Raises
+        TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
-        """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError."""
+        """Receive, compute, hand on. planned_ns: when the plan came. Raises TransportError."""
         clock, layout, model, gather = time.monotonic_ns, self.layout, self.model, self._gather
         inputs = build_inputs(plan, layout, self._cache, gather)
         awaited_ns = clock()
@@ -77,13 +75,13 @@ class Stage:
         hidden_TD = model.forward(inputs, received_TD)
         reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
         timing.computed()
-        # Before the wait for the device: what goes from device to device follows the computation there.
+        # Before the wait for the device: transfers between devices follow the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         begun_ns, ended_ns = timing.busy_ns()
         drawn, scored = reading() if reading is not None else ((), ())
         gathered_ns = min(gather.waited_ns - waited_ns, ended_ns - begun_ns)
         if not layout.is_first:
-            # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
+            # On a device, hidden states arrive after `receive` returns: at the latest when the computation begins.
             received_ns = max(received_ns, begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
         made = bytes_sent, drawn, scored, gathered_ns

@@ -1,6 +1,6 @@
 """How a stage is joined to its neighbours: processes by groups of torch.distributed, threads by queues.
 
-Processes find each other in one store per epoch, whose place the head tells them.
+Processes meet in one store per epoch, whose place the head tells them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _POLL_S = 0.005
 
 
 Wires = tuple[Transport, TensorLink]
-"""What joins a stage to the stages before and after, and to its other tensor ranks."""
+"""What joins a stage to its neighbours, and to its other tensor ranks."""
 
 
 class Wiring(Protocol):
     """The maker of a stage's wires, those of one epoch at a time."""
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        """Collective: every rank calls it. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
+        """Collective. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
 
-        link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile.
+        link: to tell the head where the epoch's store is, and to hear that the epoch is lost.
         """
 
     def leave_epoch(self) -> None:
@@ -48,8 +48,8 @@ class Wiring(Protocol):
 
 
 class ProcessGroupWiring:
-    """The wiring of a stage that is a process. It meets the others in the epoch's store, and they form groups.
-    ports: the first and the last that the store may have; None: any."""
+    """The wiring of a stage that is a process. The ranks meet in the epoch's store and form groups. ports: the
+    first and last that the store may have; None: any."""
 
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
@@ -81,7 +81,7 @@ class ProcessGroupWiring:
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
-        """Stages further on, blocked on this one, wake up as its connections end."""
+        """Further stages, blocked on this one, wake up as its connections end."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -90,8 +90,8 @@ class ProcessGroupWiring:
 def open_epoch_store(
     host: str, timeout: timedelta, ports: tuple[int, int] | None = None
 ) -> tuple[dist.TCPStore, int]:
-    """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port. Raises TransportError if
-    none of the ports is free."""
+    """Stage 0: a store for one epoch on a free port of `host` alone; the port. Raises TransportError if none is
+    free."""
     listener = _listen(host, ports)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -114,8 +114,8 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """The other stages: connect to it. Raises TransportError.
 
-    It listens before any stage is told of it. So if the connection is refused, its stage is gone. torch would try
-    again for longer than `timeout`, and cannot be interrupted meanwhile.
+    It listens before any stage is told. So if the connection is refused, its stage is gone; torch would try for
+    longer than `timeout`, uninterruptibly.
     """
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()
@@ -125,7 +125,7 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
-    """Waits until every rank of the replica has come to the store. Raises TransportError when the epoch is over.
+    """Waits for every rank of the replica. Raises TransportError when the epoch is over.
 
     Connecting a group afterwards takes milliseconds and cannot be interrupted. This wait can, so a stage that dies
     before it comes does not hold up the others. It polls, as the store's own wait sees nothing else.
@@ -142,8 +142,8 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
 
 
 def _name_interface(address: str) -> None:
-    """Tells gloo and NCCL which interface to use, unless the operator has. By themselves they use the one that
-    this host's own name leads to, on many hosts the loopback."""
+    """Tells gloo and NCCL which interface to use, unless the operator has. Theirs is that of the host's own name,
+    often the loopback."""
     name = interface_of(address, interfaces())
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -151,15 +151,15 @@ def _name_interface(address: str) -> None:
 
 
 def _keep_watchdog_from_ending_us() -> None:
-    """torch's thread beside NCCL ends the whole process when an exchange fails or is late, as after a neighbour's
-    death, and survivors would lose their weights. Here the head notices losses, and the stage aborts its groups.
-    What the operator says wins."""
+    """torch's thread beside NCCL would end the process, with its weights, when an exchange fails or is late, as
+    after a neighbour's death. Here the head notices losses, and the stage aborts its groups. The operator's word
+    wins."""
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
         os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
 class ThreadWiring:
-    """The wiring of stages that are threads of one process: one object for all ranks of a replica."""
+    """The wiring of stages that are threads: one object for all ranks of a replica."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()
@@ -169,7 +169,7 @@ class ThreadWiring:
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
         if form.store_port == 0:
-            # The head invites the others once it has heard of a store: of any.
+            # The head invites the others once it has heard of a store.
             link.send(wire.StoreOpened(form.epoch, port=1))
         with self._opening:
             if form.epoch != self._epoch:
@@ -180,4 +180,4 @@ class ThreadWiring:
             return transport, self._gathers[layout.stage][layout.tensor]
 
     def leave_epoch(self) -> None:
-        """Nothing to do: queues go with the transports that use them."""
+        """Nothing to do: queues go with their transports."""

@@ -1,4 +1,4 @@
-"""How a model is told a chat: its template, and the texts of its special tokens by their names in templates."""
+"""How a model is told a chat: its template, and its special tokens' texts by their names there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _ChatConfig(msgspec.Struct, frozen=True):
 
 
 def read_chat_format(path: str) -> ChatFormat:
-    """That of the model at `path`, as `load_tokenizer` takes it. Raises CheckpointError."""
+    """That of the model at `path`, for `load_tokenizer` too. Raises CheckpointError."""
     given = TINY if path == "tiny" else Path(path).expanduser()
     if given.suffix == ".gguf":
         return _of_gguf(given)
@@ -46,7 +46,7 @@ def read_chat_format(path: str) -> ChatFormat:
 
 
 def _of_directory(directory: Path) -> ChatFormat:
-    """The template of a file of its own comes before that of tokenizer_config.json, as in transformers."""
+    """A template file comes before tokenizer_config.json's, as in transformers."""
     config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     values: dict[str, Any] = read_json(config_file, dict[str, Any]) if lexists(config_file) else {}
     template = checked(config_file, values, _ChatConfig).chat_template

@@ -1,7 +1,7 @@
-"""Decodes the token ids of one stream. Text is given out as early as possible and never taken back.
+"""Decodes one stream's token ids. Text is given out as early as possible and never taken back.
 
-Text waits in two cases: a character's bytes are not all there, or the end of the text may be the beginning of a
-stop string. The pieces joined are what decoding all ids at once gives, cut at the first stop string.
+Text waits while a character's bytes are incomplete, or its end may begin a stop string. The pieces joined are what
+decoding all ids at once gives, cut at the first stop string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ppserve.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text added to a stream, possibly empty. matched: the stop string that ended the stream, if one did."""
+    """Text added to a stream, possibly empty. matched: the stop string that ended it, if one did."""
 
     text: str
     matched: str | None = None
@@ -24,9 +24,8 @@ class Detokenizer:
     """Undecoded bytes and held-back text of one stream.
 
     The stop string that is complete first ends the stream; if one character completes several, the longest,
-    because it began first. So where a stream stops depends on its text, not on how tokens divide the text. With
-    `include_stop` the text ends with the matched string, otherwise before it. The text of the first `min_tokens`
-    tokens is not searched for stop strings.
+    because it began first. So the text decides where a stream stops, not its tokens. With `include_stop` it ends
+    with the matched string, otherwise before it. The first `min_tokens` tokens are not searched for stop strings.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, token_id: int) -> Piece:
-        """The text that is certain with this token. After a match, and after `finish`, always empty."""
+        """The text that is certain with this token; none after a match or `finish`."""
         if self._ended:
             return Piece("")
         text = self._decoder.decode(self._tokenizer.text_bytes(token_id))
@@ -66,7 +65,7 @@ class Detokenizer:
         if not self._held and self._first_characters.isdisjoint(text):
             return Piece(text)
         seen = self._held + text
-        # Where each stop string is complete, and where it begins; what is held contains no complete one.
+        # Where stop strings are complete and begin; what is held contains no complete one.
         found = [(begin + len(stop), begin) for stop in self._stops if (begin := seen.find(stop)) >= 0]
         if found:
             end, begin = min(found)
@@ -79,6 +78,6 @@ class Detokenizer:
 
 
 def _begun(stop: str, text: str) -> int:
-    """How many of the last characters of `text` are the beginning of `stop`."""
+    """How many last characters of `text` begin `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -42,7 +42,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
-    """token_type: by id, as llama.cpp numbers them: 3 control, 4 of the user's, 6 a byte."""
+    """token_type: by id, llama.cpp's: 3 control, 4 of the user's, 6 a byte."""
 
     model: Literal["gpt2", "llama"]
     tokens: list[str]
@@ -58,7 +58,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Of Llama 3 and Qwen, which differ in how many digits are one word."""
+"""Llama 3's and Qwen's, which differ in how many digits are one word."""
 
 
 def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool) -> pre_tokenizers.PreTokenizer:
@@ -79,7 +79,7 @@ LLAMA3_SPECIAL = (
     *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
     *("eom_id", "eot_id", "python_tag"),
 )
-"""Of Llama 3.1, whose first ids are also 3's; the others are reserved."""
+"""Llama 3.1's, whose first ids are also 3's; the others are reserved."""
 
 SPACE = "\u2581"
 """What sentencepiece writes for a space."""
@@ -96,10 +96,8 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def read_vocab_json(path: Path) -> Tokenizer:
-    """`vocab.json` and `merges.txt`; `added_tokens.json` and `tokenizer_config.json` if they lie beside them.
-
-    Raises CheckpointError.
-    """
+    """`vocab.json` and `merges.txt`, and beside them `added_tokens.json` and `tokenizer_config.json`, if any.
+    Raises CheckpointError."""
     vocab = read_json(path, dict[str, TokenId])
     merges_file, added_file = path.with_name("merges.txt"), path.with_name("added_tokens.json")
     config_file = path.with_name("tokenizer_config.json")
@@ -143,7 +141,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_llama3(path: Path) -> Tokenizer:
-    """Llama 3's `tokenizer.model`: ranks in tiktoken's format, then 256 special tokens. Raises CheckpointError."""
+    """Llama 3's `tokenizer.model`: tiktoken's ranks, then 256 special tokens. Raises CheckpointError."""
     ranks = _read_ranks(path)
     names = [*LLAMA3_SPECIAL, *(f"reserved_special_token_{i}" for i in range(3, 248))]
     special = {len(ranks) + i: _AddedToken(f"<|{name}|>", special=True) for i, name in enumerate(names)}
@@ -151,10 +149,8 @@ def read_llama3(path: Path) -> Tokenizer:
 
 
 def read_llmc_bin(path: Path) -> Tokenizer:
-    """llm.c's `gpt2_tokenizer.bin`: 256 header words, then each token as one length byte and its bytes.
-
-    Raises CheckpointError.
-    """
+    """llm.c's `gpt2_tokenizer.bin`: 256 header words, then a length byte and its bytes per token. Raises
+    CheckpointError."""
     content = read_bytes(path, MAX_FILE_BYTES)
     if len(content) < LLMC_HEADER_BYTES:
         raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
@@ -164,7 +160,7 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     if version not in (1, 2):
         raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
     tokens = _length_prefixed(path, content, count)
-    if version == 1:  # only written for GPT-2's own vocabulary; the header does not name the end of text
+    if version == 1:  # only for GPT-2's own vocabulary; the header names no end of text
         end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
     ranks = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
     if len(ranks) != count - (end_of_text < count):
@@ -209,7 +205,7 @@ def _byte_level_of_gguf(path: Path, given: _GgufTokenizer, vocab: dict[str, int]
 
 
 def _sentencepiece(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
-    """Merges the neighbours whose joint piece has the highest score; what no piece spells becomes bytes."""
+    """Merges neighbours by the highest score; what no piece spells becomes bytes."""
     scored = sorted(zip(given.tokens, given.scores, strict=True), key=lambda pair: -pair[1])
     merges = [
         (token[:at], token[at:])
@@ -228,7 +224,7 @@ def _sentencepiece(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.T
 
 
 def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenizer:
-    """GPT-2's own, from tiktoken's cache or downloaded. Raises what `get_encoding` raises."""
+    """GPT-2's own, cached by tiktoken or downloaded. Raises what `get_encoding` raises."""
     encoding = get_encoding("gpt2")
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     ranks.pop(END_OF_TEXT.encode(), None)
@@ -253,7 +249,7 @@ def _ranked(
 ) -> Tokenizer:
     """Merges the neighbours whose joint token has the lowest rank, as tiktoken does.
 
-    Raises CheckpointError unless every token, but for Llama 3's, can be merged from two tokens with lower ranks.
+    Raises CheckpointError unless every token, but for Llama 3's, merges two tokens of lower ranks.
     """
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
@@ -279,8 +275,8 @@ def _byte_level(
     pre_tokenizer: pre_tokenizers.PreTokenizer,
     takes_words: bool = False,
 ) -> Tokenizer:
-    """added: by id. takes_words: a word that is a token is taken as it stands. Raises CheckpointError."""
-    # Added tokens keep their ids only if the model's own vocabulary has them.
+    """added: by id. takes_words: a word that is a token stays whole. Raises CheckpointError."""
+    # Added tokens keep their ids only if the vocabulary has them.
     ids = vocab | {token.content: token_id for token_id, token in added.items()}
     try:
         library = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=takes_words))

@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a model: a file beside the weights, else GPT-2's own from tiktoken."""
+"""Finds a model's tokenizer: a file beside the weights, else GPT-2's own from tiktoken."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
-    It is read from the first of `READERS` beside the weights, or from another single *.tiktoken. Without any,
-    tiktoken's GPT-2 encoding is used, if it is cached or can be downloaded and the model's `vocab_size`, where
-    given, is GPT-2's; else there is none, and the log says why. Raises CheckpointError for an unusable file.
+    It is read from the first of `READERS` beside the weights, or from another single *.tiktoken. Without any it is
+    tiktoken's GPT-2 encoding, if that is cached or can be downloaded and `vocab_size`, where given, is GPT-2's;
+    else there is none, and the log says why. Raises CheckpointError for an unusable file.
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
@@ -64,17 +64,16 @@ def load_tokenizer(
         return no_tokenizer()
     try:
         return within(DOWNLOAD_TIMEOUT_S, lambda: gpt2_tokenizer(get_encoding))
-    except Exception as error:  # no network, no cache, a wrong hash: in each case there is no tokenizer
+    except Exception as error:  # no network, no cache, a wrong hash: then no tokenizer
         logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
         return no_tokenizer()
 
 
 def _read_directory(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory; None when there is none. Raises CheckpointError."""
     for name, read in READERS.items():
         if os.path.lexists(directory / name):
             return read(directory / name)
-    # Of Llama 3. That of Llama 2 is sentencepiece's, a protobuf.
+    # Llama 3's. Llama 2's is sentencepiece's, a protobuf.
     model = directory / "tokenizer.model"
     if os.path.lexists(model) and read_start(model, 1) != b"\n":
         return read_llama3(model)

@@ -1,4 +1,4 @@
-"""Encoding and decoding with Hugging Face's tokenizers. Any text encodes or raises ValueError; any ids decode."""
+"""Encoding and decoding with Hugging Face's tokenizers. Texts encode or raise ValueError; ids always decode."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_MISSING_BYTES = 32
 
 
 class Tokenizer:
-    """A byte-level BPE: text to ids and back. Immutable: any number of threads may use it at once."""
+    """A byte-level BPE: text to ids and back. Immutable: any number of threads may use it."""
 
     def __init__(self, source: object, library: tokenizers.Tokenizer) -> None:
-        """source: the file that it was read from, for messages. Raises CheckpointError for another kind."""
+        """source: the file's name, for messages. Raises CheckpointError for another kind."""
         _check_kind(source, library)
         _encode_plainly(library)
         added = library.get_added_tokens_decoder()
         self.source = source
         self._library = library
-        # Of a text in parts, with special tokens between, some libraries put a space before the first part only.
+        # Of a text in parts, with special tokens between, some put a space before the first only.
         self._continuing = library
         if "prepend_scheme=first" in repr(library.pre_tokenizer):
             first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
@@ -57,11 +57,11 @@ class Tokenizer:
         return max(self._token_bytes.keys() - self._special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, also of a special one; empty for an id that no token has."""
+        """The bytes of one token, also of a special one; empty for an unknown id."""
         return self._token_bytes.get(token_id, b"")
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to decoded text; none for special and unknown tokens."""
+        """What the token adds to decoded text; nothing for special and unknown ones."""
         return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -69,19 +69,19 @@ class Tokenizer:
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
-        """The same tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""
+        """As a `tokenizer.json`, for clients that tokenize by themselves."""
         return self._library.to_str().encode()
 
 
 def no_tokenizer() -> Tokenizer:
-    """Of a model without one: no text has tokens, and no token has a text."""
+    """A model without one: no text has tokens, no token a text."""
     return Tokenizer("no tokenizer", tokenizers.Tokenizer(models.BPE(byte_fallback=True)))
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte where GPT-2 spells a token.
+    """The character for each byte where GPT-2 spells a token.
 
-    Bytes that Latin-1 prints stand for themselves; the others take the characters from U+0100 on, in order.
+    Bytes that Latin-1 prints stand for themselves; the others for the characters from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -110,7 +110,7 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
 def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
     """The bytes of each token. Raises CheckpointError unless every byte is a token and no id is given twice."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-    # Control characters, and bytes that UTF-8 rarely or never has, are missing in SmolLM2's.
+    # SmolLM2 lacks control characters, and bytes that UTF-8 rarely or never has.
     missing = len(byte_of.keys() - vocab.keys())
     if missing > MAX_MISSING_BYTES:
         raise CheckpointError(source, f"not a byte-level vocabulary: {missing} of the 256 bytes are missing")
@@ -118,13 +118,12 @@ def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
     for token, token_id in vocab.items():
         if token_id in tokens:
             raise CheckpointError(source, f"token id {token_id} is given to two tokens")
-        # One with a character outside the alphabet stands for its own text.
+        # One with a character outside the alphabet is its own text.
         is_spelled = byte_of.keys() >= set(token)
         tokens[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return tokens
 
 
 def _pieces(vocab: Mapping[str, int]) -> dict[int, bytes]:
-    """The bytes of sentencepiece's tokens."""
     tokens = {token_id: token.replace("\u2581", " ").encode() for token, token_id in vocab.items()}
     return tokens | {vocab[f"<0x{byte:02X}>"]: bytes([byte]) for byte in range(256) if f"<0x{byte:02X}>" in vocab}

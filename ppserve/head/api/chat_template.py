@@ -82,7 +82,6 @@ class ChatTemplate:
                 _end(self._idle.pop())
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
-        """Raises InvalidRequest."""
         try:
             process = self._idle.pop()
         except IndexError:

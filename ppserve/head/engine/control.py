@@ -193,7 +193,6 @@ class SocketControlPlane:
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
     def _read(self, peer: _Peer) -> None:
-        """Reads what has arrived, which may be the connection's end."""
         if not peer.is_open:  # it was ended since it became readable
             return
         received = None

@@ -138,7 +138,6 @@ class Engine(threading.Thread):
         return any(replica.members.is_healthy(now_ns) for replica in tuple(self._living))
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in the engine's thread."""
         future: Future[T] = Future()
         self._inbox.append((function, future))
         if self._ended:
@@ -228,7 +227,6 @@ class Engine(threading.Thread):
     # ---- requests -------------------------------------------------------------------------------------
 
     def _queue_request(self, opened: OpenRequest) -> None:
-        """Raises RequestError."""
         now_s = self._now_s()
         if (end := opened.begin(now_s, self._read_busy_s)) is not None:
             self._streams.add_output(opened, end, now_s)
@@ -262,7 +260,6 @@ class Engine(threading.Thread):
         self._control.send(replica.members.ranks, wire.Shutdown())
 
     def _find_replica(self, number: int) -> Replica:
-        """Raises InvalidRequest."""
         for replica in self._living:
             if replica.number == number:
                 return replica

@@ -194,7 +194,6 @@ class Replica:
         return []
 
     def _handle_death(self, of: Disconnected) -> list[SequenceEvent]:
-        """A rank's stage process died. Its keeper starts another."""
         self._handle_event(self.members.handle_disconnect(of.rank, of.cause, self._clock()))
         if not self.members.epoch:
             return []
@@ -258,7 +257,7 @@ class Replica:
         return Scheduler(config, blocks, self._costs, self.request_queue)
 
     def lose_epoch(self) -> None:
-        """Steps in flight will not return. Another replica computes the requests, or this one in its next epoch."""
+        """Steps in flight will not return. Another replica computes the requests, or this one in a later epoch."""
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()

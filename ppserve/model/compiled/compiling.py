@@ -26,7 +26,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 class SharedCache(FunctionCache):
-    """Of the processes that lack the same kernel one compiles it, while the others wait for it.
+    """Of the processes that lack a kernel one compiles it, and the others wait.
 
     A cache that is damaged or cannot be written costs compiling, never a start.
     """
@@ -51,18 +51,17 @@ class SharedCache(FunctionCache):
         return found
 
     def _look(self, sig, target_context):
-        """The kernel, None if it is not in the cache; and what reading a damaged cache raised, else None."""
+        """The kernel, None if it is not in the cache; and what a damaged cache raised, else None."""
         try:
             return super().load_overload(sig, target_context), None
         except Exception as damage:  # what unpickling raises can be anything
             return None, damage
 
     def _acquire(self):
-        """Wait until no other process compiles this kernel. Without files or locks none waits, and several may
-        compile the same."""
+        """Wait until no other process compiles this kernel. Without files or locks, several may compile it."""
         try:
             self._impl.locator.ensure_cache_path()
-            # A process that ends, whatever the reason, gives its lock back.
+            # A process that ends, however, gives its lock back.
             self._lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             until = time.monotonic() + self._longest_wait_s
             while not self._try_lock():
@@ -105,8 +104,8 @@ class SharedCache(FunctionCache):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """The code of a part of kernels. numba would optimise it, and make machine code of it, in every function on
-    the way from the part to its kernels; here both are done once, in each kernel that it is linked into."""
+    """The code of a part of kernels. numba would optimise it, and make machine code of it, in every function
+    between the part and its kernels; here each kernel that links it does both once."""
 
     def _optimize_functions(self, module):
         pass

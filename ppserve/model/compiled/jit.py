@@ -1,8 +1,7 @@
-"""Compiling kernels: numba, once per machine, kept in a directory that is ours and writable.
+"""Compiling kernels: numba, once per machine, kept in a writable directory of ours.
 
-numba decides whether a cached kernel is stale by the modification time of the file it was written in, and does
-not see a change in a file that it calls into. So there is one directory for each state of the sources: its name
-carries a digest of every file that takes part.
+By the modification time of a kernel's file numba decides whether it is stale, and misses changes in files that it
+calls into. So there is one directory for each state of the sources, named by a digest of all files that take part.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ def cache_directory(environment: Mapping[str, str], temporary: Path) -> Path:
     """In the operator's NUMBA_CACHE_DIR, whatever its owner; else in the user's cache directory, else under
     `temporary`, where nobody else can write (cached kernels are code); else new.
 
-    It can be written to: numba would use another, without a digest, for one that cannot.
+    Writable: for another numba would use one without a digest.
     """
     name = directory_name()
     if chosen := environment.get(VARIABLE):
-        # A process passes its own on to those that it starts.
+        # A process passes its own on to its children.
         own = Path(chosen) if Path(chosen).name == name else Path(chosen) / name
         if _make(own):
             return own
@@ -63,7 +62,7 @@ def _is_private(path: Path) -> bool:
     status, parent = path.stat(), path.parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
-    # The parent's owner, and all who may write there without the sticky bit, can replace the directory.
+    # The parent's owner, and without the sticky bit all who may write there, can replace the directory.
     safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
     return parent.st_uid in (0, os.getuid()) and bool(safe)
 
@@ -80,8 +79,8 @@ numba.config.reload_config()  # type: ignore[no-untyped-call]
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 NUMBA = (0, 62), (0, 69)
-"""The first version, and the first after the last, as in pyproject.toml: kernels use parts of numba that are not
-public, and LLVM before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
+"""The first version, and the first too new, as in pyproject.toml: kernels use private parts of numba, and LLVM
+before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
 
 
 def check_numba(version: str = numba.__version__) -> None:
@@ -95,7 +94,7 @@ def check_numba(version: str = numba.__version__) -> None:
 def kernel(function: Kernel) -> Kernel:
     """Compile an entry point: cached on disk, runs without the GIL.
 
-    No fast-math anywhere: it is what makes a result independent of how the compiler vectorised it.
+    Without fast-math, so that no result depends on how the compiler vectorised it.
     """
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
@@ -103,6 +102,6 @@ def kernel(function: Kernel) -> Kernel:
 
 
 def inlined(function: Kernel) -> Kernel:
-    """Compile a part of kernels; it lives in the cache of those that call it, and Python cannot call it."""
+    """Compile a part of kernels, into the cache of those that call it; Python cannot call it."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Kernel, numba.njit(error_model="numpy", pipeline_class=PartCompiler, **options)(function))

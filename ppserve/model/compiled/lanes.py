@@ -1,13 +1,13 @@
 """Sixteen float32 lanes as a value inside numba kernels, and the arithmetic on them.
 
-numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they
-want: a `lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and
-every operation here is either exact IEEE arithmetic per lane (`fma` is a fused multiply-add by definition, on
-every machine) or a reduction in a fixed tree. Results therefore depend on the order that a kernel writes
-down and on nothing else: not on the vectoriser, not on the row's neighbours, not on the CPU model.
+numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they want: a
+`lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and every operation here
+is exact IEEE arithmetic per lane (`fma` is a fused multiply-add on every machine) or a reduction in a fixed tree.
+So results depend on the order that a kernel writes down and on nothing else: not on the vectoriser, the row's
+neighbours or the CPU model.
 
-Memory is addressed as `load(array, index)` on flat arrays of float32, or on the address of float32 as an integer.
-Indices are not checked.
+Memory is addressed as `load(array, index)` on flat arrays of float32, or on their address as an integer. Indices
+are not checked.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -183,8 +183,8 @@ def keep_first(typing, value, count, other):
 
 
 def _reduction(combination):
-    """An intrinsic that reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: of a builder, what
-    combines two halves."""
+    """An intrinsic that reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: of a builder, what joins
+    two halves."""
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):

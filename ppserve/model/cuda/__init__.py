@@ -1,5 +1,5 @@
-"""The backend for GPUs: block tables, kernels, recorded steps and sampling on the device. Never an operator
-per sequence, except to copy blocks.
+"""The backend for GPUs: block tables, kernels, recorded steps and sampling on the device. Never an operator per
+sequence, except to copy blocks.
 
-On a CPU it computes the same through torch's operators, for tests of all that is not a kernel.
+On a CPU torch's operators compute the same, for tests of what is no kernel.
 """

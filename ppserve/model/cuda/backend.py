@@ -1,7 +1,7 @@
-"""The GPU: steps without a loop over sequences, recorded where they repeat, with nothing to wait for but tokens.
+"""The GPU: steps without a loop over sequences, recorded where they repeat, which wait only for tokens.
 
-Weights, results of operators and hidden states are in one dtype, keys and values in it or, if asked for, in
-another. Sums are float32.
+Weights, operators' results and hidden states are in one dtype, keys and values in it or, on request, another. Sums
+are float32.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.stock import PlainLinear, TorchBackend
 
 READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
-# Of one row and id, where rows are drawn from: logits, kept and recorded, weights, sums in float64, and where ids
-# are ranked their order as well.
+# Per row and id to draw from: logits, kept and recorded, weights, sums in float64, and the order of ranked ids.
 _LOGITS_BYTES = 96
 
 
@@ -37,7 +36,7 @@ class DeviceOptions:
     """How a stage computes on a device."""
 
     batch_invariant: bool = False
-    """Whether a linear's rows must not depend on the other rows, which torch's own linears do not promise."""
+    """A linear's rows must not depend on each other, as torch's own may."""
     graphs: bool = True
     """Whether steps of single rows are recorded."""
     max_rows: int = 256
@@ -48,12 +47,12 @@ class DeviceOptions:
     """Of the largest step, recorded or not."""
 
     def logits_bytes(self, vocab_size: int) -> int:
-        """The memory that drawing takes at most; on the last stage, in addition to weights and cache."""
+        """What drawing takes at most; on the last stage, beside weights and cache."""
         return _LOGITS_BYTES * vocab_size * max(READ_ROWS_AT_ONCE, self.max_rows)
 
 
 class CudaBackend(TorchBackend):
-    """A GPU; or the CPU in its place, which computes by the operators of torch."""
+    """A GPU; or the CPU in its place, with torch's operators."""
 
     read_rows_at_once = READ_ROWS_AT_ONCE
 
@@ -90,7 +89,7 @@ class CudaBackend(TorchBackend):
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        # What is recorded cannot wait for other ranks, whose connections are new in every epoch.
+        # Recorded work cannot wait for other ranks, whose connections are new in every epoch.
         if not self.options.graphs or model.layout.num_tensor > 1:
             return model
         assert isinstance(model, Decoder)
@@ -121,7 +120,7 @@ def _above_128(rows: Iterable[int]) -> tuple[int, ...]:
 def _own_operators(device: torch.device) -> Operators:
     if device.type != "cuda":
         return Operators()
-    # Triton comes with torch for CUDA, and is missing where torch is for the CPU.
+    # Triton comes with torch for CUDA, and not with torch for the CPU.
     from ppserve.model.cuda.triton_operators import TritonOperators
 
     operators = TritonOperators()
@@ -130,8 +129,8 @@ def _own_operators(device: torch.device) -> Operators:
 
 
 def launch_once(operators: Operators, device: torch.device) -> None:
-    """Raises ConfigError where Triton cannot launch anything on this machine. With its first launch it compiles a
-    C file: what that lacks is to be said in a sentence, before a process has read its weights."""
+    """Raises ConfigError where Triton cannot launch anything here. Its first launch compiles a C file: what that
+    lacks is said in a sentence, before weights are read."""
     try:
         operators.running_sums(torch.zeros(1, 1, device=device))
     except (torch.AcceleratorError, torch.OutOfMemoryError):

@@ -1,6 +1,6 @@
 """Keys and values in a device's memory, and a step's inputs for it.
 
-The arrays of a step are also padded to the size of a recorded step, which has one row per slice.
+A step's arrays are also padded to the size of a recorded step, which has one row per slice.
 
 L layers whose attention is on this stage, B blocks, p positions of a block, H heads of keys and values, d head
 size, T rows, E outputs of queries, keys and values, S slices, n tiles.
@@ -39,12 +39,12 @@ class DeviceInputs(AttendInputs):
     draws: Draws
     """What the step draws, on the host."""
     bucket: int | None = None
-    """Rows of the recorded step that computes this one; None for a step that is computed as it comes."""
+    """Rows of the recorded step that computes this one; None if none does."""
 
 
 class DeviceCache:
     """A `KVCache`. A recorded step finds its arrays at the same addresses every time: in the buffer of its bucket,
-    which is its number of rows."""
+    its number of rows."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """From now on, a step of one row per slice is padded to the smallest of these ascending numbers of rows
-        that holds it. Returns inputs of padding alone, at the addresses of all later steps of that size."""
+        """From now on pads steps of one row per slice to the smallest of these ascending sizes that holds them.
+        Returns inputs of padding alone, at the addresses of all later steps of that size."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
@@ -130,7 +130,7 @@ class DeviceCache:
 
 
 def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray[Any]]:
-    """All int32 but the turns. Block tables come last: their size differs between steps of one size."""
+    """All int32 but the turns. Block tables come last: their size differs between steps."""
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
         "positions": rows.positions_T.astype(np.int32),
@@ -143,7 +143,7 @@ def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """A step of one row per slice with as many rows as asked for. On the last stage, as many are read out.
+    """A step of one row per slice with this number of rows. On the last stage, all are read out.
 
     The added rows have no keys and no slot, and write nothing.
     """
@@ -168,7 +168,7 @@ def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, up to `most`, which is always one of them."""
+    """1, 2, 4 and so on, up to `most`, which is one of them."""
     powers = (1 << exponent for exponent in range(most.bit_length()))
     return tuple(sorted({*(power for power in powers if power < most), most}))
 
@@ -178,8 +178,8 @@ def _extended(numbers: Ints, count: int, filler: int) -> Ints:
 
 
 def _tiles(rows: StepRows) -> Ints:
-    """Every slice's rows in groups of up to ROWS_PER_TILE: (first row, number of rows, position of the first row,
-    begin of its table)."""
+    """Every slice's rows in groups of up to ROWS_PER_TILE: (first row, number of rows, its position, begin of its
+    table)."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice

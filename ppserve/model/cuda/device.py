@@ -1,7 +1,7 @@
 """Copies, events and graphs of a device that computes beside the host.
 
-Work is given to the calling thread's current stream. A step has two copies: its arrays to the device, without a
-wait, and what it draws back, the only wait.
+Work goes to the calling thread's current stream. A step has two copies: its arrays to the device, without a wait,
+and what it draws back, the only wait.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class Mark(Protocol):
     """A point in the work that was given to a device."""
 
     def wait(self) -> None:
-        """Returns when the device has come so far. Work that was given later continues meanwhile."""
+        """Returns when the device has come so far. Later work continues meanwhile."""
 
 
 class Accelerator:
-    """The CPU in a GPU's place: it does at once what a GPU does later. `CudaDevice` overrides all of it."""
+    """The CPU in a GPU's place: does at once what a GPU does later. `CudaDevice` overrides all of it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_waits = 0
-        """How often the host has waited for work that was not done."""
+        """How often the host has waited for unfinished work."""
 
     @property
     def name(self) -> str:
         return f"torch for {torch.backends.cpu.get_cpu_capability()}, as a GPU's reference"
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Bytes of host memory that the device can copy from and to by itself."""
+        """Host memory that the device can copy from and to by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between a host buffer and the device, behind all work that was given, without a wait. Until a
-        later mark is reached, the host's side must be neither read nor written."""
+        """Copies between a host buffer and the device, behind all given work, without a wait. Until a later mark
+        is reached, leave the host's side alone."""
         to.copy_(source)
 
     def mark(self) -> Mark:
@@ -69,8 +69,8 @@ class Accelerator:
 
 
 _RECORDING = threading.Lock()
-"""Stages may be threads of one process. torch's bookkeeping of a graph that is being recorded (synchronisation,
-random state, garbage collection) is the process's."""
+"""Stages may be threads of one process, and torch's bookkeeping of a graph that is being recorded
+(synchronisation, random state, garbage collection) is the process's."""
 
 
 class CudaDevice(Accelerator):
@@ -102,16 +102,16 @@ class CudaDevice(Accelerator):
             return self._record(work)
 
     def _record(self, work: Callable[[], None]) -> Callable[[], None]:
-        # A stream of this stage's own: torch's default is one for all threads.
+        # This stage's own: torch's default is one for all threads.
         stream = self._recording = self._recording or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        # Compiling, and whatever an operator sets up when it is first called, must not be recorded.
+        # Compiling, and an operator's first set-up, must not be recorded.
         with torch.cuda.stream(stream):
             for _ in range(2):
                 work()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may be at work on the device.
+        # Other threads of this process may use the device.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):  # type: ignore[arg-type]
             work()
@@ -130,9 +130,9 @@ class _CudaMark:
 
 
 class CudaTiming:
-    """A step's time on the GPU itself: from when it reached the step's first work to when the last was done.
+    """A step's time on the GPU: from when it reached the step's first work to when the last was done.
 
-    Events know the time between them, not the time of day: the end is when the host saw it.
+    Events know only the time between them: the end is when the host saw it.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -157,7 +157,7 @@ _ALIGNMENT = 16
 _BUFFERS = 3
 """Copies that may be under way before the host waits for the oldest."""
 _BUFFER_BYTES = 1 << 20
-"""Of a buffer at first: pinning a larger one later makes the host wait."""
+"""Of a buffer at first: pinning a larger one makes the host wait."""
 
 
 def packed_bytes(arrays: Arrays) -> int:
@@ -175,8 +175,8 @@ class Staging:
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
 
     def copy(self, arrays: Arrays, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Copies arrays one after the other, by one copy, into a buffer of the device or into new memory.
-        Returns them as flat tensors. In the same buffer, arrays of the same sizes have the same addresses."""
+        """Copies arrays in a row, by one copy, into a device's buffer or new memory. Returns them as flat tensors.
+        In one buffer, arrays of equal sizes have equal addresses."""
         num_bytes = packed_bytes(arrays)
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
@@ -187,7 +187,7 @@ class Staging:
             numbers[begin:end].view(array.dtype)[:] = array.reshape(-1)
             tensors[name] = to[begin:end].view(getattr(torch, array.dtype.name))
             begin += _aligned(array.nbytes)
-        if end:  # not what pads the last array: behind it the buffer holds older block tables
+        if end:  # not the last array's padding: behind it the buffer holds older block tables
             self._device.copy(to[:end], host[:end])
         self._under_way.append((self._device.mark(), host))
         return tensors
@@ -212,7 +212,7 @@ class Readback:
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
         """Starts the copy of the columns of a plan's rows; None if it has none.
 
-        The reading must be called before the next one is made.
+        Call the reading before the next one is made.
         """
         if columns_RC is None:
             return lambda: ((), ())

@@ -1,6 +1,6 @@
 """What a step draws and scores, as arrays for the device.
 
-Every row that is read out gets the same numbers: one to draw with, one target, or both unused. R rows read out.
+Every row that is read out gets a number to draw with and a target, used or not. R rows read out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency", "presence")
 """The arrays with one number for every row and id whose score is changed before drawing. In this order: a bias is
 added; repetition multiplies a negative score and divides others; frequency (times occurrences) and presence are
-subtracted, and the presence of a banned id is infinite."""
+subtracted, and a banned id's presence is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Draws:
     filters: bool
     """Whether any draw leaves ids out by top_k, top_p or min_p."""
     adjustments: dict[str, NDArray[Any]]
-    """`ADJUSTMENTS` by name, rows ascending; empty if no score is changed."""
+    """`ADJUSTMENTS` by name, rows ascending; empty without any."""
     num_top: int | None
     """The most that any row asks for; None without log-probabilities."""
 
@@ -53,11 +53,11 @@ class Draws:
         return not self.filters and not self.adjustments and self.num_top is None
 
     def adjustments_of(self, rows: slice) -> slice:
-        """The places in `adjustments` that belong to these rows."""
+        """Where these rows' are in `adjustments`."""
         return slice(*np.searchsorted(self.adjustments["adjusted_rows"], (rows.start, rows.stop)).tolist())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The point and the limits of every row's draw. A greedy draw has temperature 0."""
+        """The point and the limits of every row's draw. A greedy one has temperature 0."""
         params = [_ANY if row.draw is None else row.draw.params for row in self.rows]
         seeds = np.array([of.seed & _MASK for of in params], np.uint64)
         index = np.array([0 if row.draw is None else row.draw.index for row in self.rows], np.uint64)
@@ -130,7 +130,7 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
 
 
 def _keys(lists: Sequence[tuple[int, Sequence[int]]]) -> NDArray[np.int64]:
-    """Rows, each with ids: row << 32 | id for all of them, one after the other."""
+    """Rows, each with ids: row << 32 | id for all of them in a row."""
     rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(ids) for _, ids in lists])
     ids = chain.from_iterable(ids for _, ids in lists)
     return (rows_n << 32) + np.fromiter(ids, np.int64, len(rows_n))

@@ -1,8 +1,8 @@
 """A stage whose steps of single rows are recorded: a step is then one call, whatever it is made of.
 
-For every bucket the stage's own `forward`, and on the last stage the head and plain draws, are recorded over
-inputs that keep their place. Steps of several rows per slice are not recorded. Whatever a request asks for in
-addition to a plain draw is computed from the recorded step's logits.
+For every bucket, `forward` and on the last stage the head and plain draws are recorded over inputs that keep their
+place. Steps of several rows per slice are not. What a request asks for beside a plain draw is computed from the
+recorded step's logits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RecordedStage:
         inputs = cache.use_buckets(sizes)
         self.replays: dict[int, Callable[[], None]] = {}
         """By size: repeats the recorded step."""
-        # The largest first: smaller ones then find memory for theirs.
+        # The largest first: smaller ones then find memory.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))
             self.replays[size] = device.record(self._step(inputs[size]))
@@ -61,7 +61,7 @@ class RecordedStage:
         self.replays[inputs.bucket]()
         self.num_replays += 1
         hidden_TD = self._hidden_TD[: inputs.num_rows]
-        # A copy to send away: the next step may be computed before it has left.
+        # A copy to send: the next step may be computed before it has left.
         return hidden_TD if self.layout.is_last else hidden_TD.clone()
 
     @torch.inference_mode()
@@ -78,7 +78,6 @@ class RecordedStage:
         return self._readback.reading(plan, columns_RC)
 
     def _step(self, inputs: DeviceInputs) -> Callable[[], None]:
-        """The work that is recorded for a bucket."""
         size = inputs.num_rows
         received_TD = None if self.layout.is_first else self._received_TD[:size]
 

@@ -1,6 +1,6 @@
 """The operators that torch does not have, or not for every row alone.
 
-Here torch computes them on any device: the reference of the kernels in `triton_operators`.
+Here torch computes them on any device: the reference for the kernels in `triton_operators`.
 
 T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, K inputs, N outputs, V vocabulary,
 R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows of a tile, P positions.
@@ -15,14 +15,14 @@ import torch
 from torch.nn.functional import linear, pad
 
 ROWS_PER_TILE = 16
-"""Rows that share loads of keys and values: what a tensor core's smallest product takes."""
+"""Rows that share loads of keys and values: a tensor core's smallest product."""
 
 
 def _float32(*numbers: float) -> list[float]:
     return [float(np.float32(number)) for number in numbers]
 
 
-# e**x as `compiled.lanes.exp` computes it, so that weights have the same bits: see there. All are float32 numbers.
+# e**x by `compiled.lanes.exp`'s float32 numbers, so that weights have the same bits: see there.
 EXP_LEAST, EXP_MOST, EXP_ROUND, EXP_LOG2_E = _float32(-87.3, 88.3, 1.5 * 2**23, 1.4426950408889634)
 EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375, 2.12194440e-4)
 EXP_POLYNOMIAL = _float32(1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -33,15 +33,15 @@ class Tiles:
     """The rows of a step for attention, on the device, int32."""
 
     tiles_n4: torch.Tensor
-    """Each tile's first row, number of rows, position of the first row, and begin of the slice's blocks in
-    `tables`. A tile at position -1 pads a step: it has no keys, and its rows become zeros."""
+    """Each tile's first row, number of rows, first position, and begin of the slice's blocks in `tables`. A tile
+    at position -1 pads a step: it has no keys, and its rows become zeros."""
     tables: torch.Tensor
     max_keys: int
-    """The most keys that a row of any step may have, on the host."""
+    """The most keys of a row in any step, on the host."""
 
 
 class Operators:
-    """One launch each. A result's row depends on that row of the arguments alone."""
+    """One launch each. A result's row depends on the arguments' row alone."""
 
     name = "torch's operators"
 
@@ -57,8 +57,8 @@ class Operators:
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
-        """(T, c): each row's mix of the values at its position and before. Several heads of queries may read one
-        head of keys and values."""
+        """(T, c): each row's mix of values up to its position. Several heads of queries may read one head of keys
+        and values."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows, block_size, device = len(queries_THd), keys_BpHd.shape[1], qkv_TE.device
         readers = queries_THd.shape[1] // keys_BpHd.shape[2]
@@ -72,7 +72,7 @@ class Operators:
         entries_nP = torch.where(is_seen_nP, begin_n1 + position_P // block_size, 0)
         slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
         slots_nP = torch.where(is_seen_nP, slots_nP, 0)
-        # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
+        # What stands behind a sequence is another's and may be no number: times zero it would stay none.
         kept_nPHd = (
             torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
@@ -94,7 +94,7 @@ class Operators:
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-        """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it. All float32."""
+        """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it."""
         x_RV = (scores_RV - most_R[:, None]) / temperature_R[:, None]
         inside_RV = x_RV.clamp(EXP_LEAST, EXP_MOST)
         shifted_RV = _multiply_add(inside_RV, EXP_LOG2_E, EXP_ROUND)
@@ -110,13 +110,13 @@ class Operators:
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
         """Sums of float32 weights, in float64.
 
-        On a GPU the order of torch's own sums depends on the number of rows, and of a lone row on chance.
+        On a GPU torch's own sums depend on the number of rows, and for a lone row on chance.
         """
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 
 def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values of the rows, each (T, its heads, d)."""
+    """The rows' queries, keys and values, each (T, its heads, d)."""
     num_heads, size = keys_BpHd.shape[2:]
     width = num_heads * size
     each_TE = torch.split(qkv_TE, [qkv_TE.shape[1] - 2 * width, width, width], dim=1)
@@ -124,6 +124,6 @@ def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c of float32 numbers, nearly always as if rounded once: their product is exact in float64."""
+    """a * b + c of float32 numbers, nearly always rounded once: their product is exact in float64."""
     b, c = (number.double() if isinstance(number, torch.Tensor) else number for number in (b, c))
     return (a.double() * b + c).float()

@@ -1,8 +1,8 @@
 """Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
 
-The same logits give the same tokens as on the CPU: points and weights have the same bits. Only sums over the
-vocabulary, in float64, are rounded in another order, which does not depend on the other rows: a draw whose point
-lies within 1e-15 of the border between two ids may differ, and log-probabilities by as little.
+The same logits give the CPU's tokens: points and weights have the same bits. Only float64 sums over the vocabulary
+are rounded in another order, independent of other rows: a draw whose point is within 1e-15 of the border between
+two ids may differ, and log-probabilities by as little.
 
 R rows, V vocabulary, n adjustments.
 """
@@ -51,8 +51,7 @@ def read_rows(
 
 
 def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
-    """What was drawn and scored, from the columns of `read_rows` or `draw_plain`; rows as in
-    `StepRows.read_rows`."""
+    """Draws and scores, from the columns of `read_rows` or `draw_plain`; rows as in `StepRows.read_rows`."""
     lines = iter(columns_RC.tolist())
     drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(
@@ -72,7 +71,6 @@ def _drawn(sequence_id: int, wanted: Draw, line: list[float]) -> Drawn:
 
 
 def _token_logprobs(line: list[float], num_top: int) -> TokenLogprobs:
-    """One row's log-probabilities."""
     _, normalizer, logit, *top = line
     most = len(top) // 2
     logits, ids = top[: min(num_top, most)], top[most:]
@@ -92,7 +90,7 @@ def _draw(
     reached_RV = operators.running_sums(weights_RV)
     total_R1 = reached_RV[:, -1:].contiguous()
     drawn_R1 = torch.searchsorted(reached_RV, arrays["points"][:, None] * total_R1, right=True)
-    # Where rounding puts the point at the very end: the last id that has any weight.
+    # Where rounding puts the point at the end: the last id that has any weight.
     drawn_R = torch.minimum(drawn_R1, torch.searchsorted(reached_RV, total_R1))[:, 0]
     is_drawn_R = torch.isfinite(logits_RV).all(1) & (most_R > -torch.inf)
     return torch.where(is_drawn_R, torch.where(is_greedy_R, best_R, drawn_R), _NOTHING)
@@ -101,7 +99,7 @@ def _draw(
 def _survivors(
     operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: DeviceArrays
 ) -> torch.Tensor:
-    """(R, V) bool: which ids top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
+    """(R, V) bool: the ids that top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
     id."""
     vocabulary = scores_RV.shape[1]
     ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
@@ -121,7 +119,7 @@ def _survivors(
 
 
 def _adjusted(logits_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> torch.Tensor:
-    """Scores after biases, penalties and bans; the logits themselves where there are none."""
+    """Scores after biases, penalties and bans; without any, the logits."""
     if not draws.adjustments:
         return logits_RV
     own = draws.adjustments_of(rows)
@@ -144,7 +142,7 @@ def _logprobs(
     own_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None])
     columns = [normalizer_R[:, None], own_R1.double()]
     if num_top:
-        # Equal logits rank by id, which `topk` does not promise.
+        # Equal logits rank by id, unlike with `topk`.
         ranked_RV, ids_RV = logits_RV.sort(dim=1, descending=True, stable=True)
         columns += [ranked_RV[:, :num_top].double(), ids_RV[:, :num_top].double()]
     return columns

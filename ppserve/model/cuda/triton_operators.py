@@ -1,7 +1,7 @@
 """The operators as Triton kernels: for GPUs, and with TRITON_INTERPRET=1 for tests on the CPU.
 
-No kernel looks at how many rows there are: tiles have the same shape in every step, keys are taken in the same
-order, and no sum is split. So a row's result depends on that row alone. Tile sizes were chosen, not tuned.
+No kernel looks at the number of rows: in every step tiles have the same shape, keys come in the same order, and no
+sum is split. So a row's result depends on that row alone. Tile sizes were chosen, not tuned.
 """
 # mypy: ignore-errors
 # (Triton types these functions from their arguments)
@@ -15,12 +15,12 @@ import triton.language as tl
 from ppserve.model.cuda import operators as of
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
-# Of attention: keys that are taken at a time, from position 0 on, whatever the block size; of wide heads, fewer.
+# Of attention: keys at a time, from position 0 on, whatever the block size; of wide heads, fewer.
 _KEYS_PER_TILE = 64
-# What the keys of a tile may take. With as many values, and the rows, that fits into the 64 KiB that
-# a program has at compute capability 7.5.
+# What a tile's keys may take. With as many values, and the rows, that fits a program's 64 KiB at compute
+# capability 7.5.
 _KEYS_BYTES = 16 << 10
-# Of a product: rows, outputs and inputs that one program takes at a time.
+# Of a product: rows, outputs and inputs of one program at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
 _NUMBERS_AT_ONCE = 1024
 _SUMS_AT_ONCE = 4096
@@ -91,7 +91,7 @@ def keys_per_tile(key_bytes: int) -> int:
 def _dot(left, right):
     """The product of two tiles: float32 ones in full float32, others on tensor cores."""
     if INTERPRETED:
-        # numpy's product depends on a row's place within the tile, and of bfloat16 it multiplies the bits.
+        # numpy's product depends on a row's place within the tile, and multiplies bfloat16's bits.
         return tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
     return tl.dot(left, right, input_precision="ieee")
 
@@ -136,7 +136,7 @@ def _attend(
         is_key = position < end
         block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
         at = (block * BLOCK + position % BLOCK)[:, None] * width + kv_column
-        # What stands behind the sequence is another's and may be no number: it is not loaded.
+        # Behind the sequence stands another's, which may be no number: not loaded.
         inside = is_key[:, None] & (feature < HEAD)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
@@ -159,7 +159,7 @@ def _product(
     x, weight, bias, y, num_rows, num_inputs, num_outputs,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y = x Wᵀ + b: a sum over inputs in their order, in float32, rounded once."""
+    """One tile of y = x Wᵀ + b: a float32 sum over inputs in their order, rounded once."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row, is_output = row < num_rows, output < num_outputs
@@ -184,7 +184,6 @@ def _product(
 
 @triton.jit
 def _weights(scores, most, temperature, weights, vocabulary, COUNT: tl.constexpr):
-    """exp((score - most) / temperature) of one row."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     inside = number < vocabulary
@@ -204,7 +203,7 @@ def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
         weight = tl.load(weights + row * vocabulary + number, mask=inside, other=0.0).to(tl.float64)
         own = reached + tl.cumsum(weight, 0)
         tl.store(sums + row * vocabulary + number, own, mask=inside)
-        # The last sum itself: computed anew it could be rounded down, and the next id's interval would overlap.
+        # The last sum itself: computed anew it could round down, and the next interval would overlap.
         reached = tl.max(own, 0)
 
 
@@ -227,5 +226,5 @@ def _exp(x):
 
 @triton.jit
 def _multiply_add(a, b, c):
-    """a * b + c of float32 numbers, nearly always as if rounded once: their product is exact in float64."""
+    """a * b + c of float32 numbers, nearly always rounded once: their product is exact in float64."""
     return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)

@@ -10,17 +10,17 @@ import torch
 
 from ppserve.core.plan import StepPlan
 
-# Well above what the scheduler puts into a step by itself: a chunk of 512 tokens and a decode per sequence.
+# Well above the scheduler's own steps: a chunk of 512 tokens and a decode per sequence.
 MAX_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What the frames of one pipeline look like; every stage must be given the same (but for the device).
+    """The frames of one pipeline; every stage must be given the same (but for the device).
 
-    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them.
-    depth: frames that a link holds ahead, at least 1; with fewer than the microbatches in flight, a fast
-    sender waits for a slow receiver.
+    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them. depth: frames
+    that a link holds ahead, at least 1; with fewer than the microbatches in flight, a fast sender waits for a slow
+    receiver.
     """
 
     width: int
@@ -39,7 +39,7 @@ class Frames:
         )
 
     def check(self, plan: StepPlan, hidden_TD: torch.Tensor | None = None) -> int:
-        """Rows of a step's frame. A frame that does not fit the plan or the buffers is a defect of ours."""
+        """Rows of a step's frame. One that does not fit the plan or the buffers is our defect."""
         rows = plan.num_tokens
         assert 1 <= rows <= self.max_rows, f"step {plan.step_id}: {rows} rows; buffers hold {self.max_rows}"
         if hidden_TD is not None:
@@ -52,7 +52,7 @@ class Frames:
 
 
 class ReceiveOrder:
-    """Steps are received in the order in which they were posted, each once: anything else is our defect."""
+    """Steps are received in the order in which they were posted, once: anything else is our defect."""
 
     def __init__(self) -> None:
         self._posted: deque[int] = deque()
@@ -69,33 +69,32 @@ class ReceiveOrder:
 class Transport(Protocol):
     """One stage's two ends: from the previous stage, to the next. Used by one thread, except `interrupt`.
 
-    Every stage receives and sends the steps of an epoch in the same order, each exactly once. The first
-    stage never receives and the last never sends. After a TransportError only `close` is of use.
+    Stages receive and send the steps of an epoch in the same order, each once. The first never receives, the last
+    never sends. After a TransportError only `close` is of use.
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepares to receive this step, once its plan is known: it can then arrive during compute. In plan order;
-        any number may be posted, and as many as the ring holds arrive ahead."""
+        """Prepares to receive this step, whose plan is known: it can arrive during compute. In plan order; any
+        number may be posted, and as many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
-        """This step's hidden states (T, D), once they are there; the step must have been posted.
+        """The hidden states (T, D) of this step, which was posted, once they are there.
 
-        The tensor belongs to the transport: it is valid until the next `receive`.
-        Raises TransportError when the neighbour is gone or the transport is interrupted meanwhile.
+        Valid until the next `receive`: the tensor is the transport's. Raises TransportError when the neighbour is
+        gone or the transport is interrupted.
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         """Start sending to the next stage; returns bytes. Waits only while `depth` frames are under way.
 
-        The tensor is kept until it is sent: the caller must not write to it again.
-        Raises TransportError.
+        The tensor is kept until it is sent: do not write to it again. Raises TransportError.
         """
 
     def warm_up(self) -> None:
-        """Send one row over every link, so that connections exist before the first step. Collective."""
+        """Send a row over every link, so that connections exist before the first step. Collective."""
 
     def interrupt(self) -> None:
-        """Called from another thread: this wait, as soon as the backend can end it, and all later ones end with
+        """By another thread: this wait, as soon as the backend can end it, and all later ones end with
         TransportError. `close` is still due. Does nothing after `close`."""
 
     def close(self) -> None:

@@ -36,19 +36,19 @@ from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 class TensorLink(Gather, Protocol):
-    """A stage's gather for one epoch. Used by one thread, except `interrupt`. After a TransportError only `close`
+    """A stage's gather for one epoch. One thread uses it, except `interrupt`. After a TransportError only `close`
     is of use."""
 
     def interrupt(self) -> None:
-        """Called from another thread: this wait and all later ones end with TransportError. `close` is still due.
-        Does nothing after `close`."""
+        """By another thread: this wait and all later ones end with TransportError. `close` is still due. Does
+        nothing after `close`."""
 
     def close(self) -> None:
-        """Ends the waits of the other ranks as well. May be called twice."""
+        """Ends the other ranks' waits. May be called twice."""
 
 
 class NoTensorLink(Alone):
-    """The link of a rank that is its whole stage, or that computes as if it were."""
+    """The link of a rank that is its whole stage, or computes as if it were."""
 
     def interrupt(self) -> None:
         pass
@@ -58,11 +58,11 @@ class NoTensorLink(Alone):
 
 
 class GroupGather(GroupUser):
-    """A gather over a group of torch.distributed. waited_ns: with gloo, the time of the exchange as well; with
-    NCCL nothing, since the GPU waits and not the host.
+    """A gather over a group of torch.distributed. waited_ns: with gloo the exchange, too; with NCCL nothing, as
+    the GPU waits and not the host.
 
-    The group's all-gather wants parts of one size, so narrower ones are padded. Bytes are gathered, whatever they
-    mean: gloo does not know all of torch's numbers.
+    The group's all-gather wants parts of one size, so narrower ones are padded. gloo does not know all of torch's
+    numbers, so bytes are gathered.
     """
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
@@ -72,7 +72,7 @@ class GroupGather(GroupUser):
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
-        begun_ns = time.monotonic_ns()  # its own device is done: from here on it waits for others
+        begun_ns = time.monotonic_ns()  # its own device is done: from here on it waits
         padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
         parts = [torch.empty_like(padded) for _ in cut.widths]
         with self._exchange():
@@ -87,9 +87,9 @@ class GroupGather(GroupUser):
 
 
 def create_gather(name: str) -> TensorLink:
-    """The gather that goes with the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
+    """The gather for the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
 
-    A collective call: every tensor rank of the stage makes it. Raises TransportError when a rank is gone.
+    A collective call of the stage's tensor ranks. Raises TransportError when one is gone.
     """
     group = parallel_state.get_tp_group()
     if name == "shm":

@@ -1,4 +1,4 @@
-"""All stages in one process: a queue per link and `tensor.to(device)`. The baseline of the other transports."""
+"""All stages in one process: a queue per link and `tensor.to(device)`. The other transports' baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Frame:
     step_id: int
     hidden_TD: torch.Tensor
     made: torch.cuda.Event | None
-    """On a GPU, an event after the work that makes them; None on CPUs, where the work is done."""
+    """On a GPU, an event after the work that makes them; None on CPUs."""
 
     @classmethod
     def record(cls, step_id: int, hidden_TD: torch.Tensor) -> _Frame:
@@ -30,12 +30,12 @@ class _Frame:
         return cls(step_id, hidden_TD, torch.cuda.current_stream(hidden_TD.device).record_event())
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """On the device of the thread that receives them; its stream waits, the thread does not."""
+        """On the receiving thread's device; its stream waits, the thread does not."""
         if self.made is not None:
-            # On the device that holds them: a copy to another device is made there too.
+            # A copy to another device is made on this one.
             stream = torch.cuda.current_stream(self.hidden_TD.device)
             stream.wait_event(self.made)
-            # Otherwise the maker's stream would reuse their memory as soon as no tensor holds it, read or not.
+            # Else the maker's stream reuses the memory once no tensor holds it, read or not.
             self.hidden_TD.record_stream(stream)
         return self.hidden_TD.to(device)
 
@@ -43,7 +43,7 @@ class _Frame:
 _Queue = SimpleQueue[_Frame | None]
 """None: the other end is closed."""
 Ends = tuple[_Queue | None, _Queue | None]
-"""One stage's: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
+"""One stage's: frames from the previous stage (None for the first), and to the next (None for the last)."""
 
 
 def make_ends(num_stages: int) -> tuple[Ends, ...]:
@@ -53,7 +53,7 @@ def make_ends(num_stages: int) -> tuple[Ends, ...]:
 
 
 class LocalTransport:
-    """One stage's links to its neighbours in the same process. `frames` may differ in device between stages."""
+    """One stage's links to its neighbours in this process. `frames` may differ in device."""
 
     def __init__(self, frames: Frames, ends: Ends) -> None:
         self._frames = frames
@@ -106,5 +106,5 @@ class LocalTransport:
 
 
 def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
-    """The transports of a pipeline's stages, first to last; `frames` differ in nothing but their device."""
+    """A pipeline's transports, first stage to last; `frames` differ only in device."""
     return tuple(map(LocalTransport, frames, make_ends(len(frames))))

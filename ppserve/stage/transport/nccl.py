@@ -1,16 +1,15 @@
 """Hidden states over NCCL: one GPU per stage.
 
-NCCL's sends and receives are work on a stream. They are posted on a stream of their own, so that a
-receive does not queue behind the compute it should overlap; events hand buffers over between that
-stream and the compute stream, and the host never waits. A receive that has been posted occupies a part
-of the GPU until its frame comes: it is posted only once its plan exists, never in advance of work.
-Frames flow one way, from each stage to the next, so no pair of ranks ever sends in both directions.
+NCCL's sends and receives are work on a stream. They are posted on a stream of their own, so that a receive does
+not queue behind the compute it should overlap; events hand buffers over between that stream and the compute
+stream, and the host never waits. A posted receive occupies a part of the GPU until its frame comes: it is posted
+only once its plan exists. Frames flow one way, so no two ranks ever send in both directions.
 
 A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat) and
-announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were
-well, with anything in its buffer: see `PointToPoint.interrupt`. What is computed from such a buffer bears a
-lost epoch's number and is dropped. Each group that carries anything is aborted by its user: the
-pipeline's by its transport, that of tensor ranks by their gather.
+announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were well,
+with anything in its buffer: see `PointToPoint.interrupt`. What is computed from it bears a lost epoch's number and
+is dropped. Each group that carries anything is aborted by its user: the pipeline's by its transport, that of
+tensor ranks by their gather.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ _ABORT_WITHIN_S = 30.0
 
 
 class AbortedPassage(Passage):
-    """Waits are ended by aborting the group, once, and the group is never destroyed before that has ended."""
+    """Waits are ended by aborting the group, once, and it is never destroyed before that has ended."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()
         self._aborting: threading.Thread | None = None
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        # In a thread of its own: it blocks in some versions of NCCL, and the caller may read the head's messages.
+        # In a thread of its own: some versions of NCCL block, and the caller may read the head's messages.
         with self._once:
             if self._aborting is None:
                 self._aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
                 self._aborting.start()
 
     def close(self, group: dist.ProcessGroup, within_s: float = _ABORT_WITHIN_S) -> None:
-        """Raises TransportError where the abort does not end: only a new process is rid of that group."""
-        # To destroy a group that was not aborted waits for its kernels, and a posted receive may never end. To
-        # destroy one that is being aborted blocks or crashes.
+        """Raises TransportError where the abort does not end: only a new process is rid of the group."""
+        # Destroying a group that was not aborted waits for its kernels, and a posted receive may never end.
+        # Destroying one that is being aborted blocks or crashes.
         self.interrupt(group)
         assert self._aborting is not None
         self._aborting.join(within_s)
@@ -55,17 +54,17 @@ class AbortedPassage(Passage):
 
 
 class StreamPassage(AbortedPassage):
-    """Frames stay on the GPU; the compute stream and the transfer stream take turns with each buffer."""
+    """Frames stay on the GPU; compute stream and transfer stream take turns with each buffer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Per buffer, the stage's last use of it, which the next transfer into it must not overtake.
+        # Per buffer, the stage's last use, which the next transfer must not overtake.
         self._last_use: dict[int, torch.cuda.Event] = {}
 
     def buffer(self, frames: Frames) -> torch.Tensor:
-        # Its memory may have been another tensor's, of which the compute stream has work under way.
+        # Its memory may be another tensor's, with work under way on the compute stream.
         self.release(buffer := super().buffer(frames))
         return buffer
 
@@ -76,8 +75,8 @@ class StreamPassage(AbortedPassage):
         return torch.cuda.stream(self._transfers)
 
     def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        # The send follows the compute that makes these hidden states. Their memory is not reused before
-        # the send is done: the handle is waited for on the compute stream before the tensor is let go.
+        # The send follows the compute that makes these hidden states. Their memory is not reused before it is
+        # done: the compute stream waits for the handle before the tensor is let go.
         self.release(hidden_TD)
         return hidden_TD
 

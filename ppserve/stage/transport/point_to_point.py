@@ -1,12 +1,12 @@
 """Hidden states over the sends and receives of a `torch.distributed` group: what gloo and nccl share.
 
-Handles and buffers are kept until complete. A receive is posted only when its plan is known and a buffer
-is free; the buffer last handed out is free again at the next `receive`. Waiting is always the blocking
-kind: gloo's `is_completed()` stays False after a peer's death, while its `wait()` raises at once.
+Handles and buffers are kept until complete. A receive is posted only when its plan is known and a buffer is free;
+the one handed out is free again at the next `receive`. Waits always block: gloo's `is_completed()` stays False
+after a peer's death, while its `wait()` raises at once.
 
 Gloo connects any processes on any network, and carries host memory. It cancels a posted receive only when the
-neighbour's end of the connection closes: an interrupted stage waits until the neighbour leaves the group or is
-killed, or for the group's timeout.
+neighbour's end closes: an interrupted stage waits until the neighbour leaves the group or is killed, or for the
+group's timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class Passage:
-    """The way of tensors from the stage to the backend and back. Here both use host memory: nothing to do."""
+    """The way of tensors from the stage to the backend and back. Both use host memory here: nothing to do."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
         """A receive buffer (max_rows, D) where the backend can write."""
@@ -48,15 +48,15 @@ class Passage:
         """The stage has enqueued its last use of this buffer."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        """Called from another thread: ends what is under way in the group, where a neighbour's end does not."""
+        """By another thread: ends the group's work, where a neighbour's end does not."""
 
     def close(self, group: dist.ProcessGroup) -> None:
-        """Ends what must have ended before the group is destroyed, which happens next. May be called twice."""
+        """Ends what must end before the group is destroyed, which is next. May be called twice."""
 
 
 class PinnedPassage(Passage):
-    """The way from a GPU over gloo: frames are copied through pinned host memory, and no copy is under way when it
-    returns, because gloo knows nothing of streams."""
+    """The way from a GPU over gloo: frames are copied through pinned host memory. Gloo knows no streams, so no
+    copy is under way on return."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,12 +81,12 @@ class GroupUser:
         self._closed = False
 
     def interrupt(self) -> None:
-        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
+        # In this order: an aborted wait may return as if all were well, and then finds it closed.
         self._closed = True
         self._passage.interrupt(self._group.process_group)
 
     def close(self) -> None:
-        """What is under way ends when the group does (`destroy_model_parallel`)."""
+        """What is under way ends with the group (`destroy_model_parallel`)."""
         self._closed = True
         self._passage.close(self._group.process_group)
 
@@ -96,8 +96,8 @@ class GroupUser:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """What the backend raises is a TransportError, unless the device is lost to this process: no other epoch
-        would help then."""
+        """The backend's error is a TransportError, unless the device is lost to this process: no other epoch would
+        help."""
         self._check_open()
         try:
             yield
@@ -123,7 +123,7 @@ class PointToPoint(GroupUser):
         self._order = ReceiveOrder()
         self._planned: deque[int] = deque()  # rows of steps without a buffer yet
         self._arriving: deque[_Arriving] = deque()
-        # One more buffer than may arrive ahead: the one that the stage is reading.
+        # One more than may arrive ahead: the one that the stage reads.
         receives = group.prev_rank is not None
         self._free = deque(passage.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
         self._in_use: torch.Tensor | None = None
@@ -196,6 +196,6 @@ class PointToPoint(GroupUser):
 
 
 def first_line(name: str, error: RuntimeError) -> str:
-    """The backend's own words without its stack trace and source path."""
+    """The backend's words without its stack trace and source path."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{name}: {text.rpartition('] ')[2] if text.startswith('[') else text}"

@@ -1,13 +1,13 @@
 """Hidden states between processes of one host: one-sided puts into memory that both sides see.
 
-The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket; the
-receiver reads it in place and gives the slot back with one byte in the other direction. Slots are used in
-turn and shapes come from the plan, so a byte is all there is to say. It is NVSHMEM's put-with-signal for
-CPUs: no copy but the sender's, and a wait that neither spins nor polls.
+The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket; the receiver
+reads it in place and gives the slot back with one byte. Slots are used in turn and shapes come from the plan, so a
+byte says all. It is NVSHMEM's put-with-signal for CPUs: no copy but the sender's, and a wait that neither spins
+nor polls.
 
-The socket also tells at once that a neighbour has died: the kernel closes it. Nothing has a name that
-could outlive its users: the memory is anonymous (memfd), and its descriptor travels over the socket,
-which is bound to a random name in Linux's abstract namespace.
+The socket also tells at once that a neighbour has died: the kernel closes it. Nothing has a name that could
+outlive its users: the memory is anonymous (memfd), and its descriptor travels over the socket, which is bound to a
+random name in Linux's abstract namespace.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Incoming:
         self._arrived = 0
 
     def receive(self, rows: int) -> torch.Tensor:
-        """The next frame, where it lies in the shared memory; after `give_back` the sender overwrites it."""
+        """The next frame, in the shared memory; after `give_back` the sender overwrites it."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1
@@ -109,7 +109,7 @@ class _Incoming:
 
 
 class SharedMemoryTransport:
-    """A `Transport` between the processes of one host. The constructor connects to the neighbours: collective."""
+    """A `Transport` between the processes of one host. Making it connects the neighbours: collective."""
 
     def __init__(self, frames: Frames, group: ParallelGroup) -> None:
         self._frames = frames
@@ -157,14 +157,14 @@ class SharedMemoryTransport:
                 hang_up(end.connection)
 
     def close(self) -> None:
-        """Wakes both ends of both links; the memory goes with the last tensor that is a view of it."""
+        """Wakes both ends of both links; the memory goes with the last view of it."""
         self.interrupt()
         for end in (self._incoming, self._outgoing):
             if end is not None:
                 end.connection.close()
 
     def _connect(self, group: ParallelGroup) -> None:
-        """Names travel from stage to stage, then every stage connects to the previous one."""
+        """Names travel from stage to stage, then every stage connects to the one before."""
         with contextlib.ExitStack() as opened:
             listener = None
             if group.next_rank is not None:
@@ -198,7 +198,7 @@ class SharedMemoryTransport:
 
 
 def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
-    """A listening socket under a random name, and the name, to be sent to those that connect."""
+    """A listening socket, and its random name for those that connect."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.socket(socket.AF_UNIX)
     listener.settimeout(_MEET_TIMEOUT_S)
@@ -220,8 +220,7 @@ def dial(name: torch.Tensor) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection. Names in the abstract namespace can be listed by every user of the host, so a
-    peer must be the same user."""
+    """The next connection, of a process of this user: every user of the host can list abstract names."""
     while True:
         connection, _ = listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -243,6 +242,6 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wakes a thread that waits here, which close() would not; the descriptor stays its owner's to close."""
+    """Wakes a waiting thread, as close() would not; its owner closes the descriptor."""
     with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
         connection.shutdown(socket.SHUT_RDWR)

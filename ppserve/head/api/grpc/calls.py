@@ -121,7 +121,6 @@ def _method(service: Service, method: MethodDescriptor, handler: RequestHandler)
 
 
 def _parsed(kind: type[Message], raw: bytes) -> Any:
-    """Raises InvalidRequest."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:

@@ -72,7 +72,6 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
-        """One choice of an answer, or of an event."""
         choice = {**prompt.choice(delta), "text": delta.text, "logprobs": None}
         if prompt.has_scores:
             echoed = prompt.prompt_tokens if delta.is_first else ()
@@ -111,7 +110,6 @@ class PromptProgress:
 
 
 def _usage(prompts: Sequence[PromptProgress]) -> Json:
-    """Tokens of all prompts, and of all their sequences."""
     num_prompt = sum(len(prompt.request.prompt_ids) for prompt in prompts)
     num_generated = sum(delta.num_generated for prompt in prompts for delta in prompt.newest.values())
     cached = (max(delta.last.cached_tokens for delta in prompt.newest.values()) for prompt in prompts)

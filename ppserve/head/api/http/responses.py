@@ -89,7 +89,6 @@ def status_of(error: RequestError) -> int:
 
 
 def _headers_of(error: RequestError) -> Mapping[str, str]:
-    """Whether and when to try again, and what to bring."""
     match error:
         case HttpError(headers=headers):
             return headers

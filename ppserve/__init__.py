@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
     from ppserve.library import *
 
-    __version__: str
-
+__version__ = "0.1.0"
 _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
     "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
@@ -41,10 +40,6 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata
-
-        return metadata.version("ppserve")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'ppserve' has no attribute {name!r}")

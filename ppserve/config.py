@@ -25,12 +25,6 @@ CPU_KV_SHARE = 0.25
 """Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
 take, unless the operator says."""
 
-_FIELD_OF_FLAG = {
-    "model": "path",
-    "shutdown_timeout": "shutdown_timeout_s",
-    "start_timeout": "start_timeout_s",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -172,11 +166,11 @@ class ServeConfig:
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:
-        """Each flag goes into the part that has a field of its name, or of its name in _FIELD_OF_FLAG."""
-        values = {_FIELD_OF_FLAG.get(name, name): value for name, value in flags.items()}
+        """Each flag goes into the part that has a field of its name, which may end with its unit."""
         parts: dict[str, Any] = {}
         for part in fields(cls):
             default = getattr(cls(), part.name)
-            own = {field.name: values[field.name] for field in fields(default) if field.name in values}
+            names = {field.name: field.name.removesuffix("_s") for field in fields(default)}
+            own = {field: flags[name] for field, name in names.items() if name in flags}
             parts[part.name] = replace(default, **own)
         return cls(**parts)

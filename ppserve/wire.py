@@ -278,11 +278,6 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything that was fed has been decoded."""
-        return not self._buffer
-
     def feed(self, received: bytes) -> list[Any]:
         """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
         self._buffer += received

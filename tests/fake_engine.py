@@ -69,8 +69,7 @@ READING = ReplicaReading(
     num_waiting=1,
     num_blocks=64,
     decision=Decision(
-        *(CARD.architecture, stage_layouts(Split((4,))), "local"),
-        SchedulerConfig(1, max_num_seqs=8, max_model_len=64, block_size=16),
+        *(stage_layouts(Split((4,))), "local", SchedulerConfig(1, max_num_seqs=8, max_model_len=64)),
         PartCosts(0.001, 0.001, 0.0, 0.0),
     ),
     overheads=OverheadTimes(),

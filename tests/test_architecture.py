@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
     },
     "ppserve.head.engine.streams": {"ppserve.answers"},
+    "ppserve.head.descriptions": {"ppserve.__version__"},
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.starting": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
@@ -85,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
-        "click",
+        *("ppserve.__version__", "click"),
     },
     "parallel_state": {"ppserve.core.grid", "torch"},
 }
@@ -244,8 +245,8 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_078, 1_010),
-    "ppserve/core/*.py": (1_096, 1_000),
+    "ppserve/*.py": (1_062, 1_010),
+    "ppserve/core/*.py": (1_088, 1_000),
     "ppserve/core/scheduling/*.py": (1_900, 1_900),
     "ppserve/core/ledger/*.py": (850, 850),
     "ppserve/planning/*.py": (550, 550),

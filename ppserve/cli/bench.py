@@ -172,7 +172,7 @@ def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[V
 
 
 def _show(view: View, target: str, once: bool) -> None:
-    if sys.stdout is None or not sys.stdout.isatty():
+    if not sys.stdout.isatty():
         say(view.render_line(time.strftime("%H:%M:%S")))
         return
     size = shutil.get_terminal_size()

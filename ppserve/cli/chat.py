@@ -219,5 +219,3 @@ def _lines(prompt: str) -> Iterator[str]:
             if prompt:
                 say("")
             return
-        except UnicodeDecodeError:
-            raise PpserveError("standard input: not UTF-8 text") from None

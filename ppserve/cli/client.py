@@ -140,7 +140,7 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
-    text = _read_standard_input() if prompt == "-" else prompt
+    text = sys.stdin.buffer.read().removesuffix(b"\n").decode() if prompt == "-" else prompt
     try:
         asyncio.run(_answer(text, _options(flags), flags, as_json, stream))
     except KeyboardInterrupt:
@@ -215,13 +215,6 @@ def _print_object(value: Chunk | Completion) -> None:
 
 def _report_retry(failure: CallFailed) -> None:
     click.echo(f"ppserve: trying again: {failure}", err=True)
-
-
-def _read_standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().removesuffix(b"\n").decode()
-    except UnicodeDecodeError:
-        raise click.UsageError("standard input: not UTF-8 text") from None
 
 
 def _options(flags: dict[str, Any]) -> Options:

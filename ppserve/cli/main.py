@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import click
 
+from ppserve import __version__
 from ppserve.errors import LauncherError, PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
@@ -49,7 +50,7 @@ class _ServeByDefault(click.Group):
 
 
 @click.group(cls=_ServeByDefault, context_settings={"help_option_names": ["--help"]})
-@click.version_option(package_name="ppserve", prog_name="ppserve")
+@click.version_option(__version__)
 def cli() -> None:
     """Pipeline-parallel text generation for GPT-2 and the Llamas."""
 
@@ -58,6 +59,7 @@ def main() -> None:
     """Runs a command. The operator's mistake is one line on standard error and exit code 2."""
     # All ranks find the same mistakes: rank 0 reports them.
     reports = os.environ.get("RANK", "0") == "0"
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without UTF-8 shows question marks.
         sys.stdout.reconfigure(errors="replace")
@@ -66,15 +68,22 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         _report(error.format_message(), reports)
-    except UnicodeEncodeError:
-        # Bytes that are not UTF-8 arrive as lone surrogates.
-        _report("an argument is not UTF-8 text", reports)
+    except UnicodeError:
+        # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
+        _report("an argument or standard input is not UTF-8 text", reports)
     except PpserveError as error:
         _report(str(error), reports or isinstance(error, LauncherError))
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(EXIT_USAGE)
+
+
+def _open_what_is_closed() -> None:
+    """A standard stream that the caller has closed is None: from now on it is empty, and takes everything."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
 
 
 def say(text: str, end: str = "\n") -> None:

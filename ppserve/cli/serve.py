@@ -73,4 +73,4 @@ def build_config(flags: dict[str, Any]) -> ServeConfig:
             ipaddress.ip_address(flags[name] if flags[name] not in (None, "localhost") else "127.0.0.1")
         except ValueError:
             raise ConfigError(f"--{name}", f"{flags[name]!r} is not an IP address") from None
-    return ServeConfig.from_flags(flags)
+    return ServeConfig.from_flags({**flags, "path": flags["model"]})

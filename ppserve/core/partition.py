@@ -7,6 +7,7 @@ either way the same hidden states cross. The best split is the one whose heavies
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from dataclasses import astuple, dataclass
@@ -20,11 +21,7 @@ from ppserve.errors import ConfigError
 
 # A layer is cut only where that makes the heaviest stage lighter by more than this share.
 _WORTH_A_CUT = 0.01
-# In the search for the least cost of the heaviest stage: to 2^-40 of it.
-_HALVINGS = 40
 
-BUSY_DECODES = 16
-"""Sequences that decode in a step, where only the balance of stages matters."""
 BLOCK_SIZE = 16
 """Of the KV blocks in an expected step."""
 _MAX_PROMPT_TOKENS = 128
@@ -55,7 +52,7 @@ class ExpectedWorkload:
         """
         return max(1, round(self.callers * num_tensor / world_size))
 
-    def step(self, max_positions: int, num_decodes: int = BUSY_DECODES) -> StepPlan:
+    def step(self, max_positions: int, num_decodes: int = 16) -> StepPlan:
         """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile. Where
         those are too many for one step, fewer sequences decode, but always one."""
         prompt = self._prompt(max_positions)
@@ -141,16 +138,11 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
         raise ConfigError("--stages", f"{num_stages} stages cannot share {layers}; each needs at least one")
-    whole = _whole_layers(parts, num_layers, num_stages)
-    too_low, limit = 0.0, (1 - _WORTH_A_CUT) * max(parts.costs(whole))
-    if (best := _fill(parts, num_layers, num_stages, limit)) is None:
-        return whole
-    for _ in range(_HALVINGS):
-        middle = (too_low + limit) / 2
-        if (found := _fill(parts, num_layers, num_stages, middle)) is None:
-            too_low = middle
-        else:
-            best, limit = found, middle
+    best = _whole_layers(parts, num_layers, num_stages)
+    better = _fill(parts, num_layers, num_stages, (1 - _WORTH_A_CUT) * max(parts.costs(best)))
+    while better is not None:
+        best = better
+        better = _fill(parts, num_layers, num_stages, math.nextafter(max(parts.costs(best)), 0))
     return best
 
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 
+from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.figures import numbers
@@ -186,9 +186,9 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
     assert hello is not None
+    checkpoint, arch, limits = hello.model.checkpoint, hello.model.architecture, Limits()
     # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
-    tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
-    chats, arch, limits = read_chat_format(hello.model.checkpoint), decision.architecture, Limits()
+    tokenizer, chats = load_tokenizer(checkpoint, arch.vocab_size), read_chat_format(checkpoint)
     members = [member for replica in replicas for member in replica.all]
     reasons = why_not_deterministic(members)
     description = ModelDescription(
@@ -202,7 +202,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         has_tokenizer=tokenizer.vocab_size > 0,
         deterministic=not reasons,
         why_not="; ".join(reasons),
-        version=metadata.version("ppserve"),
+        version=__version__,
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
         kv_dtype=hello.model.kv_dtype,

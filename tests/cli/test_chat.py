@@ -116,8 +116,9 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     assert done.stderr == "ppserve: error: messages: too long\n"
     assert [m["content"] for m in bodies[1]["messages"]] == ["b"]
     gone = chat(url, "a\n", "--retry", "0")
-    assert gone.returncode == 1
-    assert "ppserve: error: no answer: " in gone.stderr
+    assert (gone.returncode, "ppserve: error: no answer: " in gone.stderr) == (1, True)
+    closed = ["sh", "-c", '"$@" <&- >&-', "sh", *command(url)]  # streams that are closed are empty
+    assert subprocess.run(closed, stderr=subprocess.PIPE, timeout=60, check=True).stderr == b""
     for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1", "a b", "x/ä", "a..b"):
         wrong = chat(url, "a\n")
         assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)

@@ -92,7 +92,7 @@ def test_texts_that_could_not_be_sent_are_named(target: str, tmp_path: Path) -> 
     assert [(done.returncode, done.stdout) for done in (key, prompt)] == [(2, "")] * 2
     problem = f"{tmp_path / 'keys'}, line 1: a key has at least 16 printable characters, no spaces"
     assert key.stderr == f"ppserve: error: --api-key-file: {problem}\n"
-    assert prompt.stderr == "ppserve: error: standard input: not UTF-8 text\n"
+    assert prompt.stderr == "ppserve: error: an argument or standard input is not UTF-8 text\n"
 
 
 def test_a_terminal_that_lacks_a_character_shows_a_question_mark(target: str) -> None:

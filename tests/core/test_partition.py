@@ -89,7 +89,6 @@ def test_a_layer_is_cut_where_whole_ones_do_not_balance():
         ("12", "--layers: 12 names 1 stage, not 2"),
         ("4,4,4", "--layers: 4,4,4 names 3 stages, not 2"),
         ("9,4", "--layers: 9,4 adds up to 13 layers, but the model has 12"),
-        ("12,0", "--layers: 12,0 gives 0 layers to stage 1; each needs at least one"),
         ("13,-1", "--layers: 13,-1 gives -1 layers to stage 1"),
         ("11.5,0.5", "--layers: 11.5,0.5 gives 0.5 layers to stage 1; each needs at least one"),
         ("9.5,3", "--layers: 9.5,3 adds up to 12.5 layers, but the model has 12"),

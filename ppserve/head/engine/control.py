@@ -264,8 +264,8 @@ class SocketControlPlane:
             self._refuse(peer, "the head has another secret than this stage")
         elif not 0 <= said.rank < self._world_size:
             self._refuse(peer, f"there is no rank {said.rank}")
-        elif not peer.reader.is_empty or peer.rank is not None:
-            self._refuse(peer, "a proof is one frame, sent once")
+        elif peer.rank is not None:
+            self._refuse(peer, "a proof is sent once")
         elif said.rank in self._peers:
             # The end of its last process may be unread.
             self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepResult
@@ -53,7 +53,6 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
 class Decision:
     """The head's decisions once every rank has connected: each one's layers, and the transport."""
 
-    architecture: Architecture
     layouts: tuple[StageLayout, ...]
     transport: str
     scheduling: SchedulerConfig

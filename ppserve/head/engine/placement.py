@@ -46,7 +46,6 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     check_split(split, arch, grid.pipeline)
     stage_addresses(hellos, grid)
     return Decision(
-        architecture=arch,
         layouts=stage_layouts(split),
         transport=_transport(config.pipeline.transport, hellos),
         scheduling=scheduler_config(config, arch, hellos, grid),

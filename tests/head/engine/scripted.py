@@ -28,7 +28,7 @@ def decision(num_stages: int, **config: Any) -> Decision:
     """Layers divided evenly, and the configuration of the test."""
     settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_ids": (EOS_ID,), **config}
     layouts = stage_layouts(Split((8 // num_stages,) * num_stages))
-    return Decision(ARCH, layouts, "shm", SchedulerConfig(num_stages, **settings))
+    return Decision(layouts, "shm", SchedulerConfig(num_stages, **settings))
 
 
 @dataclass

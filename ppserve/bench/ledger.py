@@ -22,10 +22,8 @@ def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
 
 
 def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> tuple[StageTimes, ...]:
-    """The time from one reading to the next; empty if their numbers of stages differ.
-
-    If the server restarted in between: the time since its start.
-    """
+    """The time from one reading to the next; empty if their numbers of stages differ. If the server restarted in
+    between: the time since its start."""
     if len(earlier) != len(later):
         return ()
     pairs = zip(earlier, later, strict=True)

@@ -57,10 +57,8 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The request of a number, always the same; below 0 for the warm-up.
-
-        Prompts are random tokens, so no two share a prefix that the server could have cached.
-        """
+        """The request of a number, always the same; below 0 for the warm-up. Prompts are random tokens, so no two
+        share a prefix that the server could have cached."""
         rng = random.Random(f"question {self.seed} {number}")
         num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
         return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
@@ -93,10 +91,8 @@ class ClosedLoop:
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """Sends questions for so long, and appends each answer when it has come.
-
-        Cancelling this task cancels the requests in flight.
-        """
+        """Sends questions for so long, and appends each answer when it has come. Cancelling this task cancels the
+        requests in flight."""
         ends_s = time.perf_counter() + duration_s
 
         async def call_in_turn() -> None:
@@ -203,10 +199,8 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
 
 
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
-    """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail.
-
-    If this task is cancelled (Ctrl-C), the measurement has the answers until then.
-    """
+    """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail. If
+    this task is cancelled (Ctrl-C), the measurement has the answers until then."""
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())

@@ -138,7 +138,7 @@ class AsyncClient:
                 await self._style.sleep(retries.pause_after(read_failure(error), time.monotonic()))
 
 
-# ---- the client that blocks -------------------------------------------------------------------------------
+# ---- the client that blocks ----
 
 
 class _Blocking(CallStyle):

@@ -98,10 +98,8 @@ class HeadProcess:
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
         self._keeper_failed: Future[StagesLost] = Future()
         loop = asyncio.get_running_loop()
-        self._stop: asyncio.Future[None] = loop.create_future()
-        """Done at the first signal to end."""
-        self._stop_now: asyncio.Future[None] = loop.create_future()
-        """Done at the second one."""
+        self._stop: asyncio.Future[None] = loop.create_future()  # done at the first signal to end
+        self._stop_now: asyncio.Future[None] = loop.create_future()  # at the second one
 
     async def run(self) -> int:
         """Until a signal; returns the exit code. Raises UsageError, and StagesLost for a pipeline that is lost."""
@@ -110,22 +108,25 @@ class HeadProcess:
             self._keeper_thread.start()
             mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
             self._make_engine()
-            self._engine.start()
-            if mistake is not None:
-                self._engine.give_up(mistake)
-            try:
-                await self._await_pipeline()
-                if self._formed.done() and not self._failed.done():
-                    await self._serve()
-                if self._failed.done():
-                    raise self._failed.result()
-                return 0
-            finally:
-                self._engine.stop()
-                await self._end_stages()
-                self._trace.close()
+            await self._run_engine(mistake)
+            return 0
         finally:
             close_meeting(self._meeting)
+
+    async def _run_engine(self, mistake: UsageError | StagesLost | None) -> None:
+        self._engine.start()
+        if mistake is not None:
+            self._engine.give_up(mistake)
+        try:
+            await self._await_pipeline()
+            if self._formed.done() and not self._failed.done():
+                await self._serve()
+            if self._failed.done():
+                raise self._failed.result()
+        finally:
+            self._engine.stop()
+            await self._end_stages()
+            self._trace.close()
 
     async def _choose_shape(self) -> UsageError | StagesLost | None:
         """`--parallel auto`: sets the shape once every rank has measured. Returns why it could not."""
@@ -161,6 +162,17 @@ class HeadProcess:
 
     async def _serve(self) -> None:
         """Until a signal, after which running streams may finish, or until the pipeline fails."""
+        handler = self._make_handler()
+        pages = self._pages(handler.description)
+        servers = Servers(self._config.server, handler, self._metrics.http_answered, pages)
+        self._on_reload(handler, servers)
+        await self._open(servers, handler)
+        await self._report_health(handler)
+        await servers.close(self._begin_draining(), self._stop_now)
+        if handler.template is not None:
+            handler.template.close()
+
+    def _make_handler(self) -> RequestHandler:
         settings = self._config.server
         description, tokenizer = describe_model(self._config, self._members)
         if not description.has_tokenizer:
@@ -168,14 +180,7 @@ class HeadProcess:
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
         template = read_chat_template(settings.chat_template, description.chat_format, tokenizer)
         on_refused = self._metrics.requests.on_refused
-        request_handler = RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
-        servers = Servers(settings, request_handler, self._metrics.http_answered, self._pages(description))
-        self._on_reload(request_handler, servers)
-        await self._open(servers, request_handler)
-        await self._report_health(request_handler)
-        await servers.close(self._begin_draining(), self._stop_now)
-        if template is not None:
-            template.close()
+        return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 
     async def _report_health(self, request_handler: RequestHandler) -> None:
         """Until a signal or the pipeline's end. SERVING only while a replica is healthy."""
@@ -231,7 +236,7 @@ class HeadProcess:
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
 
-    # ---- signals --------------------------------------------------------------------------------------
+    # ---- signals ----
 
     def _listen_to_signals(self) -> None:
         def on_stop() -> None:

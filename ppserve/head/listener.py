@@ -13,6 +13,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
@@ -24,6 +25,20 @@ MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 75
 _CLOSING_S = 1
 _BACKLOG = 1024
+_SETTINGS: dict[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",
+    "interface": "asgi3",
+    "log_config": None,
+    "log_level": "error",
+    "access_log": False,
+    "proxy_headers": False,
+    "server_header": False,
+    "backlog": _BACKLOG,
+    "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
+    "timeout_keep_alive": _IDLE_S,
+    "timeout_graceful_shutdown": _CLOSING_S,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +75,14 @@ class Listener:
 
     def __init__(self, app: ASGIApp, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
         """max_connections: while there are as many, requests are answered with 503."""
-        self._server = _Server(
-            Config(
-                app,
-                http=_Connection,
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                limit_concurrency=min(max_connections, _half_of_files()),
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_keep_alive=_IDLE_S,
-                timeout_graceful_shutdown=_CLOSING_S,
-                ssl_context_factory=None if tls is None else lambda _config, _default: tls,
-            )
+        config = Config(
+            app,
+            **_SETTINGS,
+            http=_Connection,
+            limit_concurrency=min(max_connections, _half_of_files()),
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
+        self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, flag: str) -> int:

@@ -51,8 +51,8 @@ class WaitLimit:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
         if waited_s >= self._limit_s:
-            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing}"
-            return StagesLost(reason)
+            since = f"nothing has happened for {waited_s:.0f} s (--start-timeout)"
+            return StagesLost(f"{since}; waiting for {missing}")
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             log.warning("waiting for %s", missing)

@@ -155,7 +155,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise engine.failed.result()
         return describe_model(config, [replica.members for replica in engine.replicas])
 
-    # ---- generating -----------------------------------------------------------------------------------
+    # ---- generating ----
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> Stream:
         """Pieces of text, as they are made. Options are those of the Python client.
@@ -188,7 +188,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             requests[own_name] = RequestStream(request, echo(prompt, request, self._tokenizer))
         return Stream(self._running, self._tokenizer, requests)
 
-    # ---- what it says ---------------------------------------------------------------------------------
+    # ---- what it says ----
 
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""
@@ -212,7 +212,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise StagesLost(str(self._engine.failed.result()))
         return self._engine
 
-    # ---- its end --------------------------------------------------------------------------------------
+    # ---- its end ----
 
     def close(self) -> None:
         """Ends every stream that is open, and all threads. May be called twice."""
@@ -223,10 +223,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Ends all threads, and gives torch its number of threads back.
-
-    No method: a finalizer that held the pipeline would keep it alive.
-    """
+    """Ends all threads, and gives torch its number of threads back. No method: a finalizer that held the pipeline
+    would keep it alive."""
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)

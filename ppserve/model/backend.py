@@ -191,10 +191,8 @@ class Backend(Protocol):
         """populate: a thread begins to take its memory from the system before blocks are written."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """The model with a server's usual work recorded, if this device can; else the model.
-
-        Writes to the cache. Takes seconds.
-        """
+        """The model with a server's usual work recorded, if this device can; else the model. Writes to the cache.
+        Takes seconds."""
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`, of this rank's

@@ -31,10 +31,8 @@ class Gather(Protocol):
         """How long this rank has waited for others so far."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError.
-
-        cut: of the columns. own_Tn: this rank's; may be reused afterwards.
-        """
+        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError. cut: of the
+        columns. own_Tn: this rank's; may be reused afterwards."""
 
 
 class Alone:

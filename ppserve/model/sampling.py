@@ -155,10 +155,8 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from, with bias, penalties and bans; without any, the logits themselves.
-
-    logits_v: of consecutive ids, from `first` on.
-    """
+    """The scores to draw from, with bias, penalties and bans; without any, the logits themselves. logits_v: of
+    consecutive ids, from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (params.logit_bias or params.needs_history or banned):

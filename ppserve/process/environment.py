@@ -75,10 +75,8 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends. Only on Linux.
-
-    parent_pid: with another parent by now, this process ends at once.
-    """
+    """Asks the kernel to kill this process when the thread that started it ends. Only on Linux. parent_pid: with
+    another parent by now, this process ends at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -134,7 +132,7 @@ def this_machine() -> str:
     return "/".join(parts)
 
 
-# ---- the log -----------------------------------------------------------------------------------------------
+# ---- the log ----
 
 
 class JsonFormatter(logging.Formatter):

@@ -58,11 +58,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """Opens the head's socket; returns it with the secret. Raises UsageError.
-
-    On one host the secret is new. A killed head's files are removed before it listens, so that no rank brings an
-    old secret.
-    """
+    """Opens the head's socket; returns it with the secret. Raises UsageError. On one host the secret is new. A
+    killed head's files are removed before it listens, so that no rank brings an old secret."""
     if meeting.is_ours:
         directory = meeting.secret_file.parent
         with contextlib.suppress(FileExistsError):
@@ -121,14 +118,12 @@ def _check_private(directory: Path) -> None:
         raise UsageError(f"{directory} must be a directory that this user alone can open")
 
 
-# ---- the handshake -----------------------------------------------------------------------------------------
+# ---- the handshake ----
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """A connection on which both ends have proved the secret. Tries again until the head is there.
-
-    Raises OSError after `within_s`, UsageError if the secrets differ.
-    """
+    """A connection on which both ends have proved the secret. Tries again until the head is there. Raises OSError
+    after `within_s`, UsageError if the secrets differ."""
     until_s = time.monotonic() + within_s
     while True:
         try:

@@ -35,10 +35,8 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """From a stage's connection to the head: the head's address, and the stage's for the others.
-
-    Raises ConfigError if --interface names none.
-    """
+    """From a stage's connection to the head: the head's address, and the stage's for the others. Raises
+    ConfigError if --interface names none."""
     if connection.family == socket.AF_UNIX:
         return ONE_HOST
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
@@ -80,7 +78,7 @@ def interfaces() -> Interfaces:
     }
 
 
-# ---- sockets of the control plane ------------------------------------------------------------------------
+# ---- sockets of the control plane ----
 
 
 def listen(address: str) -> socket.socket:

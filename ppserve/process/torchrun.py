@@ -28,10 +28,8 @@ _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def _make_rendezvous(parameters: Any) -> Any:
-    """A torch `RendezvousHandler` for one agent. Its store is memory of this process.
-
-    torchrun's `--standalone` would open a store to the network, on all interfaces, that anyone may read and write.
-    """
+    """A torch `RendezvousHandler` for one agent. Its store is memory of this process. torchrun's `--standalone`
+    would open a store to the network, on all interfaces, that anyone may read and write."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -53,10 +51,8 @@ def _make_rendezvous(parameters: Any) -> Any:
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
-    """Starts this same command once per rank on this host, waits, and returns an exit code.
-
-    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError.
-    """
+    """Starts this same command once per rank on this host, waits, and returns an exit code. shutdown_timeout_s:
+    how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError."""
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -167,11 +167,8 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """What one of several stages on a GPU may take beside its weights, of `own_bytes`.
-
-    At most its part of the whole, as others may not have loaded yet, and of what is free: other programs may have
-    the rest.
-    """
+    """What one of several stages on a GPU may take beside its weights, of `own_bytes`. At most its part of the
+    whole, as others may not have loaded yet, and of what is free: other programs may have the rest."""
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 

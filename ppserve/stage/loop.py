@@ -77,10 +77,8 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, report: Callable[[str], object] = lambda _: None) -> int:
-        """Runs until the head says Shutdown; returns the exit code that it asks for.
-
-        report: called with `ready` when this stage has entered an epoch, with `served` after its first step.
-        """
+        """Runs until the head says Shutdown; returns the exit code that it asks for. report: called with `ready`
+        when this stage has entered an epoch, with `served` after its first step."""
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -124,7 +122,7 @@ class StageLoop:
         while not self._arrived or not self._link.inbox.empty():
             self._arrived.append(self._link.inbox.get())
 
-    # ---- weights --------------------------------------------------------------------------------------
+    # ---- weights ----
 
     def _load(self, assign: wire.Assign) -> None:
         """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
@@ -159,7 +157,7 @@ class StageLoop:
             )
         )
 
-    # ---- epochs ---------------------------------------------------------------------------------------
+    # ---- epochs ----
 
     def _enter_epoch(self, form: wire.Form) -> bool:
         """Joins the others: `Ready`; else `Broken`, or `Failed` without memory. Returns whether it could."""
@@ -239,7 +237,7 @@ class StageLoop:
         # Connections end with their last reference, and an error may be part of a cycle.
         traceback.clear_frames(error.__traceback__)
 
-    # ---- steps ----------------------------------------------------------------------------------------
+    # ---- steps ----
 
     def _expect_plans(self) -> None:
         """Every known plan: hidden states travel while this stage computes an earlier step."""

@@ -96,10 +96,8 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Seconds of each part in this step; from the file if it was measured before.
-
-    tensor, num_tensor: which tensor rank of how many; it does not wait for the others.
-    """
+    """Seconds of each part in this step; from the file if it was measured before. tensor, num_tensor: which tensor
+    rank of how many; it does not wait for the others."""
     path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)

@@ -38,10 +38,8 @@ class Wiring(Protocol):
     """The maker of a stage's wires, those of one epoch at a time."""
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        """Collective. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
-
-        link: to tell the head where the epoch's store is, and to hear that the epoch is lost.
-        """
+        """Collective. Raises TransportError or RuntimeError; `leave_epoch` is due even then. link: to tell the
+        head where the epoch's store is, and to hear that the epoch is lost."""
 
     def leave_epoch(self) -> None:
         """Releases what the newest wires were made from. May be called twice."""
@@ -112,11 +110,8 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """The other stages: connect to it. Raises TransportError.
-
-    It listens before any stage is told. So if the connection is refused, its stage is gone; torch would try for
-    longer than `timeout`, uninterruptibly.
-    """
+    """The other stages: connect to it. Raises TransportError. It listens before any stage is told. So if the
+    connection is refused, its stage is gone; torch would try for longer than `timeout`, uninterruptibly."""
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -247,10 +247,8 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
 def _ranked(
     source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
 ) -> Tokenizer:
-    """Merges the neighbours whose joint token has the lowest rank, as tiktoken does.
-
-    Raises CheckpointError unless every token, but for Llama 3's, merges two tokens of lower ranks.
-    """
+    """Merges the neighbours whose joint token has the lowest rank, as tiktoken does. Raises CheckpointError unless
+    every token, but for Llama 3's, merges two tokens of lower ranks."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []

@@ -40,9 +40,7 @@ class Tokenizer:
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError.
-
-        continues: a special token comes before it.
-        """
+        continues: a special token comes before it."""
         library = self._continuing if continues else self._library
         try:
             return list(library.encode(text, add_special_tokens=False).ids)
@@ -79,10 +77,8 @@ def no_tokenizer() -> Tokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """The character for each byte where GPT-2 spells a token.
-
-    Bytes that Latin-1 prints stand for themselves; the others for the characters from U+0100 on, in order.
-    """
+    """The character for each byte where GPT-2 spells a token. Bytes that Latin-1 prints stand for themselves; the
+    others for the characters from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -41,10 +41,8 @@ def bearer_key(headers: Mapping[str, Any]) -> str | None:
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
-    """The name under which fairness counts a call: its key, else its certificate, else its host.
-
-    key: an accepted one. With unchecked keys a client could be as many callers as it likes.
-    """
+    """The name under which fairness counts a call: its key, else its certificate, else its host. key: an accepted
+    one. With unchecked keys a client could be as many callers as it likes."""
     if key is not None:
         return "key:" + _digest(key).hex()[:16]
     if certificate:

@@ -57,12 +57,11 @@ class RequestHandler:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self.is_serving = False
-        """What health checks are told."""
+        self.is_serving = False  # what health checks are told
         self.serving_changed = asyncio.Event()
         """Set with the next change of `is_serving`, and then replaced."""
 
-    # ---- generating ---------------------------------------------------------------------------------
+    # ---- generating ----
 
     @contextmanager
     def counting_refusals(self, generates: bool = True) -> Iterator[None]:
@@ -83,10 +82,8 @@ class RequestHandler:
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
     ) -> AsyncIterator[RequestStream]:
-        """A new request's stream, to be read in the block; leaving that early ends the request.
-
-        news, deadline_is_error: see `RequestStream`. Raises RequestError when the request is refused.
-        """
+        """A new request's stream, to be read in the block; leaving that early ends the request. news,
+        deadline_is_error: see `RequestStream`. Raises RequestError when the request is refused."""
         with self.counting_refusals():
             prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)
@@ -96,20 +93,26 @@ class RequestHandler:
         self._streams[stream] = call
         self._idle.clear()
         try:
-            what = request, stream.push, self.tokenizer, self.description.architecture.eos_ids
-            length = _HELD_COSTS * len(request.resume_ids)
-            with self.counting_refusals():
-                opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
-                await asyncio.wrap_future(self._engine.submit(opened))
+            await self._submit(stream)
             yield stream
         finally:
-            del self._streams[stream]
-            if not self._streams:
-                self._idle.set()
-            if not stream.is_complete:
-                self._engine.cancel(request.id)
+            self._close(stream)
         end = "answered" if stream.is_complete else "cancelled"
         log.info("request %s: %s", call.request_id, end, extra=call.trace | {"caller": call.caller})
+
+    async def _submit(self, stream: RequestStream) -> None:
+        what = stream.request, stream.push, self.tokenizer, self.description.architecture.eos_ids
+        length = _HELD_COSTS * len(stream.request.resume_ids)
+        with self.counting_refusals():
+            opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
+            await asyncio.wrap_future(self._engine.submit(opened))
+
+    def _close(self, stream: RequestStream) -> None:
+        del self._streams[stream]
+        if not self._streams:
+            self._idle.set()
+        if not stream.is_complete:
+            self._engine.cancel(stream.request.id)
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
         """End `caller`'s open requests of these names, which are no secret."""
@@ -118,10 +121,8 @@ class RequestHandler:
                 self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica's stage processes; return when it serves again. Raises RequestError.
-
-        pauses: also if no other replica serves, so that its streams wait.
-        """
+        """Restart a replica's stage processes; return when it serves again. Raises RequestError. pauses: also if
+        no other replica serves, so that its streams wait."""
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
             await asyncio.sleep(_RESTART_CHECK_S)
@@ -157,7 +158,7 @@ class RequestHandler:
         for stream in self._streams:
             stream.fail(Draining("the server shut down before this request was through"))
 
-    # ---- text and tokens -----------------------------------------------------------------------------
+    # ---- text and tokens ----
 
     async def tokenize(self, field: str, *texts: str) -> list[int]:
         """As `encode`; in a thread where there is much."""

@@ -65,17 +65,12 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
     """`given`, which is checked, with every default. room: for new tokens."""
     max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
     biases = sorted(given.get("logit_bias", {}).items())
-    stop: dict[str, Any] = {
-        "max_tokens": room if max_tokens is None else min(max_tokens, room),
-        "stop": tuple(given.get("stop", ())),
-        "stop_token_ids": tuple(sorted(set(given.get("stop_token_ids", ())))),
-    }
     bias = tuple((token_id, c_float(value).value) for token_id, value in biases)
     return Request(
         id=f"{call.request_id}/{next(_serials)}",
         prompt_ids=ids,
         sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
-        stop=_record(StopConditions, {**given, **stop}),
+        stop=_stop(given, room if max_tokens is None else min(max_tokens, room)),
         # A caller that holds tokens has what concerns the prompt.
         output=_record(OutputOptions, {**given, "echo": False, "prompt_logprobs": None} if held else given),
         num_sequences=1 if "resume_index" in given else given.get("n", 1),
@@ -86,6 +81,12 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
         caller=call.caller,
         deadline_s=call.deadline_s,
     )
+
+
+def _stop(given: Fields, max_tokens: int) -> StopConditions:
+    stop = tuple(given.get("stop", ()))
+    ids = tuple(sorted(set(given.get("stop_token_ids", ()))))
+    return _record(StopConditions, {**given, "max_tokens": max_tokens, "stop": stop, "stop_token_ids": ids})
 
 
 def refuse(*mistakes: Iterable[Violation]) -> None:

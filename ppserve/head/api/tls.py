@@ -35,17 +35,21 @@ class Certificates:
             context.load_cert_chain(cert, key, password=lambda: "")
         except (OSError, ValueError) as error:
             raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
-        authority = None if client_ca is None else read_file("--tls-client-ca", client_ca)
-        if authority is not None:
-            try:
-                context.load_verify_locations(client_ca)
-            except OSError as error:
-                raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
-            context.verify_mode = ssl.CERT_REQUIRED
+        authority = None if client_ca is None else _require_clients(context, client_ca)
         self.pem, self.context = (secret, chain, authority), context
 
     def _show_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         connection.context = self.context
+
+
+def _require_clients(context: ssl.SSLContext, authority: Path) -> bytes:
+    content = read_file("--tls-client-ca", authority)
+    try:
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError("--tls-client-ca", f"{authority} holds no PEM certificate") from error
+    context.verify_mode = ssl.CERT_REQUIRED
+    return content
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:

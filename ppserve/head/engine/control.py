@@ -107,17 +107,16 @@ class SocketControlPlane:
         self._secret = secret
         self._tls = tls
         self._listener = listener
-        self._listener.setblocking(False)
         self._accepts_from_ns = 0
         self._peers: dict[int, _Peer] = {}
         self._strangers: dict[_Peer, None] = {}  # in order of arrival
         self._arrived: list[Received | Disconnected] = []  # since the last poll
         self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        for own in (self._listener, self._wake_out):
+            self._selector.register(own, selectors.EVENT_READ, None)
+        for own in (self._listener, self._wake_in, self._wake_out):
+            own.setblocking(False)
 
     def show(self, tls: ssl.SSLContext) -> None:
         """New connections see this certificate. Safe in any thread."""
@@ -142,12 +141,8 @@ class SocketControlPlane:
                     self._send_to(key.data, b"")
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
-        for peer in tuple(self._strangers):
-            if time.monotonic() - peer.since_s > self._greeting_timeout_s:
-                self._end(peer, "said nothing")
-        if self._accepts_from_ns and time.monotonic_ns() > self._accepts_from_ns:
-            self._accepts_from_ns = 0
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._end_silent_strangers()
+        self._accept_again()
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -170,7 +165,7 @@ class SocketControlPlane:
         for each in (self._selector, self._listener, self._wake_in, self._wake_out):
             each.close()
 
-    # ---- connections ----------------------------------------------------------------------------------
+    # ---- connections ----
 
     def _accept(self) -> None:
         try:
@@ -179,7 +174,16 @@ class SocketControlPlane:
             log.warning("cannot accept a connection: %s", error.strerror)
             self._selector.unregister(self._listener)
             self._accepts_from_ns = time.monotonic_ns() + _ACCEPT_AGAIN_NS
-            return
+        else:
+            self._challenge(connection)
+
+    def _accept_again(self) -> None:
+        if self._accepts_from_ns and time.monotonic_ns() > self._accepts_from_ns:
+            self._accepts_from_ns = 0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+
+    def _challenge(self, connection: socket.socket) -> None:
+        """The connection is a stranger's, who must prove to know the secret."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # some systems refuse options of a connection that has ended
             prepare(connection)
@@ -191,6 +195,11 @@ class SocketControlPlane:
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:
             self._end(next(iter(self._strangers)), "too many")
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
+
+    def _end_silent_strangers(self) -> None:
+        for peer in tuple(self._strangers):
+            if time.monotonic() - peer.since_s > self._greeting_timeout_s:
+                self._end(peer, "said nothing")
 
     def _read(self, peer: _Peer) -> None:
         if not peer.is_open:  # it was ended since it became readable
@@ -239,7 +248,10 @@ class SocketControlPlane:
             return
         if len(peer.unsent) > _MAX_UNSENT_BYTES:
             self._end(peer, "timeout")
-            return
+        else:
+            self._select(peer)
+
+    def _select(self, peer: _Peer) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         if events != self._selector.get_key(peer.connection).events:
             self._selector.modify(peer.connection, events, peer)
@@ -255,7 +267,7 @@ class SocketControlPlane:
             del self._peers[peer.rank]
             self._arrived.append(Disconnected(peer.rank, cause))
 
-    # ---- who gets in ----------------------------------------------------------------------------------
+    # ---- who gets in ----
 
     def _check_proof(self, peer: _Peer, said: wire.Proof) -> None:
         """The head answers a stranger's proof with its own, or refuses."""

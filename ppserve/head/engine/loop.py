@@ -72,22 +72,20 @@ class Engine(threading.Thread):
     ) -> None:
         """replicas: by number, with one request queue. clock: monotonic, in nanoseconds."""
         super().__init__(name="engine", daemon=True)
-        self.formed: Future[None] = Future()
-        """Done when every replica has formed for the first time."""
-        self.failed: Future[UsageError | StagesLost] = Future()
-        """Done, with the reason, when no replica will form again."""
+        self.formed: Future[None] = Future()  # when every replica has formed once
+        self.failed: Future[UsageError | StagesLost] = Future()  # when none will form again
         self.replicas = tuple(replicas)
         self.request_queue = replicas[0].request_queue
         self._living = list(replicas)
         self._replica_of = {rank: replica for replica in replicas for rank in replica.members.ranks}
         self._control = control
         self._clock = clock
+        # Functions that other threads want called, and their results.
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        """Functions that other threads want called, and their results."""
         self._streams = OpenStreams(self.request_queue, on_output, hand_over)
         self._stopping = self._ended = False
 
-    # ---- for other threads ----------------------------------------------------------------------------
+    # ---- for other threads ----
 
     def submit(self, opened: OpenRequest) -> Future[None]:
         """Queue a request. The future is done when it is queued, or has a RequestError."""
@@ -107,10 +105,8 @@ class Engine(threading.Thread):
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stage processes. pauses: also if its streams would have to wait.
-
-        The future has the epoch that this ends, or a RequestError.
-        """
+        """Restart a replica's stage processes. pauses: also if its streams would have to wait. The future has the
+        epoch that this ends, or a RequestError."""
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
@@ -146,7 +142,7 @@ class Engine(threading.Thread):
             self._control.wake()
         return future
 
-    # ---- the loop -------------------------------------------------------------------------------------
+    # ---- the loop ----
 
     def run(self) -> None:
         try:
@@ -170,10 +166,7 @@ class Engine(threading.Thread):
             self._handle_rank(event)
         self._answer_calls()
         self._tick()
-        # A request is open, or a step of an ended one in flight.
-        has_work = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
-        for replica in self.replicas:
-            replica.note_demand(has_work)
+        self._note_demand()
         # For all replicas first: an early one does not take another's share.
         self.request_queue.admit(self._now_s())
         for replica in self._living:
@@ -182,6 +175,12 @@ class Engine(threading.Thread):
         for replica in self.replicas:
             replica.report_load()
         self._streams.deliver()
+
+    def _note_demand(self) -> None:
+        # A request is open, or a step of an ended one in flight.
+        exists = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
+        for replica in self.replicas:
+            replica.note_demand(exists)
 
     def _handle_rank(self, event: Received | Disconnected) -> None:
         replica = self._replica_of[event.rank]
@@ -224,7 +223,7 @@ class Engine(threading.Thread):
             self._begin_serving()
         self._streams.add_events(self.request_queue.expire(self._now_s()), self._now_s())
 
-    # ---- requests -------------------------------------------------------------------------------------
+    # ---- requests ----
 
     def _queue_request(self, opened: OpenRequest) -> None:
         now_s = self._now_s()
@@ -236,7 +235,7 @@ class Engine(threading.Thread):
         self.request_queue.submit(opened.request, now_s)
         self._streams.open(opened)
 
-    # ---- replicas -------------------------------------------------------------------------------------
+    # ---- replicas ----
 
     def _begin_serving(self) -> None:
         """Every replica has formed: serves if all compute the same."""
@@ -295,7 +294,7 @@ class Engine(threading.Thread):
         code = 0 if reason is None else EXIT_USAGE if isinstance(reason, UsageError) else EXIT_FAILED
         self._control.send(self._replica_of, wire.Shutdown(code))
 
-    # ---- state ----------------------------------------------------------------------------------------
+    # ---- state ----
 
     def _read_busy_s(self) -> tuple[float, ...]:
         return tuple(seconds for replica in self.replicas for seconds in replica.busy_s())

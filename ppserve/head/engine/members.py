@@ -18,6 +18,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
+from ppserve.core.plan import StepResult
 from ppserve.errors import StagesLost, UsageError, WireError
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import RESTART, Decision, EpochLost, Member, MemberEvent, StageState
@@ -75,8 +76,7 @@ class Members:
         """grid: the world's, with `replica` for members. machine: the head's, whose ranks share its clock."""
         self.grid = grid
         self.replica = replica
-        self.ranks = grid.ranks_of(replica)
-        """By stage, then by tensor rank: a rank's place in the replica."""
+        self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
         self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self.ranks for at in (grid.place(rank),))
         self.epoch = 0
@@ -101,7 +101,7 @@ class Members:
         """The first stage's rank, which opens each epoch's store."""
         return self.all[0]
 
-    # ---- commands -------------------------------------------------------------------------------------
+    # ---- commands ----
 
     def start_draining(self) -> None:
         """The server is stopping: a lost rank must come back sooner."""
@@ -112,7 +112,7 @@ class Members:
         for rank in self.ranks:
             self._control.drop(rank, RESTART)
 
-    # ---- events ---------------------------------------------------------------------------------------
+    # ---- events ----
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
         """Handles a rank's message. One that asks for an invalid change of state ends the connection."""
@@ -127,10 +127,7 @@ class Members:
     def _handle(self, member: Member, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
         match message:
             case wire.Result(result):
-                if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
-                    return None
-                self._worked |= member.stage == self.grid.pipeline - 1
-                return member.on_head_clock(result)
+                return self._handle_result(member, result)
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
             case wire.Hello():
@@ -138,14 +135,9 @@ class Members:
             case wire.Loading():
                 self._update(member.rank, progress=(message.done_bytes, message.total_bytes))
             case wire.Loaded():
-                if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
-                    raise WireError(f"rank {member.rank} is {member.state.name} and has loaded weights")
-                self._move(member.rank, StageState.LOADED, now_ns, loaded=message)
-                self._form_if_complete(now_ns)
+                self._handle_loaded(member, message, now_ns)
             case wire.StoreOpened():
-                if message.epoch == self.epoch and self.first.state is StageState.FORMING:
-                    for other in self.all[1:]:
-                        self._send_form(other, message.port, now_ns)
+                self._handle_store(message, now_ns)
             case wire.Ready():
                 return self._handle_ready(member, message, now_ns)
             case wire.Broken():
@@ -173,18 +165,21 @@ class Members:
             self._pinged_ns = now_ns
             self._control.send(self.ranks, wire.Ping(now_ns))
         lost = None
-        # Before the first epoch a rank may download for long; its keeper says if it dies.
-        patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
         for member in self.all:
             if member.state is StageState.ABSENT:
-                if self.epoch and now_ns - member.since_ns > patience_ns:
-                    raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
+                self._check_absence(member, now_ns)
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
             elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > _SILENT_NS:
                 lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns) or lost
         self._form_if_complete(now_ns)
         return lost
+
+    def _check_absence(self, member: Member, now_ns: int) -> None:
+        # Before the first epoch a rank may download for long; its keeper says if it dies.
+        patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
+        if self.epoch and now_ns - member.since_ns > patience_ns:
+            raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; else None."""
@@ -202,7 +197,7 @@ class Members:
         """Whether every rank serves and was heard lately: by a hanging engine, none."""
         return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
-    # ---- changes of state -----------------------------------------------------------------------------
+    # ---- changes of state ----
 
     def _update(self, rank: int, **changes: Any) -> None:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
@@ -226,6 +221,23 @@ class Members:
             self.decision = self._decide(hellos)
             for other in self.all:
                 self._assign(other, self.decision)
+
+    def _handle_loaded(self, member: Member, loaded: wire.Loaded, now_ns: int) -> None:
+        if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
+            raise WireError(f"rank {member.rank} is {member.state.name} and has loaded weights")
+        self._move(member.rank, StageState.LOADED, now_ns, loaded=loaded)
+        self._form_if_complete(now_ns)
+
+    def _handle_store(self, opened: wire.StoreOpened, now_ns: int) -> None:
+        if opened.epoch == self.epoch and self.first.state is StageState.FORMING:
+            for other in self.all[1:]:
+                self._send_form(other, opened.port, now_ns)
+
+    def _handle_result(self, member: Member, result: StepResult) -> StepResult | None:
+        if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
+            return None
+        self._worked |= member.stage == self.grid.pipeline - 1
+        return member.on_head_clock(result)
 
     def _hellos(self) -> tuple[wire.Hello, ...]:
         return tuple(member.hello for member in self.all if member.hello is not None)

@@ -32,13 +32,8 @@ CPU_CHUNK = 128
 
 def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     """Layouts and transport for these ranks. Raises ConfigError."""
-    first, grid = hellos[0], config.pipeline.grid(hellos[0].world_size)
-    for hello in hellos[1:]:
-        if found := difference(first, hello):
-            theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, first))
-            flag, what = found
-            raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
-    arch = first.model.architecture
+    grid, arch = config.pipeline.grid(hellos[0].world_size), hellos[0].model.architecture
+    _check_agreement(hellos, grid)
     check_tensor_ranks(arch, grid.tensor)
     measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
     parts = mean(measured) if len(measured) == len(hellos) else None
@@ -51,6 +46,14 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
         scheduling=scheduler_config(config, arch, hellos, grid),
         parts=parts,
     )
+
+
+def _check_agreement(hellos: Sequence[wire.Hello], grid: RankGrid) -> None:
+    for hello in hellos:
+        if found := difference(hellos[0], hello):
+            theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, hellos[0]))
+            flag, what = found
+            raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
 
 
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
@@ -73,10 +76,8 @@ def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
 
 
 def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
-    """The address by which others reach each rank. grid: the world's. Raises ConfigError.
-
-    A stage on the head's host may have found the head by loopback. Other hosts reach it where they found the head.
-    """
+    """The address by which others reach each rank. grid: the world's. Raises ConfigError. A stage on the head's
+    host may have found the head by loopback. Other hosts reach it where they found the head."""
     if len({hello.host.machine for hello in hellos}) == 1:
         return (LOOPBACK,) * len(hellos)
     heads = [hello.host.head_address for hello in hellos if not is_loopback(hello.host.head_address)]

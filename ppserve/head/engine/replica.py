@@ -15,7 +15,7 @@ from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -29,8 +29,7 @@ from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
 
-# A loss is fruitless if no request got a token since the last. A request that kills its stage causes at most four
-# (`PoisonIsolation`): only a stage that dies of every request causes so many in a row.
+# Losses in a row without a token. A request that kills its stage causes at most four (`PoisonIsolation`).
 _MAX_FRUITLESS_LOSSES = 64
 
 
@@ -92,8 +91,7 @@ class Replica:
         self.number = members.replica
         self.members = members
         self.request_queue = request_queue
-        self.scheduler: Scheduler | None = None
-        """None until the first epoch has formed."""
+        self.scheduler: Scheduler | None = None  # until the first epoch has formed
         self.steps = Steps(num_stages)
         self._observers = observers
         self._ranks = TensorRanks(num_stages, members.grid.tensor)
@@ -111,7 +109,7 @@ class Replica:
         self._control = control
         self._clock = clock
 
-    # ---- requests -------------------------------------------------------------------------------------
+    # ---- requests ----
 
     @property
     def serves(self) -> bool:
@@ -127,17 +125,15 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """All requests wait again, and none is admitted here until an epoch has formed.
-
-        Returns the ids of those that had steps in flight.
-        """
+        """All requests wait again, and none is admitted here until an epoch has formed. Returns the ids of those
+        that had steps in flight."""
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:
             log.info("%s%d sequences go back to the queue", self._prefix, num_running)
         return self.scheduler.give_back()
 
-    # ---- events ---------------------------------------------------------------------------------------
+    # ---- events ----
 
     def handle_rank(self, event: Received | Disconnected) -> list[SequenceEvent]:
         """Handles a message or a connection's end. Raises what `Members` does."""
@@ -166,15 +162,18 @@ class Replica:
             # A stage that has not begun one of these skips it.
             self._control.send(self.members.ranks, wire.Cancel(cancelled))
         while (plan := scheduler.schedule(self._now_s())) is not None:
-            message = wire.Plan(*self._sampling.encode(plan, scheduler.running_ids))
-            self._control.send(self.members.ranks, message)
-            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
-            self._account_for_result()
-            self._account.dispatched(step)
-            self._overheads.dispatched(step)
-            for observer in self._observers:
-                observer.on_step_sent(self.number, step)
+            self._send(plan, scheduler, woken_ns)
         self._account_for_result()
+
+    def _send(self, plan: StepPlan, scheduler: Scheduler, woken_ns: int) -> None:
+        message = wire.Plan(*self._sampling.encode(plan, scheduler.running_ids))
+        self._control.send(self.members.ranks, message)
+        step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
+        self._account_for_result()
+        self._account.dispatched(step)
+        self._overheads.dispatched(step)
+        for observer in self._observers:
+            observer.on_step_sent(self.number, step)
 
     def report_load(self) -> None:
         """Also while the pipeline is lost."""
@@ -267,10 +266,7 @@ class Replica:
 
     def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
         """Records which requests were in flight once the failed rank is known: one that kills stages must not end
-        another replica too. failure: in one word.
-
-        Raises StagesLost for a stage that dies of every request.
-        """
+        another replica too. failure: in one word. Raises StagesLost for a stage that dies of every request."""
         if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
@@ -282,7 +278,7 @@ class Replica:
         place = self.members.grid.place(rank)
         return self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})
 
-    # ---- state ----------------------------------------------------------------------------------------
+    # ---- state ----
 
     def busy_s(self) -> tuple[float, ...]:
         """Settled seconds of computation of every stage."""

@@ -38,6 +38,10 @@ Sink = Callable[[Sequence[TokenOutput]], None]
 """Called with a request's outputs of one turn, where `HandOver` runs; must return at once."""
 
 
+ReadToken = tuple[FinishReason | None, int | str | None, str]
+"""Why the token ended its sequence, the token or string that did, and its text."""
+
+
 class SequenceProgress:
     """One sequence's text so far, and its tokens' times on the head's clock."""
 
@@ -47,8 +51,7 @@ class SequenceProgress:
         self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        self.gap_s: float | None = None
-        """Between its last two tokens."""
+        self.gap_s: float | None = None  # between its last two tokens
         self.num_tokens = 0
         self.has_ended = False
 
@@ -58,10 +61,8 @@ class SequenceProgress:
         self.first_token_s = self.first_token_s or now_s
         self.last_token_s = now_s
 
-    def read(
-        self, finish: FinishReason | None, token_id: int
-    ) -> tuple[FinishReason | None, int | str | None, str]:
-        """Detokenizes a token: (finish, matched, text). finish: why it ends the sequence, text aside."""
+    def read(self, finish: FinishReason | None, token_id: int) -> ReadToken:
+        """Detokenizes a token. finish: why it ends the sequence, text aside."""
         matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
         is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
         if not is_text:
@@ -86,13 +87,10 @@ class OpenRequest:
         self.sink = sink
         self.arrived_s = 0.0
         self.admitted_s: float | None = None
-        self.replica: int | None = None
-        """Which computed it last."""
-        self.error: RequestError | None = None
-        """A sequence's first, which ends the request for its caller."""
+        self.replica: int | None = None  # which computed it last
+        self.error: RequestError | None = None  # a sequence's first, which ends the request
         self.num_outputs = 0
-        self.num_tokens = 0
-        """Of all sequences."""
+        self.num_tokens = 0  # of all sequences
         self._tokenizer = tokenizer
         self._sequences: dict[int, SequenceProgress] = {}
         self._num_ended = 0
@@ -115,10 +113,8 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """The request has arrived. Returns its end if the caller holds all of the answer.
-
-        busy_s: the seconds that each stage has computed, for timings.
-        """
+        """The request has arrived. Returns its end if the caller holds all of the answer. busy_s: the seconds that
+        each stage has computed, for timings."""
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
@@ -141,14 +137,7 @@ class OpenRequest:
             self.error = self.error or event.error
             return TokenOutput(event.index, event.offset, error=event.error)
         progress = self.progress(event.index)
-        finish, matched, text = event.finish, None, ""
-        if event.token_id is not None:
-            self.num_tokens += 1
-            progress.note_token(now_s)
-            finish, matched, text = progress.read(event.finish, event.token_id)
-        if finish is not None:
-            self._num_ended += 1
-            text += progress.end(finish)
+        finish, matched, text = self._read(event, progress, now_s)
         return TokenOutput(
             index=event.index,
             offset=event.offset,
@@ -161,6 +150,18 @@ class OpenRequest:
             cached_tokens=event.cached_tokens,
             timings=self._timings(progress, now_s) if finish is not None else None,
         )
+
+    def _read(self, event: SequenceEvent, progress: SequenceProgress, now_s: float) -> ReadToken:
+        """As `SequenceProgress.read`, with the held-back text at the end."""
+        finish, matched, text = event.finish, None, ""
+        if event.token_id is not None:
+            self.num_tokens += 1
+            progress.note_token(now_s)
+            finish, matched, text = progress.read(event.finish, event.token_id)
+        if finish is not None:
+            self._num_ended += 1
+            text += progress.end(finish)
+        return finish, matched, text
 
     def fail(self, error: RequestError) -> TokenOutput:
         """The whole request ends with `error`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ppserve.core.figures import counted, size, table
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.listener import Ports
@@ -9,30 +11,18 @@ from ppserve.head.listener import Ports
 
 def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:
     """A table of the stages, the addresses, and a command to try."""
-    arch = description.architecture
+    num_stages = 1 + topology.stages[-1].stage
+    num_replicas = 1 + topology.stages[-1].replica
+    num_tensor = len(topology.stages[0].ranks)
+    ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
+    replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
     lines = [
         "",
         f"ppserve {description.version}: {description.name}, {description.num_parameters / 1e6:.4g} M parameters,"
         f" {description.numbers}, context {description.max_context}",
-    ]
-    rows = [("stage", "layers", "device", "params", "weights", "KV")]
-    num_stages = 1 + max(stage.stage for stage in topology.stages)
-    num_replicas = 1 + max(stage.replica for stage in topology.stages)
-    num_tensor = len(topology.stages[0].ranks)
-    for stage in topology.stages:
-        parts = ["wte"] * (stage.stage == 0) + [stage.layers]
-        parts += ["head"] * (stage.stage == num_stages - 1)
-        sizes = (f"{stage.num_parameters / 1e6:.4g} M", size(stage.weight_bytes), size(stage.kv_bytes))
-        name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
-        hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))
-        rows.append((name, "+".join(parts), f"{stage.device} on {hosts}", *sizes))
-    lines += [f"  {line}" for line in table(*rows, left=3)]
-    ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
-    replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
-    lines += [
-        f"  {arch.num_layers} layers over {counted(num_stages, 'stage')}{ranks},{replicas}"
-        f" {topology.transport} transport, {counted(topology.microbatches, 'microbatch', 'es')}"
-        " in flight",
+        *_stage_table(topology, num_stages, num_replicas),
+        f"  {description.architecture.num_layers} layers over {counted(num_stages, 'stage')}{ranks},{replicas}"
+        f" {topology.transport} transport, {counted(topology.microbatches, 'microbatch', 'es')} in flight",
     ]
     if not description.deterministic:
         lines.append(f"  not deterministic here: {description.why_not}")
@@ -43,3 +33,15 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     else:
         lines.append(f"  ppserve health --target {host}:{ports.grpc}    (no tokenizer: send token ids)")
     return "\n".join([*lines, ""])
+
+
+def _stage_table(topology: Topology, num_stages: int, num_replicas: int) -> Iterator[str]:
+    rows = [("stage", "layers", "device", "params", "weights", "KV")]
+    for stage in topology.stages:
+        parts = ["wte"] * (stage.stage == 0) + [stage.layers]
+        parts += ["head"] * (stage.stage == num_stages - 1)
+        sizes = (f"{stage.num_parameters / 1e6:.4g} M", size(stage.weight_bytes), size(stage.kv_bytes))
+        name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
+        hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))
+        rows.append((name, "+".join(parts), f"{stage.device} on {hosts}", *sizes))
+    return (f"  {line}" for line in table(*rows, left=3))

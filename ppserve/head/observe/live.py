@@ -69,11 +69,8 @@ def read_state(
     return {
         "now_s": now_ns / 1e9,
         "model": {
-            "name": description.name,
             "params": description.num_parameters,
-            "dtype": description.dtype,
-            "deterministic": description.deterministic,
-            "version": description.version,
+            **{name: getattr(description, name) for name in ("name", "dtype", "deterministic", "version")},
         },
         **load,
         **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice")},

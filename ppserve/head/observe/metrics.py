@@ -84,16 +84,18 @@ class RequestMetrics:
             " request. Not what gRPC refuses itself: messages, metadata and calls beyond its limits."
         )
         self.ended = counter("ppserve_requests", ended_text, ["replica", "reason"])
-        for replica, reason in product(("", *replicas), (*(r.value for r in FinishReason), *STATUSES)):
-            self.ended.labels(replica, reason)
         self.prompt = counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.", ["replica"])
         cached_text = "Prompt tokens found in the prefix cache."
         self.cached = counter("ppserve_cached_prompt_tokens", cached_text, ["replica"])
         self.generated = counter("ppserve_generated_tokens", "Tokens generated.", ["replica"])
-        for replica, family in product(replicas, (self.ttft, self.itl, self.tpot, self.duration, self.queue)):
+        self._begin_at_zero(replicas)
+
+    def _begin_at_zero(self, replicas: Sequence[str]) -> None:
+        for replica, reason in product(("", *replicas), (*(r.value for r in FinishReason), *STATUSES)):
+            self.ended.labels(replica, reason)
+        histograms: tuple[Family, ...] = (self.ttft, self.itl, self.tpot, self.duration, self.queue)
+        for replica, family in product(replicas, (*histograms, self.prompt, self.cached, self.generated)):
             family.labels(replica)
-        for replica, total in product(replicas, (self.prompt, self.cached, self.generated)):
-            total.labels(replica)
 
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         replica = "" if opened.replica is None else str(opened.replica)

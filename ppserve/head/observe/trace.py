@@ -92,7 +92,7 @@ class Trace(StepObserver):
         except OSError as error:
             log.error("cannot trace to %s: %s", self._path, error.strerror)
 
-    # ---- events ---------------------------------------------------------------------------------------
+    # ---- events ----
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
         plan, stamps = step.plan, step.stamps(stage)
@@ -102,17 +102,17 @@ class Trace(StepObserver):
         duration_ns = max(stamps.ended - stamps.begun, 0)
         args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "slot": plan.slot}
         what: Event = {"ph": "X", "name": f"{stage}F{plan.step_id}", "cat": plan.phase, "args": args}
-        events: list[Event] = [{**what, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}]
-        # An arrow joins the steps around its two ends; its id names the step and the sender.
-        arrow: Event = {"name": "hidden states", "cat": "activation"}
-        step_id = f"{replica}.{plan.step_id}"
+        drawn: Event = {**what, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}
+        arrow: Event = {"name": "hidden states", "cat": "activation", **row}
+        ends_ns = stamps.begun, stamps.begun + duration_ns
+        self._write([drawn, *self._arrows(arrow, stage, f"{replica}.{plan.step_id}", *ends_ns)])
+
+    def _arrows(self, arrow: Event, stage: int, step_id: str, begun_ns: int, ended_ns: int) -> Iterator[Event]:
+        """An arrow joins the steps around its two ends; its id names the step and the sender."""
         if stage < self._num_stages - 1:
-            ended = stamps.begun + duration_ns
-            events.append({"ph": "s", **arrow, "id": f"{step_id}.{stage}", **row, **_at(ended)})
+            yield {"ph": "s", **arrow, "id": f"{step_id}.{stage}", **_at(ended_ns)}
         if stage > 0:
-            into = {"ph": "f", "bp": "e", "id": f"{step_id}.{stage - 1}"}
-            events.append({**into, **arrow, **row, **_at(stamps.begun)})
-        self._write(events)
+            yield {"ph": "f", "bp": "e", **arrow, "id": f"{step_id}.{stage - 1}", **_at(begun_ns)}
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
         """Draws waits; `on_step_reported` draws computations."""
@@ -141,7 +141,7 @@ class Trace(StepObserver):
     def _process(self, replica: int, stage: int) -> int:
         return replica * self._num_stages + stage
 
-    # ---- files ----------------------------------------------------------------------------------------
+    # ---- files ----
 
     def _next_path(self) -> Path:
         """The given path for the first trace, then the next free numbered one."""

@@ -228,10 +228,8 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 @inlined
 def exp(x):
-    """e**x per lane within 2 units in the last place; 0 below -87.3, capped above 88.3, NaN for NaN.
-
-    The classic reduction x = n ln 2 + r and the degree-5 polynomial of the Cephes library.
-    """
+    """e**x per lane within 2 units in the last place; 0 below -87.3, capped above 88.3, NaN for NaN. The classic
+    reduction x = n ln 2 + r and the degree-5 polynomial of the Cephes library."""
     least, most = splat(_LEAST), splat(_MOST)
     inside = where_greater(least, x, least, where_greater(x, most, most, x))
     shifted = fma(inside, splat(_LOG2_E), splat(_ROUND))

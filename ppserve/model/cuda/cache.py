@@ -143,10 +143,8 @@ def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """A step of one row per slice with this number of rows. On the last stage, all are read out.
-
-    The added rows have no keys and no slot, and write nothing.
-    """
+    """A step of one row per slice with this number of rows. On the last stage, all are read out. The added rows
+    have no keys and no slot, and write nothing."""
     return replace(
         rows,
         token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),

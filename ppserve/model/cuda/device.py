@@ -60,10 +60,8 @@ class Accelerator:
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records a function's work, which must use the same memory every time. The result repeats it.
-
-        The function is called several times.
-        """
+        """Records a function's work, which must use the same memory every time. The result repeats it. The
+        function is called several times."""
         work()
         return work
 
@@ -210,10 +208,8 @@ class Readback:
         self._host = device.host_buffer(1 << 12)
 
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
-        """Starts the copy of the columns of a plan's rows; None if it has none.
-
-        Call the reading before the next one is made.
-        """
+        """Starts the copy of the columns of a plan's rows; None if it has none. Call the reading before the next
+        one is made."""
         if columns_RC is None:
             return lambda: ((), ())
         if len(self._host) < columns_RC.nbytes:

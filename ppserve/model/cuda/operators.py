@@ -108,10 +108,8 @@ class Operators:
         return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Sums of float32 weights, in float64.
-
-        On a GPU torch's own sums depend on the number of rows, and for a lone row on chance.
-        """
+        """Sums of float32 weights, in float64. On a GPU torch's own sums depend on the number of rows, and for a
+        lone row on chance."""
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 

@@ -85,10 +85,8 @@ class Transport(Protocol):
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
-        """Start sending to the next stage; returns bytes. Waits only while `depth` frames are under way.
-
-        The tensor is kept until it is sent: do not write to it again. Raises TransportError.
-        """
+        """Start sending to the next stage; returns bytes. Waits only while `depth` frames are under way. The
+        tensor is kept until it is sent: do not write to it again. Raises TransportError."""
 
     def warm_up(self) -> None:
         """Send a row over every link, so that connections exist before the first step. Collective."""

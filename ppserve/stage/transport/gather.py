@@ -87,10 +87,8 @@ class GroupGather(GroupUser):
 
 
 def create_gather(name: str) -> TensorLink:
-    """The gather for the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
-
-    A collective call of the stage's tensor ranks. Raises TransportError when one is gone.
-    """
+    """The gather for the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`. A collective call
+    of the stage's tensor ranks. Raises TransportError when one is gone."""
     group = parallel_state.get_tp_group()
     if name == "shm":
         return _shm_gather(group)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -91,33 +92,34 @@ def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
     """Bytes in, bytes out. Parsed here, not by gRPC: bad bytes get a proper status."""
-    kind, answer = GetMessageClass(method.input_type), getattr(service, method.name)
-    generates = method.name == GENERATE
-
-    async def answered(raw: bytes, context: Context) -> bytes:
-        call = call_from(context, handler.keys is not None)
-        try:
-            with handler.counting_refusals(generates):
-                message = _parsed(kind, raw)
-                call = call.named(getattr(message, "request_id", ""))
-            context.set_trailing_metadata(tuple(call.names))
-            if not method.server_streaming:
-                content: bytes = (await answer(message, call)).SerializeToString()
-                return content
-            async with aclosing(answer(message, call)) as messages:
-                async for message in messages:
-                    await context.write(message.SerializeToString())
-        except aio.BaseError:
-            log.debug("the caller went away in the middle of a write", extra=call.trace)
-            raise asyncio.CancelledError from None
-        except Exception as error:
-            context.set_trailing_metadata(tuple(call.names))
-            end_with(context, call.refusal(error))
-        return b""
-
+    answered = partial(_answer, getattr(service, method.name), method, handler)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(answered)
     return grpc.unary_unary_rpc_method_handler(answered)
+
+
+async def _answer(
+    answer: Callable[..., Any], method: MethodDescriptor, handler: RequestHandler, raw: bytes, context: Context
+) -> bytes:
+    call = call_from(context, handler.keys is not None)
+    try:
+        with handler.counting_refusals(method.name == GENERATE):
+            message = _parsed(GetMessageClass(method.input_type), raw)
+            call = call.named(getattr(message, "request_id", ""))
+        context.set_trailing_metadata(tuple(call.names))
+        if not method.server_streaming:
+            content: bytes = (await answer(message, call)).SerializeToString()
+            return content
+        async with aclosing(answer(message, call)) as messages:
+            async for message in messages:
+                await context.write(message.SerializeToString())
+    except aio.BaseError:
+        log.debug("the caller went away in the middle of a write", extra=call.trace)
+        raise asyncio.CancelledError from None
+    except Exception as error:
+        context.set_trailing_metadata(tuple(call.names))
+        end_with(context, call.refusal(error))
+    return b""
 
 
 def _parsed(kind: type[Message], raw: bytes) -> Any:
@@ -137,10 +139,8 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
 
 
 def end_with(context: Context, error: RequestError) -> None:
-    """The call ends with this status and its details once its method returns.
-
-    Not by `context.abort`, whose error and call refer to each other until the collector runs.
-    """
+    """The call ends with this status and its details once its method returns. Not by `context.abort`, whose error
+    and call refer to each other until the collector runs."""
     status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
     status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))
     if isinstance(error, InvalidRequest):

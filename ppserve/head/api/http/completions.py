@@ -17,7 +17,7 @@ from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, refuse, renamed
-from ppserve.head.api.stream import Delta, deltas_of, ordered_deltas_of
+from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
 
 
 async def generate(
@@ -37,16 +37,8 @@ async def generate(
 async def _answer(
     handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt], form: type[Answers]
 ) -> Response:
-    """All of the prompts run, or none."""
-    given, news, streams = body.fields(), asyncio.Event(), []
     async with AsyncExitStack() as stack:
-        for place, prompt in enumerate(prompts):
-            stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
-            try:
-                streams.append(await stack.enter_async_context(stream))
-            except InvalidRequest as error:
-                which = {} if len(prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
-                raise renamed(error, body.names | which) from None
+        streams = await _open_streams(stack, handler, call, body, prompts)
         answers = form(call, body, [stream.request for stream in streams], handler)
         if not body.stream:
             whole = [pair async for pair in ordered_deltas_of(streams)]
@@ -56,6 +48,21 @@ async def _answer(
         # Until there is an event, a status can tell an error.
         first = _event(answers.event(*await anext(deltas)))
         return EventStream(_events(call, answers, first, deltas), stack.pop_all())
+
+
+async def _open_streams(
+    stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt]
+) -> list[RequestStream]:
+    """All of the prompts run, or none."""
+    given, news, streams = body.fields(), asyncio.Event(), []
+    for place, prompt in enumerate(prompts):
+        stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
+        try:
+            streams.append(await stack.enter_async_context(stream))
+        except InvalidRequest as error:
+            which = {} if len(prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
+            raise renamed(error, body.names | which) from None
+    return streams
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:

@@ -83,7 +83,7 @@ class HttpServer:
         """Close, once the request handler is drained."""
         await self._listener.stop()
 
-    # ---- around every path ----------------------------------------------------------------------------
+    # ---- around every path ----
 
     async def _missing(self, request: Request, error: Exception) -> Response:
         """For an unknown path or method. Callers without a key do not learn which exist."""

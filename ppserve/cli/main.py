@@ -83,7 +83,7 @@ def _open_what_is_closed() -> None:
     """A standard stream that the caller has closed is None: from now on it is empty, and takes everything."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))  # noqa: SIM115
 
 
 def say(text: str, end: str = "\n") -> None:

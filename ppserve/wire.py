@@ -18,7 +18,7 @@ from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import NO_UPDATE, SamplingUpdate
+from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -237,7 +237,7 @@ class Plan(_Message, frozen=True, tag=True):
     """A step. sampling: what the last stage must know of how its slices draw."""
 
     plan: StepPlan
-    sampling: SamplingUpdate = NO_UPDATE
+    sampling: SamplingUpdate = SamplingUpdate()
 
 
 class Cancel(_Message, frozen=True, tag=True):

@@ -28,9 +28,6 @@ class SamplingUpdate:
     """Ids of sequences that draw no more."""
 
 
-NO_UPDATE = SamplingUpdate()
-
-
 class SamplingEncoder:
     """The head's side, for one epoch."""
 
@@ -47,7 +44,7 @@ class SamplingEncoder:
         if long:
             slices = (replace(s, draw=KEPT) if s.draw and s.sequence_id in long else s for s in plan.slices)
             plan = replace(plan, slices=tuple(slices))
-        return plan, SamplingUpdate(first_draws, tuple(ended)) if first_draws or ended else NO_UPDATE
+        return plan, SamplingUpdate(first_draws, tuple(ended))
 
 
 class SamplingDecoder:

@@ -139,17 +139,6 @@ class StageDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadDescription:
-    """How full all replicas together are."""
-
-    running: int  # sequences that are computed
-    waiting: int  # requests in the queue
-    max_running: int
-    kv_tokens: int  # that the KV cache can hold
-    kv_usage: float  # share of them that is held, 0 to 1
-
-
-@dataclass(frozen=True, slots=True)
 class Topology:
     """The pipelines as they stand."""
 
@@ -216,20 +205,6 @@ def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
     names = ("bos_token", "eos_token") if arch.family == "gpt2" else ("eos_token",)
     text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
     return dict.fromkeys(names, text) if text else {}
-
-
-def describe_load(readings: Sequence[ReplicaReading]) -> LoadDescription:
-    """A replica that does not serve holds nothing, unless none serves."""
-    scheduling = readings[0].decision.scheduling
-    there = [reading for reading in readings if reading.serves] or readings
-    num_blocks = sum(reading.num_blocks for reading in there)
-    return LoadDescription(
-        running=sum(reading.running for reading in readings),
-        waiting=readings[0].num_waiting,
-        max_running=len(there) * scheduling.max_num_seqs,
-        kv_tokens=num_blocks * scheduling.block_size,
-        kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in there) / num_blocks,
-    )
 
 
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:

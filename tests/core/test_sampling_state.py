@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder, SamplingEncoder
+from ppserve.core.sampling_state import SamplingDecoder, SamplingEncoder, SamplingUpdate
 
 LONG = Draw(SamplingParams(logit_bias=tuple((i, 1.0) for i in range(1000))))
 
@@ -22,8 +22,8 @@ def test_a_draw_is_sent_with_the_first_step_of_an_epoch_and_no_more() -> None:
 
 def test_a_short_draw_stays_where_it_is() -> None:
     plan = decode(5, 1, Draw(SamplingParams(seed=3)))
-    assert SamplingEncoder().encode(plan, {5}) == (plan, NO_UPDATE)
-    assert SamplingDecoder().decode(plan, NO_UPDATE) is plan
+    assert SamplingEncoder().encode(plan, {5}) == (plan, SamplingUpdate())
+    assert SamplingDecoder().decode(plan, SamplingUpdate()) is plan
 
 
 def test_sequences_that_ended_are_forgotten() -> None:

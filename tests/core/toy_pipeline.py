@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder, SamplingUpdate
+from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -107,9 +107,9 @@ class ToyPipeline:
         self._sampling: deque[SamplingUpdate] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
-    def send(self, plan: StepPlan, sampling: SamplingUpdate = NO_UPDATE) -> None:
+    def send(self, plan: StepPlan, sampling: SamplingUpdate | None = None) -> None:
         self._queue.append(plan)
-        self._sampling.append(sampling)
+        self._sampling.append(sampling or SamplingUpdate())
 
     @property
     def num_in_flight(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ppserve.head.descriptions import describe_load, why_not_deterministic
+from ppserve.head.api.vllm_grpc.messages import load_message
+from ppserve.head.descriptions import why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -29,9 +30,9 @@ def reading(serves: bool, running: int, kv_usage: float) -> Any:
 def test_the_load_is_of_the_replicas_that_serve(
     readings: list[Any], running: int, max_running: int, kv_tokens: int, kv_usage: float
 ) -> None:
-    load = describe_load(readings)
-    assert (load.running, load.waiting, load.max_running) == (running, 3, max_running)
-    assert (load.kv_tokens, load.kv_usage) == (kv_tokens, kv_usage)
+    load = load_message(readings)
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.max_running_requests) == (running, 3, max_running)
+    assert (load.max_total_num_tokens, load.token_usage) == (kv_tokens, kv_usage)
 
 
 def on(stage: int, kernels: str, *variants: str) -> Any:

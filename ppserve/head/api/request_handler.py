@@ -14,8 +14,9 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.requests import Fields, Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
-from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology, describe_load, describe_topology
+from ppserve.head.descriptions import ModelDescription, Topology, describe_topology
 from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.tokenizer import Tokenizer
 
@@ -131,9 +132,9 @@ class RequestHandler:
         """What runs where, and where its time went."""
         return await asyncio.to_thread(lambda: describe_topology(self._engine.snapshot()))
 
-    async def load(self) -> LoadDescription:
-        """How full the replicas that serve are."""
-        return describe_load(await asyncio.to_thread(self._engine.snapshot))
+    async def snapshot(self) -> tuple[ReplicaReading, ...]:
+        """The state of every replica."""
+        return await asyncio.to_thread(self._engine.snapshot)
 
     @property
     def num_open_streams(self) -> int:

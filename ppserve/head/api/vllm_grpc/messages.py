@@ -13,6 +13,7 @@ from ppserve.errors import Violation
 from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.descriptions import MAX_SEED
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.vllm import engine_pb2 as pb
 
 _UNSERVED = {
@@ -119,3 +120,20 @@ class SequenceMessages:
 def _top(score: Score) -> pb.TopLogProbs:
     top = () if score is None else score.top
     return pb.TopLogProbs(token_ids=[top_id for top_id, _ in top], values=[logprob for _, logprob in top])
+
+
+def load_message(readings: Sequence[ReplicaReading]) -> pb.SchedulerLoad:
+    """Of all replicas together. One that does not serve holds nothing, unless none serves."""
+    there = [reading for reading in readings if reading.serves] or readings
+    running, waiting = sum(reading.running for reading in readings), readings[0].num_waiting
+    scheduling, num_blocks = readings[0].decision.scheduling, sum(reading.num_blocks for reading in there)
+    held_blocks = sum(reading.kv_usage * reading.num_blocks for reading in there)
+    return pb.SchedulerLoad(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=round(held_blocks * scheduling.block_size),
+        max_total_num_tokens=num_blocks * scheduling.block_size,
+        token_usage=held_blocks / num_blocks,
+        max_running_requests=len(there) * scheduling.max_num_seqs,
+    )

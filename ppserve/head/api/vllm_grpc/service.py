@@ -19,7 +19,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import deltas_of, ordered_deltas_of
-from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, request_fields
+from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, load_message, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
 # Routers take this for a directory or a hub's model, whose tokenizer may be another one. As neither, it makes them
@@ -96,18 +96,9 @@ class VllmService:
         )
 
     async def GetLoads(self, _message: pb.GetLoadsRequest, _call: Call) -> pb.GetLoadsResponse:
-        load = await self._handler.load()
-        scheduler = pb.SchedulerLoad(
-            num_running_reqs=load.running,
-            num_waiting_reqs=load.waiting,
-            num_total_reqs=load.running + load.waiting,
-            num_used_tokens=round(load.kv_usage * load.kv_tokens),
-            max_total_num_tokens=load.kv_tokens,
-            token_usage=load.kv_usage,
-            max_running_requests=load.max_running,
-        )
+        load = load_message(await self._handler.snapshot())
         now, version = datetime.now(UTC).isoformat(), self._handler.description.version
-        return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
+        return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[load])
 
 
 def model_kind(handler: RequestHandler) -> tuple[str, str]:

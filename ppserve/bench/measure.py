@@ -12,9 +12,10 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from ppserve.bench.caller import Answer, Caller, Question
 from ppserve.bench.ledger import between, read_ledger
@@ -143,10 +144,8 @@ class Served:
     target: str
     model_id: str
     dtype: str
-    num_stages: int
-    """Of each replica."""
-    num_tensor: int
-    """Ranks of each stage."""
+    num_stages: int  # of each replica
+    num_tensor: int  # ranks of each stage
     num_replicas: int
     microbatches: int
     vocab_size: int
@@ -165,10 +164,8 @@ class Measurement:
     """From the first request to the last answer."""
     ledger: tuple[StageTimes, ...]
     """The stages' time meanwhile."""
-    client_cpu_s: float
-    """The load generator's own CPU time."""
-    was_interrupted: bool
-    """Ctrl-C ended it early."""
+    client_cpu_s: float  # the load generator's own
+    was_interrupted: bool  # by Ctrl-C
 
 
 async def introduce(caller: Caller, target: str) -> Served:
@@ -198,6 +195,17 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
             raise CallFailed(answer.status, f"while warming up: {answer.problem}")
 
 
+async def _is_cancelled(running: Coroutine[Any, Any, None]) -> bool:
+    try:
+        await running
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        return True
+    return False
+
+
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
     """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail. If
     this task is cancelled (Ctrl-C), the measurement has the answers until then."""
@@ -206,14 +214,8 @@ async def measure(caller: Caller, served: Served, workload: Workload, load: Load
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     answers: list[Answer] = []
-    was_interrupted = False
-    try:
-        await load.run(caller.send_question, questions, until.duration_s, answers)
-    except asyncio.CancelledError:
-        was_interrupted = True
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
+    running = load.run(caller.send_question, questions, until.duration_s, answers)
+    was_interrupted = await _is_cancelled(running)
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     ledger = between(before, read_ledger(await caller.topology()))

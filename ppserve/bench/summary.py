@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ppserve.bench.caller import Answer
 from ppserve.bench.measure import ClosedLoop, Measurement, Served
 from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.account import StageTimes
@@ -85,7 +86,6 @@ class Summary:
 def summarize(measured: Measurement) -> Summary:
     good = [answer for answer in measured.answers if answer.is_ok]
     bad = [answer for answer in measured.answers if not answer.is_ok]
-    with_tokens = [answer for answer in good if answer.arrivals]
     input_tokens = sum(len(answer.question.prompt_ids) for answer in good)
     output_tokens = sum(answer.num_tokens for answer in good)
     duration_s = measured.duration_s or math.inf
@@ -106,13 +106,21 @@ def summarize(measured: Measurement) -> Summary:
         request_throughput=len(good) / duration_s,
         output_throughput=output_tokens / duration_s,
         total_token_throughput=(input_tokens + output_tokens) / duration_s,
-        ttft=Distribution.from_seconds([answer.ttft_s for answer in with_tokens]),
-        tpot=Distribution.from_seconds([tpot for answer in with_tokens if (tpot := answer.tpot_s) is not None]),
-        itl=Distribution.from_seconds([gap for answer in with_tokens for gap in answer.itls_s]),
-        e2el=Distribution.from_seconds([answer.e2e_s for answer in good]),
+        **_latencies(good),
         client_cores=measured.client_cpu_s / duration_s,
         stages=measured.ledger,
     )
+
+
+def _latencies(good: Sequence[Answer]) -> dict[str, Distribution]:
+    with_tokens = [answer for answer in good if answer.arrivals]
+    seconds = {
+        "ttft": [answer.ttft_s for answer in with_tokens],
+        "tpot": [tpot for answer in with_tokens if (tpot := answer.tpot_s) is not None],
+        "itl": [gap for answer in with_tokens for gap in answer.itls_s],
+        "e2el": [answer.e2e_s for answer in good],
+    }
+    return {name: Distribution.from_seconds(observed) for name, observed in seconds.items()}
 
 
 def _shares(times: StageTimes) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ppserve.bench.measure import (
     poisson_arrivals,
     warm_up,
 )
-from ppserve.bench.summary import render_table, summarize
+from ppserve.bench.summary import Summary, render_table, summarize
 from ppserve.bench.top import ScrapeFailed, View, read
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
@@ -81,14 +81,18 @@ def bench(**flags: Any) -> None:
     summary = summarize(measured)
     say(render_table(summary))
     if json_path is not None:
-        try:
-            json_path.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError("--json", f"cannot write {json_path}: {error.strerror}") from None
+        _write(json_path, summary)
     if measured.was_interrupted:
         say("\nInterrupted: requests on their way were cancelled and not counted.")
         sys.exit(130)
     sys.exit(1 if summary.failed else 0)
+
+
+def _write(path: Path, summary: Summary) -> None:
+    try:
+        path.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError("--json", f"cannot write {path}: {error.strerror}") from None
 
 
 async def _run(flags: dict[str, Any]) -> Measurement:
@@ -141,8 +145,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
     metrics page is not there at the start.
     """
-    client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
-    with client:
+    with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
             for view in _views(client, None if metrics == "none" else metrics, interval_s):
                 _show(view, flags["target"], once)
@@ -155,10 +158,8 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Endless views, one per interval, reading included.
-
-    Raises ScrapeFailed without a metrics page at the start. If it fails later, the views say so until it is back.
-    """
+    """Endless views, one per interval. Raises ScrapeFailed without a metrics page at the start; later views say
+    that it is missing."""
     before = read(client, metrics)
     if before.problem:
         raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")

@@ -30,8 +30,7 @@ class _Lost(Exception):
 
 
 class ReceivedAnswer:
-    """One answer, as far as it was received. The seed and these tokens make a server that was restarted continue
-    it."""
+    """One answer so far. With its seed and tokens a server that was restarted continues it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = {**body, "stream": True, "return_token_ids": True}
@@ -120,13 +119,7 @@ class Dialogue:
             say("")
         self.history += [question, {"role": "assistant", "content": answer.text}]
         if shows_timings:
-            took_s = time.monotonic() - begun_s
-            rate = (answer.num_tokens - 1) / max(took_s - first_s, 1e-9)
-            click.echo(
-                f"[{answer.num_tokens} tokens in {took_s:.2f} s; first after {first_s:.2f} s,"
-                f" then {max(rate, 0):.1f} a second]",
-                err=True,
-            )
+            _show_timings(answer.num_tokens, first_s, time.monotonic() - begun_s)
 
     def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
         """Until the answer's end, calling again while the server is away."""
@@ -145,6 +138,12 @@ class Dialogue:
                 if time.monotonic() >= until_s:
                     raise PpserveError(f"no answer: {error}") from None
                 time.sleep(_PAUSE_S)
+
+
+def _show_timings(num_tokens: int, first_s: float, took_s: float) -> None:
+    rate = max(0, num_tokens - 1) / max(took_s - first_s, 1e-9)
+    in_all = f"{num_tokens} tokens in {took_s:.2f} s"
+    click.echo(f"[{in_all}; first after {first_s:.2f} s, then {rate:.1f} a second]", err=True)
 
 
 def _url(text: str) -> SplitResult:
@@ -185,8 +184,7 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         click.echo(COMMANDS, err=True)
-        # Lines can be edited, and earlier ones called back.
-        import readline  # noqa: F401
+        import readline  # noqa: F401 - lines can be edited
     failed = False
     for line in _lines("> " if is_terminal else ""):
         command, _, rest = line.strip().partition(" ")
@@ -199,13 +197,18 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
         elif command.startswith("/"):
             click.echo(COMMANDS, err=True)
         elif command:
-            try:
-                conversation.ask(line.strip(), flags["timings"])
-                failed = False
-            except PpserveError as error:
-                click.echo(f"ppserve: error: {error}", err=True)
-                failed = True
+            failed = not _ask(conversation, line.strip(), flags["timings"])
     sys.exit(1 if failed else 0)
+
+
+def _ask(conversation: Dialogue, question: str, shows_timings: bool) -> bool:
+    """Whether it was answered."""
+    try:
+        conversation.ask(question, shows_timings)
+    except PpserveError as error:
+        click.echo(f"ppserve: error: {error}", err=True)
+        return False
+    return True
 
 
 def _lines(prompt: str) -> Iterator[str]:

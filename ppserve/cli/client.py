@@ -87,18 +87,8 @@ def _request_option(name: str, kind: Any, text: str) -> click.Option:
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
-    tls = None
     files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
-    if flags["tls"] or any(files):
-        context = trusting(flags["tls_ca"])
-        try:
-            tls = Tls(*files)
-            if tls.cert is not None:  # gRPC would not say which file is wrong
-                context.load_cert_chain(tls.cert, tls.key, password=lambda: "")
-        except ValueError as error:
-            raise ConfigError("--tls-cert", str(error)) from None
-        except OSError:
-            raise ConfigError("--tls-cert", "not PEM, or not the certificate of --tls-key") from None
+    tls = _tls(*files) if flags["tls"] or any(files) else None
     target: str = flags["target"]
     host, _, port = target.rpartition(":")
     # gRPC judges its own schemes. Of a port it takes the lowest 16 bits.
@@ -106,6 +96,19 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
         raise ConfigError("--target", f"{target!r} is not HOST:PORT")
     return {"target": target, "api_key": api_key(flags["api_key_file"]), "tls": tls}
+
+
+def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
+    context = trusting(ca)
+    try:
+        tls = Tls(ca, cert, key)
+        if tls.cert is not None:  # gRPC would not say which file is wrong
+            context.load_cert_chain(tls.cert, tls.key, password=lambda: "")
+    except ValueError as error:
+        raise ConfigError("--tls-cert", str(error)) from None
+    except OSError:
+        raise ConfigError("--tls-cert", "not PEM, or not the certificate of --tls-key") from None
+    return tls
 
 
 def trusting(file: Path | None) -> ssl.SSLContext:
@@ -223,8 +226,7 @@ def _options(flags: dict[str, Any]) -> Options:
         value = flags.pop(name)
         if value is not None and value is not False and value != ():
             options[name] = value
-    biases = flags.pop("logit_bias")
-    if biases:
+    if biases := flags.pop("logit_bias"):
         options["logit_bias"] = dict(_bias(text) for text in biases)
     return cast(Options, options)
 

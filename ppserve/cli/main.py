@@ -16,8 +16,7 @@ from ppserve.errors import LauncherError, PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
-# As a shell says it of a command that SIGPIPE ended.
-_EXIT_BROKEN_PIPE = 141
+_EXIT_BROKEN_PIPE = 141  # as a shell has it
 
 
 class _ServeByDefault(click.Group):
@@ -57,19 +56,16 @@ def cli() -> None:
 
 def main() -> None:
     """Runs a command. The operator's mistake is one line on standard error and exit code 2."""
-    # All ranks find the same mistakes: rank 0 reports them.
-    reports = os.environ.get("RANK", "0") == "0"
+    reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal without UTF-8 shows question marks.
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
         code: Any = cli.main(prog_name="ppserve", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         _report(error.format_message(), reports)
-    except UnicodeError:
-        # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
+    except UnicodeError:  # bytes of an argument that are not UTF-8 are lone surrogates
         _report("an argument or standard input is not UTF-8 text", reports)
     except PpserveError as error:
         _report(str(error), reports or isinstance(error, LauncherError))

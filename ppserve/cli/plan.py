@@ -24,10 +24,7 @@ from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prosp
 from ppserve.planning.simulator import CostSheet, Simulator, read_costs, render_outcome
 
 _RANKS = click.IntRange(1, 4096)
-_OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers")
-"""The flags in which the shapes of a world differ."""
-_REQUESTS_PER_CALLER = 6
-"""Simulated; enough that the first and the last weigh little."""
+_REQUESTS_PER_CALLER = 6  # simulated; enough that the first and the last weigh little
 _OF_SERVE = (
     *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
     *("--max-model-len", "--block-size", "--kv-cache-memory", "--expect"),
@@ -59,7 +56,12 @@ def plan(**flags: Any) -> None:
         _refuse_shape_flags()
         found = compare(arch, intent, flags["world"], _conditions(arch, sheet) if sheet is not None else None)
         say(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
-        return
+    else:
+        _plan_one(arch, intent, sheet, flags)
+
+
+def _plan_one(arch: Architecture, intent: Intent, sheet: CostSheet | None, flags: dict[str, Any]) -> None:
+    """One pipeline, and with costs what it would do."""
     layout, callers = forecast(arch, intent), -(-intent.expect.callers // flags["replicas"])
     outcome = _simulate(layout, sheet, callers) if sheet is not None else None
     if flags["as_json"]:
@@ -94,7 +96,7 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
 def _refuse_shape_flags() -> None:
     """Raises ConfigError for a flag that a comparison of all shapes would not look at."""
     context = click.get_current_context()
-    for name in _OF_A_SHAPE:
+    for name in ("stages", "tensor_parallel", "replicas", "layers"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name.replace('_', '-')}", "--world compares all shapes")
 
@@ -139,13 +141,9 @@ def _simulate(plan: Forecast, sheet: CostSheet, callers: int) -> dict[str, Any]:
 def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
     return {
         "model": model,
-        "dtype": layout.intent.dtype,
-        "quantization": layout.intent.quantization,
-        "kv_dtype": layout.intent.kv_dtype,
+        **{name: getattr(layout.intent, name) for name in ("dtype", "quantization", "kv_dtype")},
         "parameters": layout.arch.num_params,
-        "max_model_len": layout.max_model_len,
-        "max_sequences": layout.max_sequences,
-        "balance": layout.balance,
+        **{name: getattr(layout, name) for name in ("max_model_len", "max_sequences", "balance")},
         "split": [count / 2 for count in layout.split.sublayers],
         "stages": [
             {**asdict(stage), "layers": stage.layout.span, "max_tokens": stage.max_tokens}

@@ -6,7 +6,7 @@ import ipaddress
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -32,23 +32,32 @@ def serve(stages: int | None, **flags: Any) -> None:
     The ranks are tensor ranks x replicas x stages.
     """
     config = build_config(flags)
-    environment = RankEnvironment.from_environ()
     sizes = {"--stages": stages or 1}
     sizes |= {f"--{name}": flags[name.replace("-", "_")] for name in ("tensor-parallel", "replicas")}
     asked = math.prod(sizes.values())
-    if environment is None:
-        from ppserve.cli.check import check
-        from ppserve.process.torchrun import run_ranks
-
-        room = _RANKS_PER_CORE * (os.cpu_count() or 1)
-        if asked > room:
-            problem = f"{asked} ranks; on this host at most {room} are started, {_RANKS_PER_CORE} for each core"
-            raise ConfigError(max(sizes, key=sizes.__getitem__), problem)
-        check(config, asked)
-        sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
+    if (environment := RankEnvironment.from_environ()) is None:
+        _launch(config, sizes)
     if stages is not None and asked != environment.world_size:
         problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
         raise ConfigError("--stages", problem)
+    _run(config, environment)
+
+
+def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
+    """From a plain shell: starts all ranks on this host."""
+    from ppserve.cli.check import check
+    from ppserve.process.torchrun import run_ranks
+
+    asked, room = math.prod(sizes.values()), _RANKS_PER_CORE * (os.cpu_count() or 1)
+    if asked > room:
+        problem = f"{asked} ranks; on this host at most {room} are started, {_RANKS_PER_CORE} for each core"
+        raise ConfigError(max(sizes, key=sizes.__getitem__), problem)
+    check(config, asked)
+    sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
+
+
+def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
+    """In a rank that torchrun started."""
     ignore_signals(HEAD_SIGNALS)
     open_many_files()
     if environment.rank > 0:

@@ -44,8 +44,7 @@ class Number(click.FloatRange):
 
 
 class PortOption(click.Option):
-    """Kubernetes tells pods beside a Service named `ppserve` that PPSERVE_PORT is tcp://ADDRESS:PORT, and beside
-    `ppserve-http` likewise. None of these are meant for us."""
+    """Ignores Kubernetes' PPSERVE_PORT=tcp://ADDRESS:PORT, which names a Service called `ppserve`."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         value = super().value_from_envvar(ctx)
@@ -101,10 +100,6 @@ TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 are lone surrogates in Python, which no message can hold."""
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
-"""Tokens of a typical prompt and answer, and requests at once."""
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)
-"""Draft tokens per step: off (0) or a number."""
 PORTS = Parsed("A-B", _ports)
-"""First and last of a range of ports."""
 LAYERS = Parsed("n,n,...", Split.parse)
-"""Layers per stage, such as 9,3 or 7.5,4.5."""

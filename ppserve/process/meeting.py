@@ -61,13 +61,7 @@ def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
     """Opens the head's socket; returns it with the secret. Raises UsageError. On one host the secret is new. A
     killed head's files are removed before it listens, so that no rank brings an old secret."""
     if meeting.is_ours:
-        directory = meeting.secret_file.parent
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(0o700)
-        _check_private(directory)
-        with contextlib.suppress(OSError), connect(meeting.address, timeout_s=1.0):
-            raise UsageError(f"another server listens on {meeting.address}")
-        meeting.secret_file.unlink(missing_ok=True)
+        _take_over(meeting)
     try:
         listener = listen(meeting.address)
     except OSError as error:
@@ -78,6 +72,16 @@ def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
         draft.write_text(secrets.token_hex(32))
         draft.rename(meeting.secret_file)
     return listener, read_secret(meeting)
+
+
+def _take_over(meeting: Meeting) -> None:
+    directory = meeting.secret_file.parent
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(0o700)
+    _check_private(directory)
+    with contextlib.suppress(OSError), connect(meeting.address, timeout_s=1.0):
+        raise UsageError(f"another server listens on {meeting.address}")
+    meeting.secret_file.unlink(missing_ok=True)
 
 
 def close_meeting(meeting: Meeting) -> None:

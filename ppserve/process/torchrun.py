@@ -56,8 +56,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # What is imported stays: the collector, which takes a tenth of the time, would find nothing.
-    gc.disable()
+    gc.disable()  # what is imported stays
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -65,15 +64,10 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
 
     gc.enable()
     logging.disable(logging.CRITICAL)
-    command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
     _hand_on_signals()
     rendezvous_handler_registry.register("ppserve", _make_rendezvous)
-    launcher = [
-        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
-        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "ppserve"),
-    ]
     try:
-        run(parse_args([*launcher, *command]))  # type: ignore[no-untyped-call]
+        run(parse_args(_command(num_ranks, arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
@@ -81,6 +75,14 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
         # A signal to this process: the ranks got it too and have ended, their streams finished or timed out.
         return 0
     return 0
+
+
+def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
+    return [
+        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "ppserve"),
+        *(arguments if arguments[:1] == ["serve"] else ["serve", *arguments]),
+    ]
 
 
 def _hand_on_signals() -> None:

@@ -90,10 +90,13 @@ def be_stage(life: int, parent_pid: int) -> int:
     survive_full_disks()
     set_up_logging(start.config.server, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
-    assert start.meeting is not None
     os.write(life, b"started\n")
-    # Before connecting: a download or a measurement may take long.
-    found = _probe(start)
+    return _find_head(start, _probe(start), life)
+
+
+def _find_head(start: wire.Start, found: ProbeResult | UsageError, life: int) -> int:
+    """Only now, as a download or a measurement may take long."""
+    assert start.meeting is not None
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
     except (OSError, UsageError) as error:

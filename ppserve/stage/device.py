@@ -129,18 +129,26 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
         if asked in ("int8", "int4") and (on_gpu or reference):
             raise ConfigError(flag, f"{asked} needs a CPU; add --force-cpu or leave it out")
     if kv_dtype == "auto":
-        # Beside quantized weights the file's, on all CPUs: float32 would double what a step reads.
-        as_in_file = quantization != "none" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
-        kv_dtype = "bfloat16" if as_in_file else dtype
+        kv_dtype = _own_kv_dtype(config, dtype, stored_dtype)
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
         log.warning("%s; every step waits for threads that have none", many)
+    options = _options(config, kv_dtype)
+    arithmetic = dtype, stages_here, threads, quantization, kv_dtype
+    return Compute(device, *arithmetic, options, reference, stages_on_gpu if on_gpu else 1)
+
+
+def _own_kv_dtype(config: ServeConfig, dtype: str, stored_dtype: str) -> str:
+    # Beside quantized weights the file's, on all CPUs: float32 would double what a step reads.
+    is_quantized = config.model.quantization != "none"
+    return "bfloat16" if is_quantized and config.model.dtype == "auto" and stored_dtype == "bfloat16" else dtype
+
+
+def _options(config: ServeConfig, kv_dtype: str) -> DeviceOptions:
     max_rows = config.scheduling.max_num_seqs
     max_step_rows = max_rows + (config.scheduling.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
     flags = config.device
-    options = DeviceOptions(flags.batch_invariant, flags.cuda_graphs, max_rows, kv_dtype, max_step_rows)
-    arithmetic = dtype, stages_here, threads, quantization, kv_dtype
-    return Compute(device, *arithmetic, options, reference, stages_on_gpu if on_gpu else 1)
+    return DeviceOptions(flags.batch_invariant, flags.cuda_graphs, max_rows, kv_dtype, max_step_rows)
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:

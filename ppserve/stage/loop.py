@@ -23,8 +23,8 @@ from ppserve import wire
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
-from ppserve.model.backend import StageModel
-from ppserve.model.decoder import load_stage
+from ppserve.model.backend import Backend, StageModel
+from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
@@ -140,21 +140,22 @@ class StageLoop:
                 log.exception("stage %d", layout.stage)
                 problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
-            return
-        self._model = model
-        cache = self._start.config.cache
+        else:
+            self._model = model
+            self._link.send(self._loaded(model, backend, why_not))
+
+    def _loaded(self, model: Decoder, backend: Backend, why_not: str) -> wire.Loaded:
+        compute, cache, layout = self._found.compute, self._start.config.cache, model.layout
         drawn_from = model.arch.vocab_size if layout.is_last else 0
-        self._link.send(
-            wire.Loaded(
-                device=compute.name,
-                params=model.num_params,
-                weight_bytes=model.weight_bytes,
-                block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
-                kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes, drawn_from),
-                why_not=why_not,
-                kernels=backend.describe(),
-                variants=compute.kernel_variants,
-            )
+        return wire.Loaded(
+            device=compute.name,
+            params=model.num_params,
+            weight_bytes=model.weight_bytes,
+            block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
+            kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes, drawn_from),
+            why_not=why_not,
+            kernels=backend.describe(),
+            variants=compute.kernel_variants,
         )
 
     # ---- epochs ----

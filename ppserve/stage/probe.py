@@ -14,7 +14,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -127,6 +127,15 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tup
     # CPU time where one thread computes: measuring ranks may share cores.
     has_one_thread = compute.device.type == "cpu" and compute.threads == 1
     clock = time.thread_time if has_one_thread else time.perf_counter
+    bare_s, drawn_s, attention_s, layer_s = _time_by_turns(steps, clock)
+    head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
+    both_s = max(layer_s - bare_s, _LEAST_SHARE * layer_s)
+    mlp_s = min(max(layer_s - attention_s, _LEAST_SHARE * both_s), (1 - _LEAST_SHARE) * both_s)
+    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=head_s)
+
+
+def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], float]) -> list[float]:
+    """Each step's lower quartile in seconds."""
     for stage, plan in steps:  # the first turn does not count
         stage.step(plan, 0)
     turns: list[list[float]] = []
@@ -137,11 +146,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tup
             stage.step(plan, 0)
             begun_s.append(clock())
         turns.append([after_s - before_s for before_s, after_s in pairwise(begun_s)])
-    bare_s, drawn_s, attention_s, layer_s = (quantiles(times_s, n=4)[0] for times_s in zip(*turns, strict=True))
-    head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
-    both_s = max(layer_s - bare_s, _LEAST_SHARE * layer_s)
-    mlp_s = min(max(layer_s - attention_s, _LEAST_SHARE * both_s), (1 - _LEAST_SHARE) * both_s)
-    return PartCosts(both_s - mlp_s, mlp_s, overhead=bare_s, head=head_s)
+    return [quantiles(times_s, n=4)[0] for times_s in zip(*turns, strict=True)]
 
 
 def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:

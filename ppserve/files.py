@@ -56,10 +56,10 @@ def read_start(path: Path, num_bytes: int) -> bytes:
         raise CheckpointError(path, f"cannot be read ({reason(error)})") from error
 
 
-def read_json(path: Path, schema: type[T], limit: int = MAX_JSON_BYTES) -> T:
+def read_json(path: Path, schema: type[T]) -> T:
     """A JSON file as a msgspec schema wants it. Raises CheckpointError."""
     try:
-        value = json.loads(read_bytes(path, limit))
+        value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
         raise CheckpointError(path, f"is not valid JSON ({reason(error)})") from error
     return checked(path, value, schema)

@@ -175,8 +175,6 @@ class HeadProcess:
     def _make_handler(self) -> RequestHandler:
         settings = self._config.server
         description, tokenizer = describe_model(self._config, self._members)
-        if not description.has_tokenizer:
-            log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
         template = read_chat_template(settings.chat_template, description.chat_format, tokenizer)
         on_refused = self._metrics.requests.on_refused

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ppserve.errors import CheckpointError
-from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, reason, shown
+from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, read_start, reason, shown
 from ppserve.gguf_file import read_header
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
 
@@ -142,6 +142,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 def read_llama3(path: Path) -> Tokenizer:
     """Llama 3's `tokenizer.model`: tiktoken's ranks, then 256 special tokens. Raises CheckpointError."""
+    if read_start(path, 1) == b"\n":  # a protobuf
+        problem = "is of sentencepiece (Llama 2): put its tokenizer.json beside it, or serve a GGUF"
+        raise CheckpointError(path, problem)
     ranks = _read_ranks(path)
     names = [*LLAMA3_SPECIAL, *(f"reserved_special_token_{i}" for i in range(3, 248))]
     special = {len(ranks) + i: _AddedToken(f"<|{name}|>", special=True) for i, name in enumerate(names)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import tiktoken
 
 from ppserve.errors import CheckpointError
-from ppserve.files import TINY, read_start, within
+from ppserve.files import TINY, within
 from ppserve.tokenizer.formats import (
     gpt2_tokenizer,
     read_gguf,
@@ -33,6 +33,7 @@ READERS: dict[str, Callable[[Path], Tokenizer]] = {
     "vocab.json": read_vocab_json,
     "gpt2_tokenizer.bin": read_llmc_bin,
     "tokenizer.tiktoken": read_tiktoken,
+    "tokenizer.model": read_llama3,
 }
 """The first of these files that is there is read."""
 
@@ -44,9 +45,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
-    It is read from the first of `READERS` beside the weights, or from another single *.tiktoken. Without any it is
-    tiktoken's GPT-2 encoding, if that is cached or can be downloaded and `vocab_size`, where given, is GPT-2's;
-    else there is none, and the log says why. Raises CheckpointError for an unusable file.
+    It is read from the first of `READERS` beside the weights. Without any it is tiktoken's GPT-2 encoding, if that
+    can be had and `vocab_size`, where given, is GPT-2's; else there is none, and the log says why. Raises
+    CheckpointError for an unusable file.
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
@@ -58,14 +59,13 @@ def load_tokenizer(
             problem = f"token id {highest} is beyond the model's {vocab_size} tokens"
             raise CheckpointError(tokenizer.source, problem)
         return tokenizer
-    problem = f"{directory}: no tokenizer.json, vocab.json, gpt2_tokenizer.bin or *.tiktoken"
-    if vocab_size is not None and not GPT2_VOCAB_SIZE <= vocab_size < GPT2_VOCAB_SIZE + 256:
-        logger.warning("no tokenizer, token ids only: %s, and %d tokens are not GPT-2's", problem, vocab_size)
-        return no_tokenizer()
+    problem = f"{directory}: none of {', '.join(READERS)}"
     try:
+        if vocab_size is not None and not GPT2_VOCAB_SIZE <= vocab_size < GPT2_VOCAB_SIZE + 256:
+            raise ValueError(f"{vocab_size} tokens are not GPT-2's")
         return within(DOWNLOAD_TIMEOUT_S, lambda: gpt2_tokenizer(get_encoding))
     except Exception as error:  # no network, no cache, a wrong hash: then no tokenizer
-        logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
+        logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be used (%s)", problem, error)
         return no_tokenizer()
 
 
@@ -73,12 +73,4 @@ def _read_directory(directory: Path) -> Tokenizer | None:
     for name, read in READERS.items():
         if os.path.lexists(directory / name):
             return read(directory / name)
-    # Llama 3's. Llama 2's is sentencepiece's, a protobuf.
-    model = directory / "tokenizer.model"
-    if os.path.lexists(model) and read_start(model, 1) != b"\n":
-        return read_llama3(model)
-    others = sorted(directory.glob("*.tiktoken"))
-    if len(others) > 1:
-        names = " and ".join(file.name for file in others)
-        raise CheckpointError(directory, f"{names}: rename the one to use to tokenizer.tiktoken")
-    return read_tiktoken(others[0]) if others else None
+    return None

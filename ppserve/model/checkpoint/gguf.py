@@ -31,7 +31,7 @@ DTYPES_BY_TYPE: dict[int, torch.dtype] = {
     Type.F16: torch.float16,
     Type.BF16: torch.bfloat16,
 }
-DEQUANTIZED = frozenset({Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K})
+TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
@@ -107,6 +107,8 @@ class Interleaved:
 def open_gguf(path: Path) -> FileCheckpoint:
     """Open a .gguf. Raises CheckpointError."""
     header = read_header(path)
+    if header.values.get("split.count", 1) != 1:
+        raise CheckpointError(path, "is a part of a model: join all by llama-gguf-split --merge", "split.count")
     content = np.memmap(path, mode="c")
     stored = {tensor.name: _stored(path, content, tensor) for tensor in header.tensors}
     if "token_embd.weight" not in stored:
@@ -178,14 +180,17 @@ def _as_written(value: Any) -> Any:
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:
     """Raises CheckpointError where the file ends within it, or its type cannot be read."""
-    if tensor.type not in DTYPES_BY_TYPE and tensor.type not in DEQUANTIZED:
-        raise CheckpointError(path, f"has the type {tensor.type}, which cannot be read", field=shown(tensor.name))
+    name = next((kind.name for kind in Type if kind == tensor.type), str(tensor.type))
+    if name not in TYPES:
+        problem = f"has the type {name}; served are {', '.join(TYPES)}"
+        raise CheckpointError(path, problem, field=shown(tensor.name))
     numbers_per_block, block_bytes = gguf.GGML_QUANT_SIZES[Type(tensor.type)]
     *outer, width = tensor.shape
     row_bytes, remainder = divmod(width * block_bytes, numbers_per_block)
     end = tensor.offset + math.prod(outer) * row_bytes
     if not row_bytes or remainder or end > len(content) or tensor.offset % 4:
-        problem = f"of the shape {tensor.shape} and the type {tensor.type} cannot begin at byte {tensor.offset}"
+        place = f"byte {tensor.offset} of {len(content)}: is the file whole?"
+        problem = f"of the shape {tensor.shape} cannot begin at {place}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
     blocks = content[tensor.offset : end].reshape(*outer, row_bytes)
     dtype = DTYPES_BY_TYPE.get(tensor.type, torch.float32)

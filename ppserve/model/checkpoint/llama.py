@@ -51,7 +51,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
 
     def architecture(self, path: Path) -> Architecture:
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads
-        scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or {}) | (self.rope_parameters or {})
+        scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or self.rope_parameters or {})
         has_window = self.model_type == "mistral" or self.use_sliding_window
         window = self.sliding_window if has_window else None
         return Architecture(

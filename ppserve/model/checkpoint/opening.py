@@ -87,7 +87,7 @@ def _open_file(path: Path) -> FileCheckpoint:
         from ppserve.model.checkpoint.torch_save import open_nanogpt
 
         return open_nanogpt(path)
-    if read_start(path, 4) == MAGICS[".gguf"]:
+    if path.suffix == ".gguf" or read_start(path, 4) == MAGICS[".gguf"]:
         from ppserve.model.checkpoint.gguf import open_gguf
 
         return open_gguf(path)

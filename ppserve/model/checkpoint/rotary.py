@@ -16,12 +16,15 @@ from ppserve.files import shown
 def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
     """scaling: `rope_theta` and the parameters of its `rope_type`, by transformers' names. Raises CheckpointError
     for a type that is not served, or a parameter that is missing."""
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in SCALINGS:
         problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"
         raise CheckpointError(path, problem, field="rope_scaling.rope_type")
-    if unknown := scaling.keys() - KNOWN:
-        raise CheckpointError(path, "is not a parameter that is served", field=f"rope_scaling.{min(unknown)}")
+    for name, value in scaling.items():
+        if name not in KNOWN:
+            raise CheckpointError(path, "is not a parameter that is served", field=f"rope_scaling.{shown(name)}")
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise CheckpointError(path, f"is {shown(value)}, not above 0", field=f"rope_scaling.{name}")
     if head_size % 2:
         raise CheckpointError(path, f"is {head_size}: rotary positions turn pairs of features", field="head_dim")
     try:

@@ -102,13 +102,13 @@ def _json_vocabulary(directory: Path) -> int | None:
 
 
 def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:
-    """A *.tiktoken file lists ranks only; the end of text, where there is one, comes right after them."""
-    paths = sorted(directory.glob("*.tiktoken"))
-    if not paths:
+    """tokenizer.tiktoken lists ranks only; the end of text, where there is one, comes right after them."""
+    path = directory / "tokenizer.tiktoken"
+    if not lexists(path):
         return None
-    ranks = [line.split()[-1] for line in read_bytes(paths[0], 64 << 20).splitlines() if line.strip()]
+    ranks = [line.split()[-1] for line in read_bytes(path, 64 << 20).splitlines() if line.strip()]
     try:
         count = max(map(int, ranks)) + 1
     except ValueError as error:
-        raise CheckpointError(paths[0], "is not a list of tokens and their ranks") from error
+        raise CheckpointError(path, "is not a list of tokens and their ranks") from error
     return count + 1 if eos_id == count else count

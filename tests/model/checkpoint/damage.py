@@ -101,7 +101,6 @@ def _splice_names(path: Path, rng: random.Random) -> None:
         (b"F32", b"I32"),
         (b"F32", b"F64"),
         (b"wte.weight", b"wpe.weight"),
-        (b"ln_1", b"ln_9"),
         (b"h.0.", b"h.1."),
         (b"FloatStorage", b"ShortStorage"),
         (b"_rebuild_tensor_v2", b"_rebuild_qtensor__"),
@@ -109,7 +108,6 @@ def _splice_names(path: Path, rng: random.Random) -> None:
         (b"collections", b"subprocess_"),
         (b"n_embd", b"n_head"),
         (b"data_offsets", b"data_offsetz"),
-        (b"shape", b"sharp"),
         (b"little", b"big---"),
     )
     old, new = rng.choice(pairs)

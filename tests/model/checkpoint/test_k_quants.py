@@ -17,6 +17,10 @@ QS = b"\x33" * 128
 @pytest.mark.parametrize(
     ("kind", "block", "groups"),
     [
+        (Type.Q2_K, bytes(range(16, 32)) + b"\xff" * 64 + ONE + ONE, [3 * i - 1 for i in range(16)]),
+        (Type.Q3_K, b"\xff" * 96 + bytes(range(0x80, 0x100, 17)) + b"\xaa" * 4 + ONE, [3 * i for i in range(16)]),
+        (Type.IQ4_NL, (ONE + b"\x88" * 16) * 8, [1] * 8),
+        (Type.IQ4_XS, ONE + b"\xaa\xaa\x10\x32\x54\x76" + b"\x88" * 128, list(range(8))),
         (Type.Q4_K, ONE + ONE + SCALES + QS, [3 * i - 1 - (i > 4) for i in range(1, 9)]),
         (Type.Q5_K, ONE + ONE + SCALES + b"\xff" * 32 + QS, [19 * i - 1 - (i > 4) for i in range(1, 9)]),
         (Type.Q6_K, b"\x11" * 128 + b"\xaa" * 64 + bytes(range(16)) + ONE, list(range(16))),

@@ -41,6 +41,8 @@ def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta: is 0.0, not above 0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -103,3 +105,22 @@ def test_four_bits_are_taken_as_they_are_stored(kind: str, tmp_path: Path) -> No
     # What is left is the rounding of rows to int8, and of the LM head.
     error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
     assert error < 0.05
+
+
+def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:
+    arch = llama(width=64, heads=4, kv_heads=2, head_width=32, inner_width=96, vocab_size=64)
+    path = write_gguf(tmp_path / "model.gguf", arch, random_tensors(arch), "Q8_0", "llama")
+    content, theta = path.read_bytes(), b"\x14" + bytes(7) + b"llama.rope.freq_base"
+    kind = content.index(b"attn_q.weight") + 33
+    for changed, problem in (
+        (content[:-100], r"is the file whole\?"),
+        (b"<html>" + content, "is not a GGUF file"),
+        (content.replace(theta, b"\x0b" + bytes(7) + b"split.count"), "split.count: is a part of a model"),
+        (
+            content[:kind] + b"\x10" + content[kind + 1 :],
+            "attn_q.weight: has the type IQ2_XXS; served are F32, F16",
+        ),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=problem):
+            open_checkpoint(str(path))

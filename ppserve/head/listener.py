@@ -73,8 +73,9 @@ def address_text(host: str, port: int) -> str:
 class Listener:
     """Serves an ASGI application. Each request's `state` holds its connection's `transport`."""
 
-    def __init__(self, app: ASGIApp, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """max_connections: while there are as many, requests are answered with 503."""
+    def __init__(self, app: ASGIApp, flag: str, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
+        """flag: its port's. max_connections: while there are as many, requests are answered with 503."""
+        self._flag = flag
         config = Config(
             app,
             **_SETTINGS,
@@ -85,9 +86,9 @@ class Listener:
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, flag: str) -> int:
-        """Bind and listen; return the port. Raises ConfigError for `flag`."""
-        sock = bound(host, port, flag)
+    async def start(self, host: str, port: int) -> int:
+        """Bind and listen; return the port. Raises ConfigError when it cannot."""
+        sock = bound(host, port, self._flag)
         sock.listen(_BACKLOG)
         self._serving = asyncio.create_task(self._server.serve([sock]))
         return int(sock.getsockname()[1])

@@ -33,8 +33,7 @@ class Servers:
         pages: Mapping[str, MakePage],
     ) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
-        self._settings = settings
-        self._request_handler = request_handler
+        self._settings, self._request_handler = settings, request_handler
         others = [VllmService(request_handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)
         self._grpc = GrpcServer(request_handler, others, self.certificates)

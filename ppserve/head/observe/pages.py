@@ -49,7 +49,7 @@ def json_page(ask: Callable[[], object]) -> MakePage:
     return lambda: Page("application/json", json.dumps(ask()).encode())
 
 
-class PageServer:
+class PageServer(Listener):
     """The HTTP server of the metrics port."""
 
     def __init__(self, pages: Mapping[str, MakePage]) -> None:
@@ -62,14 +62,10 @@ class PageServer:
 
         routes = [Route(path, self._endpoint(path, make), methods=["GET"]) for path, make in pages.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: missing})
-        self._listener = Listener(app, _MAX_CONNECTIONS)
-
-    async def start(self, host: str, port: int) -> int:
-        """Bind and listen; return the port. Raises ConfigError when it cannot."""
-        return await self._listener.start(host, port, "--metrics-port")
+        super().__init__(app, "--metrics-port", _MAX_CONNECTIONS)
 
     async def stop(self) -> None:
-        await self._listener.stop()
+        await super().stop()
         self._threads.shutdown(wait=False)
 
     def _endpoint(self, path: str, make: MakePage) -> Callable[[Request], Awaitable[Response]]:

@@ -52,7 +52,7 @@ ENDPOINTS: list[tuple[str, str, Endpoint]] = [
 _PATHS = frozenset(path for _, path, _ in ENDPOINTS if "{" not in path)
 
 
-class HttpServer:
+class HttpServer(Listener):
     """A server of OpenAI's paths, from `start` to `stop`."""
 
     def __init__(
@@ -73,15 +73,7 @@ class HttpServer:
         )
         # No redirect: its address would hold the caller's own Host header.
         app.router.redirect_slashes = False
-        self._listener = Listener(app, MAX_CONNECTIONS, tls.context if tls else None)
-
-    async def start(self, host: str, port: int) -> int:
-        """Binds, listens and returns the port. Raises ConfigError when it cannot."""
-        return await self._listener.start(host, port, "--http-port")
-
-    async def stop(self) -> None:
-        """Close, once the request handler is drained."""
-        await self._listener.stop()
+        super().__init__(app, "--http-port", MAX_CONNECTIONS, tls.context if tls else None)
 
     # ---- around every path ----
 

@@ -203,8 +203,8 @@ async def test_connections_beyond_the_bound_are_told_so_until_one_leaves() -> No
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    listener = Listener(app, max_connections=3)  # room for two
-    port = await listener.start("127.0.0.1", 0, "--http-port")
+    listener = Listener(app, "--http-port", max_connections=3)  # room for two
+    port = await listener.start("127.0.0.1", 0)
     opened = []
     for expected in (b"200", b"200", b"503"):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

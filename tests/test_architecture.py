@@ -253,7 +253,7 @@ BUDGET = {
     "ppserve/stage/*.py": (1_250, 1_250),
     "ppserve/stage/transport/*.py": (1_000, 1_000),
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_684, 2_684),
-    "ppserve/head/api/**/*.py": (2_771, 2_600),
+    "ppserve/head/api/**/*.py": (2_769, 2_600),
     "ppserve/head/observe/*.py": (765, 765),
     "ppserve/model/*.py": (1_532, 1_532),
     "ppserve/model/compiled/*.py": (590, 590),

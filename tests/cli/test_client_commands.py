@@ -59,7 +59,6 @@ def test_json_has_an_object_per_message(target: str) -> None:
     [
         (("hello", "--top-p", "3", "--n", "99"), 1, ("INVALID_ARGUMENT", "sampling.top_p", "sampling.n")),
         (("hello", "--max-tokens", "-3"), 2, ("--max-tokens", "-3", "0<=x<=4294967295")),
-        (("hello", "--stop-token-id", "1", "--stop-token-id", "-1"), 2, ("--stop-token-id", "-1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--priority", "2147483648"), 2, ("--priority", "-2147483648<=x<=2147483647")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),

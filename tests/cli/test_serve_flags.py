@@ -51,10 +51,8 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
     ("entry", "flags"),
     [
         ("layers = [13, 12.5]", ["--layers", "13,12.5"]),
-        ("layers = 8", ["--layers", "8"]),
         ("cuda-graphs = false", ["--cuda-graphs", "off"]),
         ("force-cpu = true", ["--force-cpu"]),
-        ("force-cpu = false", []),
         ("kv-cache-memory = 4096", ["--kv-cache-memory", "4096"]),
         ("shutdown_timeout = 2.5", ["--shutdown-timeout", "2.5"]),
         ('model = "a, b"', ["--model", "a, b"]),

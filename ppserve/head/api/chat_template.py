@@ -15,7 +15,6 @@ import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ class ChatTemplate:
         parse(source)
         self.source, self._tokens, self._special = source, tokens, special
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
+        self.words = frozenset(re.findall(r"""(?<=['"])\w+(?=['"])""", source))
+        """What stands in quotes: its own roles are among them."""
         self._idle: list[subprocess.Popen[str]] = []
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
@@ -65,7 +66,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
         marks = _Marks(self._special)
-        # A role is one of a few words, and the template compares it.
+        # A role is one of a few words, or of the template's, which compares it.
         shown = [{**marks.put(message), "role": message["role"]} for message in messages]
         # The space shows whether the template strips messages; transformers does the same.
         end = secrets.token_hex(16) + " "
@@ -77,9 +78,8 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the idle processes; the others end with the head."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with suppress(IndexError):
-            while True:
-                _end(self._idle.pop())
+        for process in [*self._idle]:
+            _end(process)
 
     def _ask(self, variables: Mapping[str, Any]) -> str:
         try:
@@ -87,10 +87,8 @@ class ChatTemplate:
         except IndexError:
             process = _start(self.source)
         try:
-            assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(variables) + "\n")
-            process.stdin.flush()
+            print(json.dumps(variables), file=process.stdin, flush=True)
             answer = json.loads(process.stdout.readline())
             self._idle.append(process)
         except (OSError, ValueError):
@@ -107,8 +105,7 @@ def _start(source: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", parse.__module__], text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(source) + "\n")
+    print(json.dumps(source), file=process.stdin)
     return process
 
 

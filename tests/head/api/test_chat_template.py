@@ -25,6 +25,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATS = {
     "begun": [("user", "hi "), ("assistant", "Once upon a ")],
     "one": [("user", " What is  the capital?\n")],
+    "roles": [("developer", "Be brief."), ("user", "a"), ("tool", '{"degrees": "<20>"}'), ("ipython", "b")],
     "long": [
         ("system", "Be brief. "),
         ("user", "a"),

@@ -184,7 +184,6 @@ def test_a_header_that_lies(tmp_path: Path, entry: Any) -> None:
         ("n_head", 3, "n_head"),
         ("block_size", 25, "_orig_mod.transformer.wpe.weight"),
         ("vocab_size", 38, "_orig_mod.transformer.wte.weight"),
-        ("bias", 1, "bias"),
         ("rotary", True, "rotary"),
     ],
 )

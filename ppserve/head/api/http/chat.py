@@ -13,7 +13,7 @@ from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt
+from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
@@ -41,8 +41,6 @@ class ChatMessage(msgspec.Struct):
     audio: Any = None
 
     def violations(self, place: str) -> Iterator[Violation]:
-        if self.role not in ROLES:
-            yield Violation(f"{place}.role", f"not one of {', '.join(ROLES)}")
         if self.content is None and not self.tool_calls:
             yield Violation(f"{place}.content", "missing")
         for name in ("tool_calls", "function_call", "audio"):
@@ -96,6 +94,9 @@ class ChatBody(GenerationBody, kw_only=True):
         if handler.template is None:
             problem = "this model has no chat template, and the server was given none: see --chat-template"
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
+        roles, known = handler.template.words.union(ROLES), f"{', '.join(ROLES)}, nor one of the template's"
+        others = (place for place, message in enumerate(self.messages) if message.role not in roles)
+        refuse(Violation(f"messages[{place}].role", f"not one of {known}") for place in others)
         messages = [message.for_template() for message in self.messages]
         variables, continues = self.template_variables(), bool(self.continue_final_message)
         rendering = asyncio.ensure_future(handler.template.render(caller, messages, variables, continues))

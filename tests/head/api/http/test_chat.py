@@ -18,7 +18,7 @@ CHAT = "/v1/chat/completions"
 TEMPLATE = """\
 {% for message in messages %}
 {% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
-{{ message.role[0] }}:{{ message.content }}{{ eos_token }}
+{% if message.role != 'critic' %}{{ message.role[0] }}{% endif %}:{{ message.content }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}a:{% endif %}"""
 HELLO = [{"role": "user", "content": "hi"}]
@@ -128,6 +128,13 @@ async def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(
         assert served.handler.template is not None
         assert await served.handler.template.render("another", HELLO, {}) == ["fine"]
         assert (await served.ask(CHAT, {"messages": HELLO})).status == 200
+
+
+async def test_a_role_is_one_of_openai_s_or_of_the_template_s(served: Served) -> None:
+    messages = [{"role": role, "content": "a"} for role in ("developer", "function", "critic")]
+    answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
+    assert answer.status == 200, answer.body
+    assert list(served.engine.requests[0].prompt_ids) == [*b"d:a", EOS, *b"\nf:a", EOS, *b"\n:a", EOS, *b"\na:"]
 
 
 async def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served, template: Path) -> None:

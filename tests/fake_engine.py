@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -160,6 +160,11 @@ class FakeEngine:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def reset(self) -> None:
+        """As new, for the next test."""
+        self.refused.clear()
+        vars(self).update(vars(FakeEngine(refused=self.refused, _runs=self._runs)))
+
     def submit(self, opened: OpenRequest) -> Future[None]:
         return answered(lambda: self.queue_request(opened.request, opened.sink))
 
@@ -249,26 +254,13 @@ async def served(
 @contextmanager
 def served_in_thread(engine: FakeEngine, serving: bool = True, **settings: object) -> Iterator[str]:
     """A server whose event loop runs in a thread of its own, for clients that block; yields its target."""
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[str]:
-        async with served(engine, ServerSettings(port=0, **settings)) as (door, target):
-            door.request_handler.set_serving(serving)
-            yield target
-
-    with in_thread(opened) as target:
-        yield target
-
-
-@contextmanager
-def in_thread(opened: Callable[[], AbstractAsyncContextManager[str]]) -> Iterator[str]:
-    """What is opened in an event loop of its own thread; yields what it yields."""
     ready, over = threading.Event(), asyncio.Event()
     found: list[str] = []
     loop = asyncio.new_event_loop()
 
     async def main() -> None:
-        async with opened() as target:
+        async with served(engine, ServerSettings(port=0, **settings)) as (door, target):
+            door.request_handler.set_serving(serving)
             found.append(target)
             ready.set()
             await over.wait()
@@ -284,9 +276,14 @@ def in_thread(opened: Callable[[], AbstractAsyncContextManager[str]]) -> Iterato
         loop.close()
 
 
+def channel_to(target: str) -> aio.Channel:
+    """Connections of its own: others fail at first where a server that is gone had the port."""
+    return aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
 @asynccontextmanager
 async def stub_of(target: str) -> AsyncIterator[GenerationServiceStub]:
-    async with aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    async with channel_to(target) as channel:
         yield GenerationServiceStub(channel)
 
 

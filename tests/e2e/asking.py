@@ -91,6 +91,12 @@ def requests_with_everything(count: int, seed: int) -> list[pb.GenerateRequest]:
     return requests
 
 
+def options_of(request: pb.GenerateRequest) -> dict[str, Any]:
+    """Its parameters by name, as `Pipeline` takes them."""
+    parts = (request.sampling, request.stop, request.output)
+    return {field.name: value for part in parts for field, value in part.ListFields()}
+
+
 def ask(target: str, requests: Sequence[pb.GenerateRequest], at_once: int) -> list[Answer]:
     """The first sequence's answers, in the order of the requests; `at_once` of them are under way together."""
     return [answers[0] for answers in ask_all(target, requests, at_once)]
@@ -122,9 +128,7 @@ def answers_alone(requests: Sequence[pb.GenerateRequest]) -> list[tuple[Answer, 
 
 
 def _answers_of(pipeline: Pipeline, request: pb.GenerateRequest) -> tuple[Answer, ...]:
-    parts = (request.sampling, request.stop, request.output)
-    options: Any = {field.name: value for part in parts for field, value in part.ListFields()}
-    completion = pipeline.complete(request.text, **options)
+    completion = pipeline.complete(request.text, **options_of(request))
     return tuple(_answer([sequence]) for sequence in completion.sequences)
 
 

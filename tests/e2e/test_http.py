@@ -11,7 +11,7 @@ from openai import OpenAI
 from openai.types import CompletionChoice
 
 from ppserve.v1 import generation_pb2 as pb
-from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
+from tests.e2e.asking import Answer, Logprob, ask_all, options_of, requests_with_everything
 from tests.e2e.serving import Server
 
 ENDS = {"EOS": "stop", "STOP_TOKEN": "stop", "STOP_STRING": "stop", "MAX_TOKENS": "length"}
@@ -40,7 +40,7 @@ def both_ways(count: int, seed: int) -> list[pb.GenerateRequest]:
 
 def as_http(request: pb.GenerateRequest) -> dict[str, Any]:
     """The same request, as openai-python takes it."""
-    given = {f.name: v for part in (request.sampling, request.stop, request.output) for f, v in part.ListFields()}
+    given = options_of(request)
     more: dict[str, Any] = {name: given[name] for name in SAME if name in given and name not in OPENAI_S}
     asked: dict[str, Any] = {name: given[name] for name in SAME if name in given and name in OPENAI_S}
     more["stop_token_ids"] = list(request.stop.stop_token_ids)

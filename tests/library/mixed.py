@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from ppserve import Completion, Pipeline
+from tests.e2e.asking import options_of, requests_with_everything
 
 PROMPTS = (
     "Once upon a time",
@@ -21,28 +21,7 @@ def tiny(stages: int = 1, **settings: Any) -> Pipeline:
 
 
 def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests with every option that changes what is drawn or told, in all combinations that chance makes."""
-    chance = random.Random(7)
-    requests: list[tuple[str, dict[str, Any]]] = []
-    for number in range(count):
-        options: dict[str, Any] = {"seed": number, "max_tokens": chance.randrange(1, 40)}
-        choices: tuple[dict[str, Any], ...] = (
-            {"temperature": 0},
-            {"temperature": 0.7, "top_k": 20},
-            {"top_p": 0.9, "min_p": 0.02},
-            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.1},
-            {"logit_bias": {number % 500: 5.0, 13: -100.0}},
-            {"stop": [".", "the"], "include_stop": bool(number % 2)},
-            {"n": 3},
-            {"logprobs": 3, "prompt_logprobs": 2},
-            {"min_tokens": 5, "ignore_eos": True},
-            {"echo": True, "token_ids": True},
-        )
-        for choice in chance.sample(choices, 3):
-            options |= choice
-        options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
-        requests.append((chance.choice(PROMPTS) * chance.randrange(1, 4), options))
-    return requests
+    return [(request.text, options_of(request)) for request in requests_with_everything(count, seed=7)]
 
 
 def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> list[Completion]:

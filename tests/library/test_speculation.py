@@ -14,12 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def alone() -> list[Completion]:
     with tiny(speculate=0) as plain:
-        return [plain.complete(prompt, **options) for prompt, options in requests()]
-
-
-def requests() -> list[tuple[str, dict]]:
-    """The mixed ones, which tell the ids of their tokens, so that a drafter can know them."""
-    return [(prompt, options | {"token_ids": True}) for prompt, options in mixed_requests(12)]
+        return [plain.complete(prompt, **options) for prompt, options in mixed_requests(12)]
 
 
 def draft_tokens_of(pipeline: Pipeline) -> dict[str, int]:
@@ -32,9 +27,9 @@ def draft_tokens_of(pipeline: Pipeline) -> dict[str, int]:
 @pytest.mark.parametrize(("stages", "draft_tokens"), [(1, 3), (2, 1), (2, 5), (4, 15)])
 def test_no_draft_token_changes_an_answer(stages: int, draft_tokens: int, alone: list[Completion]) -> None:
     with tiny(stages, speculate=draft_tokens) as pipeline:
-        for drafted, plain in zip(together(pipeline, requests()), alone, strict=True):
+        for drafted, plain in zip(together(pipeline, mixed_requests(12)), alone, strict=True):
             assert_same(drafted, plain)
-        for (prompt, options), plain in zip(requests(), alone, strict=True):
+        for (prompt, options), plain in zip(mixed_requests(12), alone, strict=True):
             assert_same(pipeline.complete(prompt, **options), plain)
         outcomes = draft_tokens_of(pipeline)
         assert outcomes["accepted"] > 0
@@ -43,6 +38,6 @@ def test_no_draft_token_changes_an_answer(stages: int, draft_tokens: int, alone:
 
 def test_tensor_ranks_draft_as_well(alone: list[Completion]) -> None:
     with tiny(2, speculate=4, tensor_parallel=2) as pipeline:
-        for number, (prompt, options) in enumerate(requests()[:4]):
+        for number, (prompt, options) in enumerate(mixed_requests(12)[:4]):
             assert_same(pipeline.complete(prompt, **options), alone[number])
         assert sum(draft_tokens_of(pipeline).values()) > 0

@@ -1,5 +1,5 @@
-"""Servers of each test's own, with a fake engine. A test says by its parameters which it needs, and may change the
-engine before it asks."""
+"""Servers with a fake engine. A test says by its parameters which it needs, and may change the engine before it
+asks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,16 @@ async def stub(engine: FakeEngine) -> AsyncIterator[GenerationServiceStub]:
         yield stub
 
 
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    """By HTTP."""
+@pytest.fixture(scope="module")
+async def http_server() -> AsyncIterator[Served]:
+    """Of a file's tests: uvicorn takes 0.2 s to stop."""
     async with served_http() as served:
         yield served
+
+
+@pytest.fixture
+async def served(http_server: Served) -> AsyncIterator[Served]:
+    """By HTTP, for tests that change no more than the engine."""
+    yield http_server
+    http_server.engine.reset()
+    http_server.counted.clear()

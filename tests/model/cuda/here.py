@@ -1,5 +1,5 @@
 """Where the GPU's operators are tested. Kernels: on a GPU if there is one, else on the CPU in Triton's interpreter
-(see `tests/conftest.py`). The reference, and what stands for a device that is late: always on the CPU, as torch's
+(see `tests/running.py`). The reference, and what stands for a device that is late: always on the CPU, as torch's
 operators on a GPU sum in orders of their own."""
 
 from __future__ import annotations

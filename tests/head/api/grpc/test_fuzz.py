@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
-from grpc import aio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ from ppserve.head.api.grpc.messages import request_fields
 from ppserve.head.api.requests import to_request
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.vllm import engine_pb2 as vllm
-from tests.fake_engine import CARD, FakeEngine, code_of, served
+from tests.fake_engine import CARD, FakeEngine, channel_to, code_of, served
 
 _small = st.integers(0, 40)
 _INTEGERS = {
@@ -108,7 +107,7 @@ def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) 
 @served_each
 async def test_strange_messages_get_documented_statuses(messages: list[tuple[str, bytes]]) -> None:
     async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=True)) as (_, target):
-        async with aio.insecure_channel(target) as channel:
+        async with channel_to(target) as channel:
             generate = channel.unary_stream(f"{OURS}/Generate")
             canary = pb.GenerateRequest(text="canary", sampling=pb.SamplingParams(seed=1), request_id="canary")
             sung = canary.SerializeToString()

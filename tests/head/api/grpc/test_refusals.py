@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from grpc import aio
 
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import CARD, FakeEngine, code_of, served, stub_of, texts_until_failure
+from tests.fake_engine import CARD, FakeEngine, channel_to, code_of, served, stub_of, texts_until_failure
 from tests.head.api.grpc.asking import ask, details, failure_of
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
@@ -86,7 +85,7 @@ async def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wro
 async def test_bytes_that_are_no_message_are_refused_and_counted_and_none_is_decompressed() -> None:
     """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
     engine = FakeEngine()
-    async with served(engine) as (_, target), aio.insecure_channel(target) as channel:
+    async with served(engine) as (_, target), channel_to(target) as channel:
         generate, good = channel.unary_stream(GENERATE), ask().SerializeToString()
         for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
             call = generate(raw)

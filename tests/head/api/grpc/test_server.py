@@ -25,7 +25,7 @@ from ppserve.head.engine.streams import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import FakeEngine, code_of, generation, handler_of, served, stub_of
+from tests.fake_engine import FakeEngine, channel_to, code_of, generation, handler_of, served, stub_of
 from tests.head.api.grpc.asking import failure_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -44,7 +44,7 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
 
 
 async def test_health_by_name() -> None:
-    async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+    async with served(FakeEngine()) as (door, target), channel_to(target) as channel:
         assert [await health_of(channel, name) for name in NAMES] == [SERVING, SERVING]
         door.request_handler.set_serving(False)
         assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING, NOT_SERVING]
@@ -60,7 +60,7 @@ async def watched(channel: aio.Channel) -> tuple[aio.UnaryStreamCall, int]:
 
 
 async def test_when_a_watcher_leaves_the_others_still_hear() -> None:
-    async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+    async with served(FakeEngine()) as (door, target), channel_to(target) as channel:
         (leaves, _), (stays, told) = await watched(channel), await watched(channel)
         assert told == SERVING
         leaves.cancel()
@@ -70,10 +70,11 @@ async def test_when_a_watcher_leaves_the_others_still_hear() -> None:
             await health_of(channel)
             door.request_handler.set_serving(state == SERVING)
             assert (await asyncio.wait_for(stays.read(), 20)).status == state
+        stays.cancel()
 
 
 async def test_reflection_describes_the_service() -> None:
-    async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+    async with served(FakeEngine()) as (_, target), channel_to(target) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         parsed = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
@@ -102,7 +103,7 @@ async def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
     keys.write_text(KEYS)
     engine = FakeEngine()
     async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (_, target):
-        async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
+        async with channel_to(target) as channel, stub_of(target) as stub:
             assert await health_of(channel) == SERVING
             good = "0123456789abcdef"
             for metadata in (
@@ -195,7 +196,7 @@ async def test_tls_needs_no_certificate_of_the_client(tmp_path: Path) -> None:
     async with served(FakeEngine(), settings) as (_, target):
         async with aio.secure_channel(target, anonymous) as channel:
             assert await health_of(channel) == SERVING
-        async with aio.insecure_channel(target) as channel:
+        async with channel_to(target) as channel:
             assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
 
 
@@ -228,7 +229,7 @@ def test_a_certificate_that_goes_while_it_is_read(monkeypatch: pytest.MonkeyPatc
 
 async def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
     engine = FakeEngine(by_hand=True)
-    async with served(engine) as (door, target), aio.insecure_channel(target) as channel:
+    async with served(engine) as (door, target), channel_to(target) as channel:
         stub = GenerationServiceStub(channel)
         running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
         await engine.until(lambda engine: bool(engine.sinks))

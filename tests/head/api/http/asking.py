@@ -6,8 +6,8 @@ import asyncio
 import http.client
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
-from tests.fake_engine import FakeEngine, handler_of, in_thread
+from tests.fake_engine import FakeEngine, handler_of
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     server = HttpServer(handler, lambda *answer: counted.update([answer]), certificates)
     port = await server.start(parsed.host, parsed.http_port)
     try:
-        async with asyncio.timeout(60):
-            yield Served(engine, handler, certificates, port, counted)
+        yield Served(engine, handler, certificates, port, counted)
     finally:
         await handler.drain(0)
         await server.stop()
@@ -111,16 +110,3 @@ def raw(path: str, body: object, *headers: str) -> bytes:
     content = json.dumps(body).encode()
     head = [f"POST {path} HTTP/1.1", "host: here", f"content-length: {len(content)}", *headers]
     return "\r\n".join([*head, "", ""]).encode() + content
-
-
-@contextmanager
-def http_in_thread(engine: FakeEngine) -> Iterator[str]:
-    """A server whose event loop runs in a thread of its own, for clients that block; yields its HOST:PORT."""
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[str]:
-        async with served_http(engine) as served:
-            yield f"127.0.0.1:{served.port}"
-
-    with in_thread(opened) as target:
-        yield target

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
@@ -32,20 +31,17 @@ UNSERVED: dict[str, object] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "chat.jinja"
+@pytest.fixture(scope="module")
+async def http_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
     path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture
-async def served(template: Path) -> AsyncIterator[Served]:
-    async with served_http(chat_template=template) as served:
+    async with served_http(chat_template=path) as served:
         yield served
 
 
-async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served, template: Path) -> None:
+async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served) -> None:
+    from openai import AsyncOpenAI
+
     parsed: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
     parsed |= {"logprobs": True, "top_logprobs": 2}
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
@@ -67,9 +63,7 @@ async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served, tem
         assert (mine[-1].finish_reason, choice.finish_reason) == ("length", "length")
 
 
-async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(
-    served: Served, template: Path
-) -> None:
+async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(served: Served) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "<eos>"}]
     messages = [{"role": "user", "content": parts}]
     answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
@@ -110,7 +104,7 @@ async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(
         ({"messages": [{"role": "user", "content": "x" * 64}], "max_tokens": 1}, "messages"),
     ],
 )
-async def test_a_refusal_names_the_field(served: Served, template: Path, body: dict[str, Any], param: str) -> None:
+async def test_a_refusal_names_the_field(served: Served, body: dict[str, Any], param: str) -> None:
     status, named, message = await served.refusal(CHAT, **body)
     assert (status, named) == (400, param), message
     assert served.engine.requests == []
@@ -137,7 +131,7 @@ async def test_a_role_is_one_of_openai_s_or_of_the_template_s(served: Served) ->
     assert list(served.engine.requests[0].prompt_ids) == [*b"d:a", EOS, *b"\nf:a", EOS, *b"\n:a", EOS, *b"\na:"]
 
 
-async def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served, template: Path) -> None:
+async def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served) -> None:
     nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
     messages = [{"role": "user", "content": "hi", "tool_calls": None}]
     more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
@@ -162,7 +156,7 @@ async def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
             assert list(served.engine.requests[-1].prompt_ids) == said
 
 
-async def test_a_chat_as_a_whole_is_bounded(served: Served, template: Path) -> None:
+async def test_a_chat_as_a_whole_is_bounded(served: Served) -> None:
     """Each message by itself would not be too long."""
     half = CARD.limits.max_prompt_bytes // 2
     status, param, message = await served.refusal(CHAT, messages=[{"role": "user", "content": "x" * half}] * 2)

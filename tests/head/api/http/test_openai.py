@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ from ppserve.errors import DeadlinePassed, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.streams import Sink
 from tests.fake_engine import FakeEngine
 from tests.head.api.http.asking import Served, served_http
-
-Scenario = Callable[[Served, AsyncOpenAI], Awaitable[None]]
 
 
 @dataclass

@@ -34,15 +34,16 @@ async def test_what_is_served(served: Served) -> None:
     assert (await served.ask("/tokenizer_info")).json["eos_token"] == "<eos>"
 
 
-async def test_text_to_tokens_and_back(served: Served) -> None:
-    served.handler.tokenizer.special_ids = {"<e": 1, "<eos>": EOS}  # the longest one is meant
-    answer = (await served.ask("/tokenize", {"prompt": "hi<eos>j", "return_token_strs": True})).json
-    assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
-    assert (answer["count"], answer["max_model_len"]) == (4, 64)
-    assert (await served.ask("/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "hi<eos>j"}
-    assert (await served.refusal("/tokenize"))[:2] == (400, "prompt")
-    assert (await served.refusal("/tokenize", prompt="a", model="b"))[:2] == (404, "model")
-    assert (await served.refusal("/detokenize", tokens=[999]))[:2] == (400, "tokens[0]")
+async def test_text_to_tokens_and_back() -> None:
+    async with served_http() as served:
+        served.handler.tokenizer.special_ids = {"<e": 1, "<eos>": EOS}  # the longest one is meant
+        answer = (await served.ask("/tokenize", {"prompt": "hi<eos>j", "return_token_strs": True})).json
+        assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
+        assert (answer["count"], answer["max_model_len"]) == (4, 64)
+        assert (await served.ask("/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "hi<eos>j"}
+        assert (await served.refusal("/tokenize"))[:2] == (400, "prompt")
+        assert (await served.refusal("/tokenize", prompt="a", model="b"))[:2] == (404, "model")
+        assert (await served.refusal("/detokenize", tokens=[999]))[:2] == (400, "tokens[0]")
 
 
 async def test_paths_and_methods_that_there_are_not(served: Served) -> None:

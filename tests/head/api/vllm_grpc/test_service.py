@@ -24,7 +24,7 @@ from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
-from tests.fake_engine import CARD, EOS, FakeEngine, code_of, drawn_token, served
+from tests.fake_engine import CARD, EOS, FakeEngine, channel_to, code_of, drawn_token, served
 from tests.head.api.grpc.asking import failure_of
 from tests.head.api.http.test_completions import ENDS
 
@@ -35,7 +35,7 @@ OK, NOTHING = grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED
 @asynccontextmanager
 async def served_vllm(engine: FakeEngine, **settings: object) -> AsyncIterator[tuple[VllmEngineStub, GrpcServer]]:
     async with served(engine, ServerSettings(port=0, vllm_grpc=True, **settings)) as (door, target):
-        async with aio.insecure_channel(target) as channel:
+        async with channel_to(target) as channel:
             yield VllmEngineStub(channel), door
 
 
@@ -279,7 +279,7 @@ async def listed(channel: aio.Channel) -> set[str]:
 async def test_it_is_there_only_where_it_is_asked_for(is_on: bool) -> None:
     """Routers find out who they speak to by asking: others' services, and what we lack, must be UNIMPLEMENTED."""
     async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=is_on)) as (_, target):
-        async with aio.insecure_channel(target) as channel:
+        async with channel_to(target) as channel:
             assert (SERVICE in await listed(channel)) is is_on
             stub = VllmEngineStub(channel)
             assert await code_of(stub.HealthCheck(pb.HealthCheckRequest())) is (OK if is_on else NOTHING)

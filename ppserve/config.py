@@ -16,11 +16,8 @@ from ppserve.core.partition import ExpectedWorkload
 from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
-PARALLEL = ("off", "auto")
-PREFIX_CACHES = ("shared", "per-key", "off")
 CPU_KV_SHARE = 0.25
 """Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
 take, unless the operator says."""

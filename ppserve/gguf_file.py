@@ -20,7 +20,6 @@ MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of `struct`, by the type of a value."""
 TEXT, ARRAY = 8, 9
-MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,6 @@ def _header(cursor: _Cursor) -> GGUFHeader:
 def _tensor(cursor: _Cursor) -> TensorInfo:
     """Its offset is from where the tensors begin."""
     name, (num_dimensions,) = cursor.text(), cursor.numbers("I")
-    if not 0 < num_dimensions <= MAX_DIMENSIONS:
-        raise ValueError(f"{num_dimensions} dimensions")
     sizes = cursor.numbers("Q", num_dimensions)
     (kind,), (offset,) = cursor.numbers("I"), cursor.numbers("Q")
     return TensorInfo(name, sizes[::-1], kind, offset)

@@ -24,7 +24,7 @@ from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
-from ppserve.core.request import FinishReason, Request
+from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
@@ -124,7 +124,7 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
     scores: tuple[TokenLogprobs, ...] = ()
     if request.output.prompt_logprobs is not None and index == (request.resume_index or 0):
         scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
-    reason = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
+    reason = request.length_end
     outputs = []
     for offset in range(begin, request.stop.max_tokens):
         token_id = drawn_token(request, index, offset)

@@ -244,9 +244,9 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_062, 1_010),
-    "ppserve/core/*.py": (1_085, 1_000),
-    "ppserve/core/scheduling/*.py": (1_897, 1_897),
+    "ppserve/*.py": (1_056, 1_010),
+    "ppserve/core/*.py": (1_067, 1_000),
+    "ppserve/core/scheduling/*.py": (1_881, 1_881),
     "ppserve/core/ledger/*.py": (850, 850),
     "ppserve/planning/*.py": (550, 550),
     "ppserve/process/*.py": (1_090, 1_090),

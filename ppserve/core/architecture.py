@@ -153,12 +153,9 @@ class Cut:
         return self.widths[self.rank]
 
     @property
-    def first(self) -> int:
-        return sum(self.widths[: self.rank])
-
-    @property
     def own(self) -> slice:
-        return slice(self.first, self.first + self.width)
+        first = sum(self.widths[: self.rank])
+        return slice(first, first + self.width)
 
 
 @dataclass(frozen=True, slots=True)

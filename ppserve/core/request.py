@@ -85,18 +85,13 @@ class Request:
     """Which sequence is resumed; None when none is."""
     resume_ids: tuple[int, ...] = ()
     """The tokens of it that the caller already has."""
-    limited_by_context: bool = False
-    """max_tokens was clipped to the context, so reaching it finishes with CONTEXT_LENGTH."""
+    length_end: FinishReason = FinishReason.MAX_TOKENS
+    """Why an answer of max_tokens tokens ends: CONTEXT_LENGTH where the context has no more."""
     priority: int = 0
     caller: str = ""
     """The API key's digest or the peer's address; fairness counts tokens per caller."""
     deadline_s: float | None = None
     """On the head's monotonic clock."""
-
-    @property
-    def length_end(self) -> FinishReason:
-        """Why an answer of max_tokens tokens ends."""
-        return FinishReason.CONTEXT_LENGTH if self.limited_by_context else FinishReason.MAX_TOKENS
 
     def end_after(self, num_generated: int, token_id: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
         """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
@@ -117,13 +112,3 @@ class Request:
         if not self.stop.ignore_eos:
             banned.update(eos_ids)
         return tuple(sorted(banned))
-
-
-def context_problem(num_prompt: int, num_new: int, max_context: int) -> str | None:
-    """Why a prompt, together with the tokens to generate from it, exceeds the context; None when it does not."""
-    if num_prompt + num_new <= max_context:
-        return None
-    problem = f"{num_prompt} tokens do not fit the context of {max_context}"
-    if num_prompt > max_context:
-        return problem
-    return f"{problem} together with {'a generated one' if num_new == 1 else f'{num_new} generated ones'}"

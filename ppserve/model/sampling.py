@@ -101,11 +101,11 @@ def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabul
     own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, exact in float64
     for row, logits_v, best in zip(rows, own_Rv.numpy(), own_R2, strict=True):
         assert row.draw is not None
-        scores_v = adjusted(logits_v, row.draw, row.position, vocabulary.first)
+        scores_v = adjusted(logits_v, row.draw, row.position, vocabulary.own.start)
         own = int(greatest(scores_v))
         best[:] = (
             (scores_v[own] if own >= 0 else -np.inf) if is_finite(logits_v) else np.nan,
-            vocabulary.first + own,
+            vocabulary.own.start + own,
         )
     count = len(vocabulary.widths)
     pairs = Cut((2,) * count, vocabulary.rank)

@@ -64,8 +64,7 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
         if position + 1 < len(request.prompt_ids):
             scores.append(logprob_of(digest, request.prompt_ids[position + 1]))
     stop, output = request.stop, []
-    length_end = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
-    finish = length_end
+    finish = request.length_end
     while len(output) < stop.max_tokens:
         banned: tuple[int, ...] = ()
         if len(output) < stop.min_tokens:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from ppserve.core.request import Request, context_problem
+from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import SequenceGroup
 from ppserve.errors import InvalidRequest, Violation
@@ -38,27 +38,13 @@ def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, b
 
 
 def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Raises InvalidRequest, with all reasons, for a request that could not run on an empty server."""
-    num_prompt, max_tokens = len(request.prompt_ids), request.stop.max_tokens
-    num_sequences = request.num_sequences if request.resume_index is None else 1
-    violations = []
-    if num_prompt == 0:
-        violations.append(Violation("prompt", "has no tokens"))
-    if len(request.resume_ids) > max_tokens:
-        violations.append(Violation("resume.generated_token_ids", "more tokens than stop.max_tokens"))
-    if problem := context_problem(num_prompt, max_tokens, config.max_model_len):
-        violations.append(Violation("prompt", problem))
-    if not 1 <= num_sequences <= config.max_num_seqs:
-        problem = f"{num_sequences} is not within 1 .. {config.max_num_seqs}"
-        violations.append(Violation("sampling.n", problem))
-    if not violations:
-        positions = max(num_prompt, num_prompt + max_tokens - 1)
-        needed = worst_case_blocks(num_prompt, positions, num_sequences, config.block_size)
-        if needed > num_blocks:
-            problem = f"needs {needed} KV blocks, the server has {num_blocks}"
-            violations.append(Violation("stop.max_tokens", problem))
-    if violations:
-        raise InvalidRequest(violations)
+    """Raises InvalidRequest for a request that fits the context, but not an empty server."""
+    num_prompt, num_sequences = len(request.prompt_ids), request.num_sequences
+    positions = max(num_prompt, num_prompt + request.stop.max_tokens - 1)
+    needed = worst_case_blocks(num_prompt, positions, num_sequences, config.block_size)
+    if needed > num_blocks:
+        problem = f"needs {needed} KV blocks, the server has {num_blocks}"
+        raise InvalidRequest([Violation("stop.max_tokens", problem)])
 
 
 class Throughput:

@@ -23,7 +23,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import FairQueue, Throughput, check_possible
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
+from ppserve.errors import DeadlinePassed, Overloaded, RequestError, RequestFailed
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
@@ -158,8 +158,6 @@ class RequestQueue:
     def submit(self, request: Request, now: float) -> None:
         """Admit or queue a request. Raises InvalidRequest (it can never run), DeadlinePassed, or Overloaded (it
         cannot run now)."""
-        if request.id in self.groups:
-            raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._schedulers[0].config
         check_possible(request, config, min(scheduler.num_blocks for scheduler in self._schedulers))
         self.admit(now)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from itertools import chain, count, islice
 from typing import Any, TypeVar, get_type_hints
 
-from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
+from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.descriptions import (
@@ -52,7 +52,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
-        _wrong_prompt(ids, given, description),
+        _wrong_prompt(ids, room, given.get("max_tokens") != 0, description),
         _wrong_numbers(given, description.limits),
         _wrong_bias(given, description),
         _wrong_stop(given, description),
@@ -64,19 +64,19 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
 def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
     """`given`, which is checked, with every default. room: for new tokens."""
     max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
-    biases = sorted(given.get("logit_bias", {}).items())
-    bias = tuple((token_id, c_float(value).value) for token_id, value in biases)
+    granted = room if max_tokens is None else min(max_tokens, room)
+    bias = tuple((token_id, c_float(by).value) for token_id, by in sorted(given.get("logit_bias", {}).items()))
     return Request(
         id=f"{call.request_id}/{next(_serials)}",
         prompt_ids=ids,
         sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
-        stop=_stop(given, room if max_tokens is None else min(max_tokens, room)),
+        stop=_stop(given, granted),
         # A caller that holds tokens has what concerns the prompt.
         output=_record(OutputOptions, {**given, "echo": False, "prompt_logprobs": None} if held else given),
         num_sequences=1 if "resume_index" in given else given.get("n", 1),
         resume_index=given.get("resume_index"),
         resume_ids=held,
-        limited_by_context=max_tokens is None or max_tokens > room,
+        length_end=FinishReason.MAX_TOKENS if granted == max_tokens else FinishReason.CONTEXT_LENGTH,
         priority=max(LEAST_URGENT, min(given.get("priority", 0), MOST_URGENT)),
         caller=call.caller,
         deadline_s=call.deadline_s,
@@ -146,12 +146,12 @@ def _mute(field: str, has_text: bool, description: ModelDescription) -> Iterator
         yield Violation(field, "this model has no tokenizer, so there is no text")
 
 
-def _wrong_prompt(ids: Sequence[int], given: Fields, description: ModelDescription) -> Iterator[Violation]:
-    num_new = int(given.get("max_tokens") != 0)
+def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDescription) -> Iterator[Violation]:
     if not ids:
         yield Violation("prompt", "empty, and this model has no end-of-text token to start from")
-    elif problem := context_problem(len(ids), num_new, description.max_context):
-        yield Violation("prompt", problem)
+    elif room < new:
+        problem = f"{len(ids)} tokens do not fit the context of {description.max_context}"
+        yield Violation("prompt", problem if room else f"{problem} together with a generated one")
     else:
         yield from _wrong_ids("token_ids.ids", ids, len(ids), description)
 

@@ -50,7 +50,7 @@ class CpuSublayer:
     ) -> None:
         """first: the first job, and its table. second, inner, columns: the second product, and how tensor ranks
         share its inputs and the results. kept: what the table has the addresses of."""
-        shape = inner.size, columns.size, columns.first, columns.width
+        shape = inner.size, columns.size, columns.own.start, columns.width
         projection = PROJECT, as_table(second.weights, shape)
         self.jobs, self.kept, self.thread_pool = (first, projection), (kept, second), thread_pool
         self._first, self._second = (Jobs(job, kept=self.kept) for job in self.jobs)

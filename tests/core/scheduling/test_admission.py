@@ -16,35 +16,14 @@ from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"num_prompt": 0}, "prompt"),
-        ({"num_prompt": 100, "max_tokens": 30}, "prompt"),
-        ({"num_sequences": 5}, "sampling.n"),
-        ({"num_sequences": 0}, "sampling.n"),
-        ({"num_prompt": 40, "max_tokens": 42}, "stop.max_tokens"),  # one position more than there is
-        ({"num_prompt": 10, "max_tokens": 30, "num_sequences": 4}, "stop.max_tokens"),
-        ({"max_tokens": 1, "resume_index": 0, "resume_ids": (1, 2)}, "resume.generated_token_ids"),
-        ({"num_prompt": 120, "max_tokens": 9, "num_sequences": 9}, "prompt, sampling.n"),
-    ],
+    "fields", [{"num_prompt": 40, "max_tokens": 42}, {"num_prompt": 10, "max_tokens": 30, "num_sequences": 4}]
 )
-def test_what_can_never_run_is_refused_by_name(fields: dict[str, int], named: str) -> None:
-    rig = a_rig(num_blocks=20, max_model_len=128, max_num_seqs=4)
-    with pytest.raises(InvalidRequest) as refusal:
+def test_what_can_never_run_is_refused(fields: dict[str, int]) -> None:
+    """The first needs one position more than there is."""
+    rig = a_rig(num_blocks=20, max_model_len=128)
+    with pytest.raises(InvalidRequest, match=r"stop\.max_tokens: needs [0-9]+ KV blocks, the server has 20"):
         rig.submit(a_request("r", **fields))  # type: ignore[arg-type]
-    assert ", ".join(violation.field for violation in refusal.value.violations) == named
     assert not rig.has_work
-
-
-def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r"))
-    with pytest.raises(InvalidRequest):
-        rig.submit(a_request("r"))
-    rig.drain()
-    rig.events.clear()
-    assert rig.submit(a_request("r"))
-    rig.finish()
 
 
 # ---- the queue ----

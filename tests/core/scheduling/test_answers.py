@@ -18,7 +18,8 @@ def test_every_kind_of_end_and_nothing_is_scheduled_after_it() -> None:
     for seed in range(30):
         stop = StopConditions(12, min_tokens=seed % 3, stop_token_ids=(3, 4))
         sampling = SamplingParams(seed=seed)
-        rig.submit(a_request(f"r{seed}", sampling=sampling, stop=stop, limited_by_context=seed > 14))
+        length_end = FinishReason.CONTEXT_LENGTH if seed > 14 else FinishReason.MAX_TOKENS
+        rig.submit(a_request(f"r{seed}", sampling=sampling, stop=stop, length_end=length_end))
     rig.finish()
     ends = {str(events[-1].finish) for events in rig.events.values()}
     assert ends == {"EOS", "STOP_TOKEN", "MAX_TOKENS", "CONTEXT_LENGTH"}

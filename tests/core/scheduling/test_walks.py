@@ -40,7 +40,7 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
         sampling,
         output,
         num_sequences=rng.choice((1, 1, 1, 2, 3)),
-        limited_by_context=rng.random() < 0.2,
+        length_end=FinishReason.CONTEXT_LENGTH if rng.random() < 0.2 else FinishReason.MAX_TOKENS,
         priority=rng.choice((0, 0, 0, 1, -1)),
         caller=rng.choice("abc"),
         deadline_s=now + rng.uniform(0, 400) if rng.random() < 0.15 else None,

@@ -114,7 +114,7 @@ def test_defaults() -> None:
     assert (request.caller, request.deadline_s, request.prompt_ids) == ("somebody", 5.0, (1, 2))
     assert (request.num_sequences, request.resume_index, request.resume_ids, request.priority) == (1, None, (), 0)
     assert (request.sampling, request.output) == (SamplingParams(seed=99), OutputOptions())
-    assert (request.stop, request.limited_by_context) == (StopConditions(max_tokens=62), True)
+    assert (request.stop, request.length_end) == (StopConditions(max_tokens=62), "CONTEXT_LENGTH")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_numbers_are_those_that_grpc_carries() -> None:
 )
 def test_max_tokens_and_context(prompt: int, asked: int | None, granted: int, by_context: bool) -> None:
     request = made([1] * prompt, **({} if asked is None else {"max_tokens": asked}))
-    assert (request.stop.max_tokens, request.limited_by_context) == (granted, by_context)
+    assert (request.stop.max_tokens, request.length_end == "CONTEXT_LENGTH") == (granted, by_context)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_resume_serves_one_sequence_and_its_prompt_only_before_the_first_token()
 
 def test_resume_beyond_the_context() -> None:
     request = made([1] * 10, **resume([1] * 54))
-    assert (len(request.resume_ids), request.stop.max_tokens, request.limited_by_context) == (54, 54, True)
+    assert (len(request.resume_ids), request.stop.max_tokens, request.length_end) == (54, 54, "CONTEXT_LENGTH")
     with pytest.raises(InvalidRequest, match="55 tokens do not fit the context of 64"):
         made([1] * 10, **resume([1] * 55))
 

@@ -61,8 +61,8 @@ ENDS = [
 
 @pytest.mark.parametrize(("stop", "reason"), ENDS)
 def test_a_resumed_answer_that_had_ended_ends_the_same_at_once(stop: StopConditions, reason: FinishReason) -> None:
-    limited = reason is FinishReason.CONTEXT_LENGTH
-    request = Request("r", (1, 2), stop, resume_index=0, limited_by_context=limited)
+    length_end = reason if reason is FinishReason.CONTEXT_LENGTH else FinishReason.MAX_TOKENS
+    request = Request("r", (1, 2), stop, resume_index=0, length_end=length_end)
     heard = undisturbed(request)
     last = heard[-1]
     assert last.finish is reason

@@ -123,7 +123,7 @@ async def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default(
     assert bare.prompt_ids == (72, 73)
     assert (bare.sampling.temperature, bare.sampling.top_p, bare.sampling.repetition_penalty) == (1, 1, 1)
     assert (bare.sampling.top_k, bare.sampling.min_p, bare.num_sequences) == (0, 0, 1)
-    assert (bare.stop.max_tokens, bare.limited_by_context) == (CARD.max_context - 2, True)
+    assert (bare.stop.max_tokens, bare.length_end) == (CARD.max_context - 2, "CONTEXT_LENGTH")
     drawn = given.sampling
     assert (drawn.temperature, drawn.top_p, drawn.repetition_penalty) == (0, 0.5, 1.5)
     assert (given.sampling.seed, given.stop.stop) == (2**64 - 1, ("x",))

@@ -22,8 +22,7 @@ def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
 
 
 def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> tuple[StageTimes, ...]:
-    """The time from one reading to the next; empty if their numbers of stages differ. If the server restarted in
-    between: the time since its start."""
+    """The time from one reading to the next, or since a restart; empty if numbers of stages differ."""
     if len(earlier) != len(later):
         return ()
     pairs = zip(earlier, later, strict=True)

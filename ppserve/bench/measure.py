@@ -58,8 +58,7 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The request of a number, always the same; below 0 for the warm-up. Prompts are random tokens, so no two
-        share a prefix that the server could have cached."""
+        """The same request for a number; below 0 for the warm-up. Random tokens share no cached prefix."""
         rng = random.Random(f"question {self.seed} {number}")
         num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
         return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
@@ -92,8 +91,7 @@ class ClosedLoop:
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """Sends questions for so long, and appends each answer when it has come. Cancelling this task cancels the
-        requests in flight."""
+        """Sends questions for so long, and appends answers as they come. Cancelling it cancels requests."""
         ends_s = time.perf_counter() + duration_s
 
         async def call_in_turn() -> None:
@@ -207,8 +205,7 @@ async def _is_cancelled(running: Coroutine[Any, Any, None]) -> bool:
 
 
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
-    """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail. If
-    this task is cancelled (Ctrl-C), the measurement has the answers until then."""
+    """One run, up to a Ctrl-C. Raises CallFailed without an answer before or after it."""
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())

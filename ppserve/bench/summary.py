@@ -40,8 +40,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run's figures, named as in vLLM's serving benchmark where that has them. Throughputs are per second;
-    latencies are of successful requests."""
+    """One run's figures, by vLLM's names. Throughputs are per second, latencies of successes."""
 
     served: Served
     max_concurrency: int | None
@@ -157,8 +156,7 @@ def render_table(summary: Summary) -> str:
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
-    """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time. With
-    several replicas names are replica and stage, `1.0`."""
+    """A line per stage: busy and bubble in percent of time with work, idle of all time."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
     for index, times in enumerate(ledger):
         replica, stage = divmod(index, len(ledger) // num_replicas)

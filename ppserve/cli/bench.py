@@ -158,8 +158,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Endless views, one per interval. Raises ScrapeFailed without a metrics page at the start; later views say
-    that it is missing."""
+    """Endless views. Raises ScrapeFailed without metrics at the start; later a view says so."""
     before = read(client, metrics)
     if before.problem:
         raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")

@@ -20,8 +20,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 @dataclass(eq=False)
 class CallFailed(PpserveError):
-    """A call that did not succeed. Its `__cause__`: of the different failures before it, the first, or the first
-    that a server explained."""
+    """A failed call. Its `__cause__` is the first earlier failure, or the first that a server explained."""
 
     code: str  # name of the gRPC status, such as INVALID_ARGUMENT
     problem: str

@@ -52,8 +52,7 @@ _STAGES_END_WITHIN_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
-    """Runs rank 0 and keeps a stage of this fork server alive. Ends the process: gRPC's threads could hold up
-    `sys.exit`."""
+    """Runs rank 0, with a stage of this fork server, and exits: gRPC's threads could hold up `sys.exit`."""
     die_with_launcher()
     survive_full_disks()
     set_up_logging(config.server)

@@ -61,8 +61,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Priorities beyond these count as these. Ten seconds of waiting raise a request by one, so nobody delays the
-# others by more than minutes.
+# Ten seconds of waiting raise a request by one: none delays others by more than minutes.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 

@@ -78,8 +78,7 @@ def _amount(member: Member) -> str:
 def choose_shape(
     config: ServeConfig, control: SocketControlPlane, world_size: int, is_stopping: Callable[[], bool]
 ) -> PipelineSettings:
-    """The settings with the best shape, once every rank has measured; unchanged where one cannot serve, or the
-    server stops. Raises UsageError, StagesLost."""
+    """The best shape, once all ranks have measured, or as it was. Raises UsageError, StagesLost."""
     limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
     greetings = wait_for_greetings(control, world_size, limit, is_stopping)
     hellos = [greeting for _, greeting in sorted(greetings.items()) if isinstance(greeting, wire.Hello)]
@@ -96,8 +95,7 @@ def choose_shape(
 def wait_for_greetings(
     control: SocketControlPlane, world_size: int, limit: WaitLimit, is_stopping: Callable[[], bool]
 ) -> dict[int, wire.FromStage]:
-    """Every rank's first message, for the engine to receive again; fewer where one cannot serve or the server
-    stops. Raises StagesLost."""
+    """Every rank's first message, unless one cannot serve or the server stops. Raises StagesLost."""
     greetings: dict[int, Received] = {}
     while len(greetings) < world_size and not is_stopping():
         control.send(greetings, wire.Ping(time.monotonic_ns()))  # a stage that receives nothing ends itself
@@ -117,8 +115,7 @@ def wait_for_greetings(
 
 
 def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
-    """What every shape of these ranks promises for the expected load, best first. Raises ConfigError where none
-    fits."""
+    """What each shape promises for the expected load, best first. Raises ConfigError where none fits."""
     measured = [hello.costs for hello in hellos]
     if any(costs.keys() != hellos[0].costs.keys() for costs in measured):
         raise ConfigError("--parallel", "auto: not every rank was started with it")

@@ -24,8 +24,7 @@ log = logging.getLogger("ppserve.library")
 
 
 class LocalControlPlane:
-    """Both ends of the control plane (`engine.control.ControlPlane`). Messages are frozen, and handed over as they
-    are. No rank disconnects: the last message of one that fails is `Failed`."""
+    """Both ends of `engine.control.ControlPlane`. Messages are frozen. A rank that fails says `Failed`."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()

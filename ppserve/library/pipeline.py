@@ -75,16 +75,14 @@ _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where every stage's time went. `busy + bubbles + idle` is each stage's wall time; the printed table has
-    shares of it."""
+    """Where every stage's time went: `busy + bubbles + idle` is its wall time."""
 
     stages: tuple[StageDescription, ...]
     advice: str  # what would help most; empty when nothing would
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the pipeline was made, or between two ledgers: within microseconds the same for every
-        stage."""
+        """Since the pipeline was made, or between two ledgers: the same for every stage."""
         return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
@@ -223,8 +221,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Ends all threads, and gives torch its number of threads back. No method: a finalizer that held the pipeline
-    would keep it alive."""
+    """Gives torch its threads back. A finalizer may not hold the pipeline, so this is no method."""
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)

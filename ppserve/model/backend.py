@@ -173,8 +173,7 @@ class Backend(Protocol):
         """The same for the LM head, by `Precision.head`."""
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        """x + proj(attend(qkv(norm(x)))). Keeps the rows' keys and values in the step's cache, which also turns
-        queries and keys by position where the model asks for it."""
+        """x + proj(attend(qkv(norm(x)))). Queries and keys are turned by position if the model asks for it."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
         """x + contract(activation(expand(norm(x)))), or with a gate. Raises KeyError for no `ACTIVATIONS`."""
@@ -191,12 +190,10 @@ class Backend(Protocol):
         """populate: a thread begins to take its memory from the system before blocks are written."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """The model with a server's usual work recorded, if this device can; else the model. Writes to the cache.
-        Takes seconds."""
+        """The model with usual steps recorded, if this device can. Writes to the cache, for seconds."""
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`, of this rank's
-        ids. The first tensor rank has the results."""
+        """Draws from and scores logits in `StepRows.read_rows`' order. The first tensor rank has the results."""
 
     def timing(self) -> Timing:
         """A step's computation begins now."""

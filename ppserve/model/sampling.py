@@ -73,8 +73,7 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 
 def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
-    """Draw from and score a plan's logits. pieces_Rv: float32 rows of this rank's ids, in `StepRows.read_rows`'
-    order, in pieces of any size. Only the first tensor rank gets results."""
+    """Draw from and score logits in `StepRows.read_rows`' order. Only the first tensor rank gets results."""
     rows, drawn, logprobs = iter(rows_read(plan)), list[Drawn](), list[TokenLogprobs]()
     for own_Rv in pieces_Rv:
         here = list(islice(rows, len(own_Rv)))
@@ -155,8 +154,7 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from, with bias, penalties and bans; without any, the logits themselves. logits_v: of
-    consecutive ids, from `first` on."""
+    """The scores to draw from, with bias, penalties and bans. logits_v: of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (params.logit_bias or params.needs_history or banned):

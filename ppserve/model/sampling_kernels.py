@@ -183,8 +183,7 @@ def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
 
 @kernel
 def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
-    """Draw an id: `where` in [0, 1) is a point of the survivors' cumulative distribution, in id order. -1 when
-    nothing survives."""
+    """Draw an id at the point `where`, in [0, 1), of the survivors in id order. -1 without any."""
     most = _maximum(scores_V, 0, len(scores_V))
     if most == _LEAST:
         return -1

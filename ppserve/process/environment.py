@@ -75,8 +75,7 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends. Only on Linux. parent_pid: with
-    another parent by now, this process ends at once."""
+    """Ends this process with the thread that started it. Only on Linux. parent_pid: at once, if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -85,8 +84,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A child that is started in the block receives no ending signal until it calls `ignore_signals`, perhaps
-    seconds later. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
+    """A child started in the block gets no ending signal until it calls `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -114,8 +112,7 @@ def die_with_launcher() -> None:
 
 
 def open_many_files() -> None:
-    """Raises the soft limit of open files to the hard one or 65,536: clients must not take the descriptors that
-    replace a stage. Children inherit it."""
+    """Raises the soft limit of open files: clients must not take a stage's descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -124,8 +121,7 @@ def open_many_files() -> None:
 
 
 def this_machine() -> str:
-    """Equal for processes that share memory, clock and loopback: host name, the kernel's boot id and network
-    namespace. Names alone do not tell machines and containers apart."""
+    """Equal for processes that share memory, clock and loopback: name, boot id and network namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]

@@ -110,8 +110,8 @@ class Keeper:
             self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
-        """Stops within `grace_s`. Running streams may finish, so a stage that dies meanwhile is replaced; one
-        without a head is killed at once. Safe in a signal handler."""
+        """Stops within `grace_s`; without a head at once. Until then a stage that dies is replaced, because streams
+        may finish. Safe in a signal handler."""
         self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child
         if child is not None and not self._found_head:
@@ -185,7 +185,6 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """A rank's exit code once its stage is not replaced: 0 if other replicas may serve, because torchrun ends
-        all ranks when one fails."""
+        """A rank's exit code: 0 if other replicas may serve, as torchrun ends all ranks when one fails."""
         pipeline = self._config.pipeline
         return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code

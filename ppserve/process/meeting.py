@@ -126,8 +126,7 @@ def _check_private(directory: Path) -> None:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """A connection on which both ends have proved the secret. Tries again until the head is there. Raises OSError
-    after `within_s`, UsageError if the secrets differ."""
+    """A proved connection, tried for `within_s`. Raises OSError, and UsageError if secrets differ."""
     until_s = time.monotonic() + within_s
     while True:
         try:

@@ -35,8 +35,7 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """From a stage's connection to the head: the head's address, and the stage's for the others. Raises
-    ConfigError if --interface names none."""
+    """The head's address, and this stage's for the others. Raises ConfigError if --interface names none."""
     if connection.family == socket.AF_UNIX:
         return ONE_HOST
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
@@ -110,8 +109,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets options of the control plane: small frames leave at once, and a connection ends when the other host has
-    not answered for 20 s."""
+    """Small frames leave at once; a connection ends when its host has been silent for 20 s."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

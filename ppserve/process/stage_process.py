@@ -70,8 +70,7 @@ class ForkServer:
         return ours
 
     def reap_stage(self) -> int:
-        """Waits for the end of the stage, whose socket has closed, and so until its device is free. Returns its
-        exit code, or the fork server's if that has ended."""
+        """Waits until the stage's device is free. Returns its exit code, or that of a server that ended."""
         assert self._process is not None
         assert self._requests is not None
         code = b""

@@ -65,8 +65,7 @@ class TlsConnection(socket.socket):
             super().sendall(self._leaving.read())  # where it failed, the head is told why
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. Where the received bytes complete no record, the head raises BlockingIOError, because
-        it must not wait, and a stage waits for more. Raises OSError."""
+        """Empty at the end. Without a whole record the head gets BlockingIOError, and a stage waits."""
         while received := super().recv(size, flags):
             with self._lock:
                 self._arrived.write(received)

@@ -22,14 +22,12 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
-# torchrun's own variable. By default it forwards SIGHUP as a signal that ends its ranks, and kills those that
-# reload their keys and serve on.
+# By default torchrun forwards SIGHUP as a signal that ends ranks, not one that reloads keys.
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def _make_rendezvous(parameters: Any) -> Any:
-    """A torch `RendezvousHandler` for one agent. Its store is memory of this process. torchrun's `--standalone`
-    would open a store to the network, on all interfaces, that anyone may read and write."""
+    """A `RendezvousHandler` whose store is memory: `--standalone` opens one to the network, for anyone."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -86,8 +84,7 @@ def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _hand_on_signals() -> None:
-    """SIGHUP and SIGUSR1 to this process go to all ranks; only the head acts on them. Where SIGHUP says that our
-    terminal was closed, it ends the server as SIGTERM does, unless `nohup` forbids that."""
+    """SIGHUP and SIGUSR1 go to all ranks. A SIGHUP of a closed terminal is SIGTERM, unless under `nohup`."""
     os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

@@ -159,8 +159,7 @@ def _show_life(life: int, is_done: threading.Event) -> None:
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Ends this process with the code that `run` returns, or with 1 where it raises. Threads of torch, gloo and
-    NCCL could hold up the interpreter's own end."""
+    """Exits with `run`'s code, or 1 where it raises. torch's and NCCL's threads could hold up `sys.exit`."""
     try:
         code = run()
     except Exception:

@@ -91,8 +91,7 @@ class Compute:
             torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:
-        """Raises torch.AcceleratorError if an error has poisoned the device's context: every later call of this
-        process would fail. Waits for nothing: NCCL's work may never end."""
+        """Raises torch.AcceleratorError if the device's context is poisoned. Waits for nothing."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
@@ -175,14 +174,12 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """What one of several stages on a GPU may take beside its weights, of `own_bytes`. At most its part of the
-    whole, as others may not have loaded yet, and of what is free: other programs may have the rest."""
+    """At most this stage's part of the whole and of what is free: others may load yet."""
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether a GPU's memory was too small. The errors of torch's allocator, recorded steps, cuBLAS and Triton
-    share only these words. The context survives."""
+    """Whether a GPU's memory was too small: torch, cuBLAS and Triton share only these words."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
@@ -215,8 +212,7 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may use. With more threads than cores, a container's threads are held back most of
-    the time, and every step waits for the last."""
+    """Cores for this process. Beyond its share, a container's threads are held back."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit

@@ -77,8 +77,7 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, report: Callable[[str], object] = lambda _: None) -> int:
-        """Runs until the head says Shutdown; returns the exit code that it asks for. report: called with `ready`
-        when this stage has entered an epoch, with `served` after its first step."""
+        """Returns the Shutdown's exit code. report: called with `ready` at each epoch, `served` once."""
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -218,8 +217,7 @@ class StageLoop:
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """Ends the epoch's waits and closes the wires, so that neighbours blocked on this stage wake up. Raises
-        TransportError where only a new process helps."""
+        """Closes the wires, so that neighbours wake up. Raises TransportError if only a new process helps."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()

@@ -59,8 +59,7 @@ class Stage:
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Once per plan, in order, before its `step`: its hidden states can arrive during an earlier one. Raises
-        TransportError."""
+        """Once per plan, in order, before its `step`: it may arrive during another. Raises TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 

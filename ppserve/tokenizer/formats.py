@@ -96,8 +96,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def read_vocab_json(path: Path) -> Tokenizer:
-    """`vocab.json` and `merges.txt`, and beside them `added_tokens.json` and `tokenizer_config.json`, if any.
-    Raises CheckpointError."""
+    """`vocab.json`, `merges.txt`, and other files of transformers beside them. Raises CheckpointError."""
     vocab = read_json(path, dict[str, TokenId])
     merges_file, added_file = path.with_name("merges.txt"), path.with_name("added_tokens.json")
     config_file = path.with_name("tokenizer_config.json")
@@ -152,8 +151,7 @@ def read_llama3(path: Path) -> Tokenizer:
 
 
 def read_llmc_bin(path: Path) -> Tokenizer:
-    """llm.c's `gpt2_tokenizer.bin`: 256 header words, then a length byte and its bytes per token. Raises
-    CheckpointError."""
+    """llm.c's `gpt2_tokenizer.bin`: a header, then each token's length and bytes. Raises CheckpointError."""
     content = read_bytes(path, MAX_FILE_BYTES)
     if len(content) < LLMC_HEADER_BYTES:
         raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
@@ -250,8 +248,7 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
 def _ranked(
     source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
 ) -> Tokenizer:
-    """Merges the neighbours whose joint token has the lowest rank, as tiktoken does. Raises CheckpointError unless
-    every token, but for Llama 3's, merges two tokens of lower ranks."""
+    """Merges by lowest rank, as tiktoken does. Raises CheckpointError for a token that no two make."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []

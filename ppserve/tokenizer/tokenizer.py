@@ -39,8 +39,7 @@ class Tokenizer:
         """One more than the highest id; 0 where no token is a text."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError.
-        continues: a special token comes before it."""
+        """Ids of plain text, also of `<|endoftext|>`. Raises only ValueError. continues: after a special token."""
         library = self._continuing if continues else self._library
         try:
             return list(library.encode(text, add_special_tokens=False).ids)
@@ -77,8 +76,7 @@ def no_tokenizer() -> Tokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """The character for each byte where GPT-2 spells a token. Bytes that Latin-1 prints stand for themselves; the
-    others for the characters from U+0100 on, in order."""
+    """The character for each byte where GPT-2 spells a token: Latin-1's, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -51,8 +51,7 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """A file's keys, one a line; blank lines and lines with # are skipped. Raises ConfigError for none, and for a
-    line that is no key."""
+    """A file's keys, one a line; blank lines and # are skipped. Raises ConfigError."""
     lines = read_file("--api-key-file", path).decode(errors="replace").splitlines()
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}

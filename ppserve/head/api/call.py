@@ -53,8 +53,7 @@ class Call:
         return replace(self, deadline_s=deadline_s)
 
     def named(self, request_id: str, field: str = "request_id") -> Call:
-        """The call under its caller's own name, if it has one. Raises InvalidRequest for `field` if that is not
-        fit for logs and headers."""
+        """Named by its caller, if at all. Raises InvalidRequest for a name unfit for logs and headers."""
         if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])

@@ -115,8 +115,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class _Marks:
-    """Marks that tell a template's special tokens from their texts in messages. A mark is a number that nobody can
-    guess; no template changes it with letters and spaces."""
+    """Marks that tell a template's special tokens from their texts in messages: unguessable numbers."""
 
     def __init__(self, special: Collection[str]) -> None:
         texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)

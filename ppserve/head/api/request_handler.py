@@ -122,8 +122,7 @@ class RequestHandler:
                 self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica's stage processes; return when it serves again. Raises RequestError. pauses: also if
-        no other replica serves, so that its streams wait."""
+        """Restart a replica; return when it serves again. pauses: even if no other serves. Raises RequestError."""
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
             await asyncio.sleep(_RESTART_CHECK_S)
@@ -147,8 +146,7 @@ class RequestHandler:
         self.serving_changed = asyncio.Event()
 
     async def drain(self, timeout_s: float, *at_once: asyncio.Future[Any]) -> None:
-        """Refuse new requests; return when the running ones have ended: with UNAVAILABLE after `timeout_s` or when
-        one of `at_once` is done."""
+        """Refuse new requests; after `timeout_s` or at `at_once` running ones end with UNAVAILABLE."""
         self._draining = True
         self.set_serving(False)
         idle = asyncio.ensure_future(self._idle.wait())

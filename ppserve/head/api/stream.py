@@ -141,8 +141,7 @@ class RequestStream:
 
 
 async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share their `news`, each with its request's place, until every sequence has ended.
-    Raises the first error after what came before it."""
+    """Deltas of requests that share `news`, each with its request's place. Raises the first error last."""
     news = streams[0].news
     while not all(stream.is_complete for stream in streams):
         await news.wait()

@@ -233,8 +233,7 @@ class SocketControlPlane:
                 return
 
     def _send_to(self, peer: _Peer, frame: bytes) -> None:
-        """Sends what the socket takes of the unsent bytes and this frame. An empty frame: only what encryption has
-        to say."""
+        """Sends what the socket takes now. An empty frame: only what encryption has to say."""
         if not peer.is_open:
             return
         try:

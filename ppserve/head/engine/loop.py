@@ -97,16 +97,14 @@ class Engine(threading.Thread):
         self._call(lambda: self._streams.add_events(abort(), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """Every replica's state, asked of the engine's thread. Raises Draining until all have formed, after the
-        engine's end, and when it does not answer in time."""
+        """Every replica's state. Raises Draining before the start, after the end, and without an answer."""
         try:
             return self._call(lambda: tuple(each.read() for each in self.replicas)).result(_ANSWER_WITHIN_S)
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stage processes. pauses: also if its streams would have to wait. The future has the
-        epoch that this ends, or a RequestError."""
+        """Restart a replica's stages. pauses: even if its streams must wait. The future has the ended epoch."""
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
@@ -269,8 +267,7 @@ class Engine(threading.Thread):
         return replica.serves and replica.members.epoch > epoch
 
     def _restart_replica(self, number: int, pauses: bool) -> int:
-        """Others compute its requests, and its stage processes are restarted. Returns the epoch that this ends.
-        Raises InvalidRequest."""
+        """Others compute its requests. Returns the epoch that ends. Raises InvalidRequest."""
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:

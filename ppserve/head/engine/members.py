@@ -28,8 +28,7 @@ log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
-# A silent stage ends the epoch: health says so, and the others are free. It keeps its connection, and so its
-# weights, for longer: what comes back need not load again.
+# A silent stage ends the epoch, but keeps its connection, and so its weights, for longer.
 _SILENT_NS = 2_500_000_000
 _CUT_OFF_NS = 10_000_000_000
 # Compiling kernels, reading weights or opening its cache, a stage may be silent for seconds.
@@ -247,8 +246,7 @@ class Members:
         self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_if_complete(self, now_ns: int) -> None:
-        """Begins the next epoch when every rank is LOADED. The first stage's rank opens the store, so it is
-        invited first."""
+        """Begins the next epoch when every rank is LOADED, with the first: it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:

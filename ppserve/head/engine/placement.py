@@ -57,8 +57,7 @@ def _check_agreement(hellos: Sequence[wire.Hello], grid: RankGrid) -> None:
 
 
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
-    """KV blocks on every stage: as many as fit the smallest, but no more than could be used. Raises ConfigError if
-    one sequence of full length does not fit."""
+    """KV blocks: as many as fit every stage and can be used. Raises ConfigError for less than a sequence."""
     scheduling = decision.scheduling
     block_size, context = scheduling.block_size, scheduling.max_model_len
     needed = -(-context // block_size)

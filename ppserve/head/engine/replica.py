@@ -56,8 +56,7 @@ class ReplicaReading:
 
 
 class StepObserver:
-    """A receiver of replicas' events, which does nothing here and never changes anything. Called in the engine's
-    thread."""
+    """Receives replicas' events, and does nothing with them here. In the engine's thread."""
 
     def on_step_sent(self, replica: int, step: Step) -> None:
         """A step was sent to all stages."""
@@ -125,8 +124,7 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """All requests wait again, and none is admitted here until an epoch has formed. Returns the ids of those
-        that had steps in flight."""
+        """All requests wait again, until an epoch has formed. Returns the ids of those in flight."""
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:

@@ -113,8 +113,7 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """The request has arrived. Returns its end if the caller holds all of the answer. busy_s: the seconds that
-        each stage has computed, for timings."""
+        """Returns the end, if the caller holds it. busy_s: seconds that each stage has computed."""
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
@@ -127,8 +126,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """The output for an event. With a `finish` of STOP_STRING, the engine must end the sequence in the
-        scheduler."""
+        """The output for an event. The scheduler does not know a `finish` of STOP_STRING yet."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s, self.replica = event.admitted_s, event.replica

@@ -104,8 +104,7 @@ class SharedCache(FunctionCache):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """The code of a part of kernels. numba would optimise it, and make machine code of it, in every function
-    between the part and its kernels; here each kernel that links it does both once."""
+    """A part's code. numba would compile it in every function on the way to a kernel; this does once."""
 
     def _optimize_functions(self, module):
         pass

@@ -92,8 +92,7 @@ def check_numba(version: str = numba.__version__) -> None:
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compile an entry point: cached on disk, runs without the GIL. Without fast-math, so that no result depends
-    on how the compiler vectorised it."""
+    """Compile an entry point: cached, without the GIL and without fast-math, which would change bits."""
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)

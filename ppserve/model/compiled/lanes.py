@@ -183,8 +183,7 @@ def keep_first(typing, value, count, other):
 
 
 def _reduction(combination):
-    """An intrinsic that reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: of a builder, what joins
-    two halves."""
+    """Reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: joins two halves."""
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):

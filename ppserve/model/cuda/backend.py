@@ -129,8 +129,7 @@ def _own_operators(device: torch.device) -> Operators:
 
 
 def launch_once(operators: Operators, device: torch.device) -> None:
-    """Raises ConfigError where Triton cannot launch anything here. Its first launch compiles a C file: what that
-    lacks is said in a sentence, before weights are read."""
+    """Raises ConfigError where Triton, whose first launch compiles C, cannot launch anything."""
     try:
         operators.running_sums(torch.zeros(1, 1, device=device))
     except (torch.AcceleratorError, torch.OutOfMemoryError):

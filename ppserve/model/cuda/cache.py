@@ -43,8 +43,7 @@ class DeviceInputs(AttendInputs):
 
 
 class DeviceCache:
-    """A `KVCache`. A recorded step finds its arrays at the same addresses every time: in the buffer of its bucket,
-    its number of rows."""
+    """A `KVCache`. A recorded step finds its arrays at one address: the buffer of its number of rows."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """From now on pads steps of one row per slice to the smallest of these ascending sizes that holds them.
-        Returns inputs of padding alone, at the addresses of all later steps of that size."""
+        """Pads steps of one row per slice to these ascending sizes. Returns padding at each one's addresses."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
@@ -143,8 +141,7 @@ def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """A step of one row per slice with this number of rows. On the last stage, all are read out. The added rows
-    have no keys and no slot, and write nothing."""
+    """A step of one row per slice, padded to this number of rows, which write nothing."""
     return replace(
         rows,
         token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
@@ -176,8 +173,7 @@ def _extended(numbers: Ints, count: int, filler: int) -> Ints:
 
 
 def _tiles(rows: StepRows) -> Ints:
-    """Every slice's rows in groups of up to ROWS_PER_TILE: (first row, number of rows, its position, begin of its
-    table)."""
+    """Rows by up to ROWS_PER_TILE of a slice: (first row, number, its position, begin of its table)."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice

@@ -44,8 +44,7 @@ class Accelerator:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between a host buffer and the device, behind all given work, without a wait. Until a later mark
-        is reached, leave the host's side alone."""
+        """Copies without a wait. Leave the host's side alone until a later mark is reached."""
         to.copy_(source)
 
     def mark(self) -> Mark:
@@ -60,15 +59,13 @@ class Accelerator:
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records a function's work, which must use the same memory every time. The result repeats it. The
-        function is called several times."""
+        """Records work, which must use the same memory every time. Calls the function several times."""
         work()
         return work
 
 
 _RECORDING = threading.Lock()
-"""Stages may be threads of one process, and torch's bookkeeping of a graph that is being recorded
-(synchronisation, random state, garbage collection) is the process's."""
+"""torch's bookkeeping of a recorded graph (random state, garbage collection) is the process's."""
 
 
 class CudaDevice(Accelerator):
@@ -173,8 +170,7 @@ class Staging:
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
 
     def copy(self, arrays: Arrays, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Copies arrays in a row, by one copy, into a device's buffer or new memory. Returns them as flat tensors.
-        In one buffer, arrays of equal sizes have equal addresses."""
+        """Copies arrays at once; the tensors are flat. In one buffer, equal sizes have equal addresses."""
         num_bytes = packed_bytes(arrays)
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
@@ -208,8 +204,7 @@ class Readback:
         self._host = device.host_buffer(1 << 12)
 
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
-        """Starts the copy of the columns of a plan's rows; None if it has none. Call the reading before the next
-        one is made."""
+        """Starts the copy of a plan's columns; None without rows. Call the reading before the next is made."""
         if columns_RC is None:
             return lambda: ((), ())
         if len(self._host) < columns_RC.nbytes:

@@ -57,8 +57,7 @@ class Operators:
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
-        """(T, c): each row's mix of values up to its position. Several heads of queries may read one head of keys
-        and values."""
+        """(T, c): each row's mix of values up to its position. Several queries' heads may share a keys' head."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows, block_size, device = len(queries_THd), keys_BpHd.shape[1], qkv_TE.device
         readers = queries_THd.shape[1] // keys_BpHd.shape[2]
@@ -108,8 +107,7 @@ class Operators:
         return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Sums of float32 weights, in float64. On a GPU torch's own sums depend on the number of rows, and for a
-        lone row on chance."""
+        """Float64 sums of float32 weights. On a GPU torch's own depend on the number of rows, and chance."""
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 

@@ -99,8 +99,7 @@ def _draw(
 def _survivors(
     operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: DeviceArrays
 ) -> torch.Tensor:
-    """(R, V) bool: the ids that top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
-    id."""
+    """(R, V) bool: what top_k, top_p and min_p leave. Ranks are by score, greatest first, then by id."""
     vocabulary = scores_RV.shape[1]
     ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
     least_R1 = ranked_RV.gather(1, arrays["top_k"].long().clamp(max=vocabulary)[:, None] - 1)

@@ -17,8 +17,7 @@ from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
 # Of attention: keys at a time, from position 0 on, whatever the block size; of wide heads, fewer.
 _KEYS_PER_TILE = 64
-# What a tile's keys may take. With as many values, and the rows, that fits a program's 64 KiB at compute
-# capability 7.5.
+# A tile's keys, as many values and the rows fit the 64 KiB of compute capability 7.5.
 _KEYS_BYTES = 16 << 10
 # Of a product: rows, outputs and inputs of one program at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64

@@ -74,8 +74,7 @@ class Transport(Protocol):
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepares to receive this step, whose plan is known: it can arrive during compute. In plan order; any
-        number may be posted, and as many as the ring holds arrive ahead."""
+        """Prepares for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """The hidden states (T, D) of this step, which was posted, once they are there.
@@ -85,15 +84,16 @@ class Transport(Protocol):
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
-        """Start sending to the next stage; returns bytes. Waits only while `depth` frames are under way. The
-        tensor is kept until it is sent: do not write to it again. Raises TransportError."""
+        """Start sending; returns bytes. Waits only while `depth` frames are under way. Raises TransportError.
+
+        Do not write to the tensor again.
+        """
 
     def warm_up(self) -> None:
         """Send a row over every link, so that connections exist before the first step. Collective."""
 
     def interrupt(self) -> None:
-        """By another thread: this wait, as soon as the backend can end it, and all later ones end with
-        TransportError. `close` is still due. Does nothing after `close`."""
+        """By another thread: present and later waits end with TransportError. `close` is still due."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""

@@ -36,12 +36,10 @@ from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 class TensorLink(Gather, Protocol):
-    """A stage's gather for one epoch. One thread uses it, except `interrupt`. After a TransportError only `close`
-    is of use."""
+    """A stage's gather for one epoch. After a TransportError only `close` is of use."""
 
     def interrupt(self) -> None:
-        """By another thread: this wait and all later ones end with TransportError. `close` is still due. Does
-        nothing after `close`."""
+        """By another thread: present and later waits end with TransportError. `close` is still due."""
 
     def close(self) -> None:
         """Ends the other ranks' waits. May be called twice."""
@@ -87,8 +85,7 @@ class GroupGather(GroupUser):
 
 
 def create_gather(name: str) -> TensorLink:
-    """The gather for the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`. A collective call
-    of the stage's tensor ranks. Raises TransportError when one is gone."""
+    """The gather for `shm`, `gloo` or `nccl` in `get_tp_group()`. Collective. Raises TransportError."""
     group = parallel_state.get_tp_group()
     if name == "shm":
         return _shm_gather(group)

@@ -55,8 +55,7 @@ class Passage:
 
 
 class PinnedPassage(Passage):
-    """The way from a GPU over gloo: frames are copied through pinned host memory. Gloo knows no streams, so no
-    copy is under way on return."""
+    """From a GPU over gloo: frames pass through pinned host memory, and every copy is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,8 +95,7 @@ class GroupUser:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """The backend's error is a TransportError, unless the device is lost to this process: no other epoch would
-        help."""
+        """The backend's error is a TransportError, unless the device is lost to this process."""
         self._check_open()
         try:
             yield

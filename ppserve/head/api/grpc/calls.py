@@ -40,8 +40,7 @@ LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.",
 
 
 class Service(Protocol):
-    """A service whose methods are called as in its proto. Each takes a message and its call, and returns or yields
-    messages. A method that it does not have is answered with UNIMPLEMENTED."""
+    """Methods as in its proto: each takes a message and its call, and returns or yields messages."""
 
     descriptor: ServiceDescriptor
 

@@ -52,8 +52,7 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. Unlike in prompts, a special token's text is that token: so evaluation harnesses ask for the
-    end-of-text token."""
+    """POST /tokenize. Special tokens' texts are those tokens, as evaluation harnesses expect."""
     body = await read_body(request, TokenizeBody, handler)
     longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
     special = "|".join(map(re.escape, longest_first)) or "(?!)"

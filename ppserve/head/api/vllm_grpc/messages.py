@@ -28,8 +28,7 @@ NAMES = {
 
 
 def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
-    """What the message asks for, under our proto's names; and its prompt. A zero without presence is the default.
-    Raises InvalidRequest for what is not served."""
+    """The message's fields by our proto's names, and its prompt. Raises InvalidRequest for unserved ones."""
     kind, params = message.WhichOneof("input"), message.sampling_params
     missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
     refuse(_unserved(message, ""), _unserved(params, "sampling_params."), missing)

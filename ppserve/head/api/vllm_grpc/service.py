@@ -22,8 +22,7 @@ from ppserve.head.api.stream import deltas_of, ordered_deltas_of
 from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, load_message, request_fields
 from ppserve.vllm import engine_pb2 as pb
 
-# Routers take this for a directory or a hub's model, whose tokenizer may be another one. As neither, it makes them
-# call GetTokenizer.
+# Neither a directory nor a hub's model, so that routers call GetTokenizer.
 TOKENIZER_PLACE = "grpc:GetTokenizer"
 CHUNK_BYTES = 256 << 10
 
@@ -109,8 +108,7 @@ def model_kind(handler: RequestHandler) -> tuple[str, str]:
 
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:
-    """A zip of what Hugging Face's programs read: a router builds its tokenizer from it. Raises InvalidRequest
-    without a tokenizer."""
+    """A zip from which a router builds its tokenizer. Raises InvalidRequest without one."""
     described, arch = handler.tokenizer_config(), handler.description.architecture
     config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}
     content = io.BytesIO()

@@ -110,7 +110,7 @@ class Keeper:
             self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
-        """Stops within `grace_s`; without a head at once. Until then a stage that dies is replaced, because streams
+        """Stops within `grace_s`; without a head at once. Until then a stage that dies is replaced, as streams
         may finish. Safe in a signal handler."""
         self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child

@@ -93,7 +93,8 @@ class Caller(AsyncClient):
             stop=pb.StopConditions(max_tokens=question.max_tokens, ignore_eos=True),
         )
         arrivals: list[tuple[float, int]] = []
-        status, problem = "INCOMPLETE", "the stream ended before its last message"
+        status = "INCOMPLETE"
+        problem = "the stream ended before its last message"
         call = self._stub.Generate(request, timeout=TimeLimit(self._timeout_s).left_s, metadata=self._metadata)
         try:
             while (message := await call.read()) is not aio.EOF:
@@ -104,7 +105,9 @@ class Caller(AsyncClient):
             ended_s = arrivals[-1][0] if arrivals else time.perf_counter()
         except aio.AioRpcError as error:
             failure: CallFailed = read_failure(error)
-            status, problem, ended_s = failure.code, failure.problem, time.perf_counter()
+            status = failure.code
+            problem = failure.problem
+            ended_s = time.perf_counter()
         finally:
             call.cancel()
         return Answer(question, intended_s, ended_s, tuple(arrivals), status, problem)

@@ -168,7 +168,8 @@ class Measurement:
 
 async def introduce(caller: Caller, target: str) -> Served:
     """Asks the server for its model and stages. Raises CallFailed."""
-    model, topology = await caller.model_info(), await caller.topology()
+    model = await caller.model_info()
+    topology = await caller.topology()
     num_replicas = max(1, len(topology.replicas))
     return Served(
         target,

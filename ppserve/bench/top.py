@@ -156,7 +156,8 @@ class View:
         )
         lines = [line[:width] for line in (head, *self._traffic(), "")]
         for place, stage, times in self.stages:
-            name, percent = f"stage {place:<3}", f" {shares(times)[BUSY]:6.1%} busy"
+            name = f"stage {place:<3}"
+            percent = f" {shares(times)[BUSY]:6.1%} busy"
             cells = max(_SMALLEST_BAR, width - len(name) - len(percent) - 1)
             lines.append(name + bar(times, cells) + percent)
             facts = ["LOST"] * (not stage.live) + [*_waits(times), f"layers {stage.layers} on {stage.device}"]
@@ -186,7 +187,8 @@ class View:
 
         def latency(name: str) -> str:
             seconds = difference(before.buckets(name), after.buckets(name))
-            p50_s, p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
+            p50_s = quantile(seconds, 0.5)
+            p99_s = quantile(seconds, 0.99)
             return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
         return [

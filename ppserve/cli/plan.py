@@ -62,7 +62,8 @@ def plan(**flags: Any) -> None:
 
 def _plan_one(arch: Architecture, intent: Intent, sheet: CostSheet | None, flags: dict[str, Any]) -> None:
     """One pipeline, and with costs what it would do."""
-    layout, callers = forecast(arch, intent), -(-intent.expect.callers // flags["replicas"])
+    layout = forecast(arch, intent)
+    callers = -(-intent.expect.callers // flags["replicas"])
     outcome = _simulate(layout, sheet, callers) if sheet is not None else None
     if flags["as_json"]:
         grid = {name: flags[name] for name in ("tensor_parallel", "replicas")}

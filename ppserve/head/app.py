@@ -140,11 +140,13 @@ class HeadProcess:
         return None
 
     def _make_engine(self) -> None:
-        config, grid = self._config, self._config.pipeline.grid(self._world_size)
+        config = self._config
+        grid = self._config.pipeline.grid(self._world_size)
         self._metrics = Metrics(grid.pipeline, grid.data)
         self._trace = Trace(grid, config.server.trace)
         self._spans = RecentSpans(grid.pipeline, grid.data)
-        on_output, steps = self._metrics.requests.on_output, (self._metrics.steps, self._trace, self._spans)
+        on_output = self._metrics.requests.on_output
+        steps = (self._metrics.steps, self._trace, self._spans)
         hand_over = asyncio.get_running_loop().call_soon_threadsafe
         self._engine = build_engine(config, self._world_size, self._control, hand_over, on_output, steps)
         self._members = tuple(replica.members for replica in self._engine.replicas)
@@ -196,7 +198,9 @@ class HeadProcess:
         return timeout_s
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
-        engine, metrics, spans = self._engine, self._metrics, self._spans
+        engine = self._engine
+        metrics = self._metrics
+        spans = self._spans
         metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
         live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
         costs = json_page(lambda: describe_costs(engine.snapshot()))

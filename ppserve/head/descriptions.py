@@ -174,9 +174,12 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
     assert hello is not None
-    checkpoint, arch, limits = hello.model.checkpoint, hello.model.architecture, Limits()
+    checkpoint = hello.model.checkpoint
+    arch = hello.model.architecture
+    limits = Limits()
     # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
-    tokenizer, chats = load_tokenizer(checkpoint, arch.vocab_size), read_chat_format(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, arch.vocab_size)
+    chats = read_chat_format(checkpoint)
     members = [member for replica in replicas for member in replica.all]
     reasons = why_not_deterministic(members)
     description = ModelDescription(
@@ -224,11 +227,14 @@ def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
 
 
 def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
-    members, times, steps = reading.ranks[stage], reading.times[stage], reading.steps[stage]
+    members = reading.ranks[stage]
+    times = reading.times[stage]
+    steps = reading.steps[stage]
     loaded = [rank.loaded for rank in members if rank.loaded is not None]
     ranks = tuple(map(_describe_rank, members, reading.gathered_ns[stage]))
     assert len(loaded) == len(ranks)
-    layout, parts = reading.decision.layouts[stage], reading.decision.parts
+    layout = reading.decision.layouts[stage]
+    parts = reading.decision.parts
     busy_s = times.computed_ns / 1e9
     return StageDescription(
         replica=reading.replica,

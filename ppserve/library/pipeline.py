@@ -176,7 +176,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
         given = read_options(options)
-        name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
+        name = given.pop("request_id", "")
+        timeout_s = given.pop("timeout_s", None)
         requests = {}
         for place, prompt in enumerate(prompts):
             call = Call.begin({}, b"", "", has_keys=False).within(timeout_s)

@@ -68,7 +68,9 @@ class Decoder:
     """A `StageModel`: the layers of `layout`, the embeddings on the first stage, the head on the last."""
 
     def __init__(self, read: WeightReader, parts: ModelParts) -> None:
-        self.arch, self.layout, self.backend = read.arch, read.layout, read.backend
+        self.arch = read.arch
+        self.layout = read.layout
+        self.backend = read.backend
         # The LM head first: on GPUs, packing has the largest matrix twice in memory.
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = parts.embedding(read) if self.layout.is_first else None

@@ -31,11 +31,13 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
     """A tensor rank has some heads, and some outputs of the projection behind them."""
     arch, layout = read.arch, read.layout
     norm = read.norm(f"h.{layer}.ln_1")
-    heads, columns = layout.heads(arch).times(arch.head_size), layout.cut(arch.width)
+    heads = layout.heads(arch).times(arch.head_size)
+    columns = layout.cut(arch.width)
     own = (slice(heads.own.start + i * arch.width, heads.own.stop + i * arch.width) for i in range(3))
     qkv = read.linear(*((f"h.{layer}.attn.c_attn", outputs) for outputs in own))
     proj = read.linear((f"h.{layer}.attn.c_proj", columns.own))
-    number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
+    number = layer - layout.attentions.start
+    scale = arch.attention_scale(layer)
     return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns))
 
 
@@ -43,7 +45,8 @@ def _mlp(read: WeightReader, layer: int) -> Sublayer:
     """A tensor rank has some outputs of both matrices."""
     arch, layout = read.arch, read.layout
     norm = read.norm(f"h.{layer}.ln_2")
-    inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+    inner = layout.cut(arch.inner_width)
+    columns = layout.cut(arch.width)
     expand = read.linear((f"h.{layer}.mlp.c_fc", inner.own))
     contract = read.linear((f"h.{layer}.mlp.c_proj", columns.own))
     return read.backend.mlp(MLPWeights(norm, expand, arch.activation, contract, inner, columns))

@@ -36,7 +36,8 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
     qkv = read.linear((f"{name}.q", heads.own), (f"{name}.k", kv_heads.own), (f"{name}.v", kv_heads.own))
     head_norms = (read.norm(f"{name}.q_norm"), read.norm(f"{name}.k_norm")) if arch.qk_norms else None
     proj = read.linear((f"{name}.o", columns.own))
-    number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
+    number = layer - layout.attentions.start
+    scale = arch.attention_scale(layer)
     return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns, head_norms))
 
 
@@ -44,7 +45,8 @@ def _mlp(read: WeightReader, layer: int) -> Sublayer:
     """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of each matrix."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     norm = read.norm(f"h.{layer}.ln_2")
-    inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+    inner = layout.cut(arch.inner_width)
+    columns = layout.cut(arch.width)
     expand = read.linear((f"{name}.gate", inner.own), (f"{name}.up", inner.own))
     contract = read.linear((f"{name}.down", columns.own))
     weights = MLPWeights(norm, expand, arch.activation, contract, inner, columns, is_gated=True)

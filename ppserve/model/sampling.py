@@ -74,7 +74,9 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
     """Draw from and score logits in `StepRows.read_rows`' order. Only the first tensor rank gets results."""
-    rows, drawn, logprobs = iter(rows_read(plan)), list[Drawn](), list[TokenLogprobs]()
+    rows = iter(rows_read(plan))
+    drawn = list[Drawn]()
+    logprobs = list[TokenLogprobs]()
     for own_Rv in pieces_Rv:
         here = list(islice(rows, len(own_Rv)))
         few = [i for i, row in enumerate(here) if row.needs_best_only and len(vocabulary.widths) > 1]
@@ -118,11 +120,13 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
     """Draw the token at absolute `position` of a sequence."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
-    scores_V, params = adjusted(logits_V, wanted, position), wanted.params
+    scores_V = adjusted(logits_V, wanted, position)
+    params = wanted.params
     if params.temperature == 0:
         token_id = int(greatest(scores_V))
     else:
-        where, temperature = uniform(params.seed, wanted.index, position), np.float32(params.temperature)
+        where = uniform(params.seed, wanted.index, position)
+        temperature = np.float32(params.temperature)
         token_id = int(draw(scores_V, temperature, params.top_k, params.top_p, params.min_p, where))
     if token_id < 0:
         return Drawn(sequence_id, None)
@@ -182,7 +186,8 @@ def _penalize(
     """Repetition looks at prompt and output, frequency and presence at the output."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([prompt, output]))
-        scores, penalty = scores_v[seen], np.float32(params.repetition_penalty)
+        scores = scores_v[seen]
+        penalty = np.float32(params.repetition_penalty)
         with np.errstate(over="ignore"):
             scores = np.where(scores < 0, scores * penalty, scores / penalty)
         scores_v[seen] = np.clip(scores, -GREATEST, GREATEST)

@@ -122,10 +122,13 @@ class TorchBackend:
         return residual
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        norm, activate, own = _norm(weights.norm), ACTIVATIONS[weights.activation], weights.columns.own
+        norm = _norm(weights.norm)
+        activate = ACTIVATIONS[weights.activation]
+        own = weights.columns.own
 
         def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-            gather, inner_TN = inputs.gather, weights.expand(norm(x_TD))
+            gather = inputs.gather
+            inner_TN = weights.expand(norm(x_TD))
             if weights.is_gated:
                 gate_Tn, up_Tn = inner_TN.chunk(2, dim=1)
                 own_Tn = activate(gate_Tn) * up_Tn
@@ -148,7 +151,9 @@ class PlainLinear:
     """Weights as they are, in torch's product or another."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, product: Product = linear) -> None:
-        self._weight_NK, self._bias_N, self._product = weight_NK, bias_N, product
+        self._weight_NK = weight_NK
+        self._bias_N = bias_N
+        self._product = product
         self.num_outputs, self.num_inputs = weight_NK.shape
         self.num_bytes = weight_NK.nbytes
 

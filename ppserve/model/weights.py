@@ -48,7 +48,8 @@ class StoredMatrix:
         rows: dict[str, list[slice]] = {}
         at = 0
         for name, own in self._outputs:
-            first, last = max(own.start, own.start + begin - at), min(own.stop, own.start + end - at)
+            first = max(own.start, own.start + begin - at)
+            last = min(own.stop, own.start + end - at)
             if first < last:
                 rows.setdefault(name, []).append(slice(first, last))
             at += own.stop - own.start
@@ -76,7 +77,8 @@ class WeightReader:
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
         """These columns of an embedding. No tensor is larger: its parts are read one by one."""
         num_rows, _ = self._shapes[name]
-        dtype, device = self.backend.precision.hidden, self.backend.device
+        dtype = self.backend.precision.hidden
+        device = self.backend.device
         kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
         for begin in range(0, num_rows, _EMBEDDING_ROWS):
             rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))

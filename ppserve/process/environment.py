@@ -59,7 +59,8 @@ class RankEnvironment:
         """None when torchrun did not start this process. Raises LauncherError."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, world_size = number_of("RANK"), number_of("WORLD_SIZE", least=1)
+        rank = number_of("RANK")
+        world_size = number_of("WORLD_SIZE", least=1)
         if rank >= world_size:
             raise LauncherError(f"RANK: {rank} is not one of {world_size}, from 0 on (WORLD_SIZE)")
         local_rank = number_of("LOCAL_RANK", rank)

@@ -156,7 +156,8 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
     """A rank's side of the handshake. Raises OSError, WireError; UsageError if no retry helps."""
-    reader, nonce = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES), new_nonce()
+    reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
+    nonce = new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
     proof = make_proof("rank", secret, rank, challenge, nonce)
     connection.sendall(wire.encode(wire.Proof(rank, proof, nonce)))

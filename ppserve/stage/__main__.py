@@ -43,7 +43,8 @@ _CONNECT_WITHIN_S = 60.0
 
 def main() -> int:
     """Forks a stage whenever the keeper asks. Returns in each stage, with its exit code."""
-    requests, keeper_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    keeper_pid = int(sys.argv[2])
     die_with_parent(keeper_pid)
     # Head and keeper decide when this process and its stages end.
     ignore_signals(ENDING_SIGNALS)

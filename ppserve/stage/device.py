@@ -117,8 +117,10 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
-    stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
-    quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
+    stages_on_gpu = devices.count(device)
+    on_gpu = device.type == "cuda"
+    quantization = config.model.quantization
+    kv_dtype = config.cache.kv_dtype
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device, quantization)
     cores = available_cores()
     own_threads = max(1, cores // stages_here)

@@ -103,7 +103,9 @@ class StageLoop:
                     return code
 
     def _hello(self) -> wire.Hello:
-        start, compute, checkpoint = self._start, self._found.compute, self._found.checkpoint
+        start = self._start
+        compute = self._found.compute
+        checkpoint = self._found.checkpoint
         place = socket.gethostname(), this_machine(), self._route.own, self._route.head
         host = wire.StageHost(*place, cores=available_cores())
         numbers = compute.dtype, compute.quantization, compute.kv_dtype
@@ -144,7 +146,9 @@ class StageLoop:
             self._link.send(self._loaded(model, backend, why_not))
 
     def _loaded(self, model: Decoder, backend: Backend, why_not: str) -> wire.Loaded:
-        compute, cache, layout = self._found.compute, self._start.config.cache, model.layout
+        compute = self._found.compute
+        cache = self._start.config.cache
+        layout = model.layout
         drawn_from = model.arch.vocab_size if layout.is_last else 0
         return wire.Loaded(
             device=compute.name,
@@ -191,7 +195,8 @@ class StageLoop:
         return model, self._cache
 
     def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
-        depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
+        depth = model.layout.num_stages + 1
+        dtype = model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         wires = self._wiring.open_wires(form, model.layout, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.

@@ -82,7 +82,8 @@ def measure_costs(
     divisible = 1 < grid.pipeline <= arch.num_layers
     if config.pipeline.parallel == "auto":
         counts = [n for n in range(1, min(grid.size, arch.num_kv_heads) + 1) if grid.size % n == 0]
-        steps, tensor = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}, 0
+        steps = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}
+        tensor = 0
     elif divisible and config.pipeline.layers is None:
         steps = {grid.tensor: workload.step(arch.max_positions)}
     else:

@@ -65,7 +65,10 @@ class Stage:
 
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
         """Receive, compute, hand on. planned_ns: when the plan came. Raises TransportError."""
-        clock, layout, model, gather = time.monotonic_ns, self.layout, self.model, self._gather
+        clock = time.monotonic_ns
+        layout = self.layout
+        model = self.model
+        gather = self._gather
         inputs = build_inputs(plan, layout, self._cache, gather)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)

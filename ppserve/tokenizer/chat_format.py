@@ -47,7 +47,8 @@ def read_chat_format(path: str) -> ChatFormat:
 
 def _of_directory(directory: Path) -> ChatFormat:
     """A template file comes before tokenizer_config.json's, as in transformers."""
-    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config_file = directory / "tokenizer_config.json"
+    template_file = directory / "chat_template.jinja"
     values: dict[str, Any] = read_json(config_file, dict[str, Any]) if lexists(config_file) else {}
     template = checked(config_file, values, _ChatConfig).chat_template
     if isinstance(template, list):
@@ -68,7 +69,8 @@ def _of_directory(directory: Path) -> ChatFormat:
 
 def _of_gguf(path: Path) -> ChatFormat:
     values = read_header(path).values
-    template, texts = values.get("tokenizer.chat_template"), values.get("tokenizer.ggml.tokens") or []
+    template = values.get("tokenizer.chat_template")
+    texts = values.get("tokenizer.ggml.tokens") or []
     if not isinstance(template, str | None):
         raise CheckpointError(path, "is not a text", "tokenizer.chat_template")
     ids = {name: values.get(f"tokenizer.ggml.{own}_token_id") for own, name in GGUF_TOKENS.items()}

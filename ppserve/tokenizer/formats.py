@@ -98,7 +98,8 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 def read_vocab_json(path: Path) -> Tokenizer:
     """`vocab.json`, `merges.txt`, and other files of transformers beside them. Raises CheckpointError."""
     vocab = read_json(path, dict[str, TokenId])
-    merges_file, added_file = path.with_name("merges.txt"), path.with_name("added_tokens.json")
+    merges_file = path.with_name("merges.txt")
+    added_file = path.with_name("added_tokens.json")
     config_file = path.with_name("tokenizer_config.json")
     read_bytes(merges_file, MAX_JSON_BYTES)
     try:

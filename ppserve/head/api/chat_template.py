@@ -36,7 +36,9 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], special: Collection[str]) -> None:
         """Raises ValueError for what is no template."""
         parse(source)
-        self.source, self._tokens, self._special = source, tokens, special
+        self.source = source
+        self._tokens = tokens
+        self._special = special
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
         self.words = frozenset(re.findall(r"""(?<=['"])\w+(?=['"])""", source))
         """What stands in quotes: its own roles are among them."""

@@ -52,8 +52,12 @@ class RequestHandler:
         count_refusal: Callable[[RequestError], None] = lambda error: None,
         template: ChatTemplate | None = None,
     ) -> None:
-        self._engine, self.description, self.tokenizer = engine, description, tokenizer
-        self.keys, self.template, self._count_refusal = keys, template, count_refusal
+        self._engine = engine
+        self.description = description
+        self.tokenizer = tokenizer
+        self.keys = keys
+        self.template = template
+        self._count_refusal = count_refusal
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -134,7 +134,6 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
 
 
 def _record(kind: type[R], given: Fields) -> R:
-    """A record of the core's, from what was given under its fields' names."""
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
@@ -239,7 +238,6 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
 
 
 def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:
-    """or_else: what is allowed besides, in words."""
     if not low <= value <= high:  # also catches NaN
         yield Violation(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
 

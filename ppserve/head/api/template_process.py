@@ -60,7 +60,6 @@ def _compiled(source: str) -> Template:
 
 
 def _refuse(message: str) -> NoReturn:
-    """`raise_exception` of Hugging Face's templates."""
     raise TemplateError(message)
 
 

@@ -53,7 +53,9 @@ def build_engine(
 ) -> Engine:
     """An engine of the configured replicas. Its thread is not started."""
     grid = config.pipeline.grid(world_size)
-    machine, rules, request_queue = this_machine(), partial(decide, config), RequestQueue()
+    machine = this_machine()
+    rules = partial(decide, config)
+    request_queue = RequestQueue()
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
     return Engine(replicas, control, on_output, hand_over)

@@ -32,7 +32,8 @@ CPU_CHUNK = 128
 
 def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     """Layouts and transport for these ranks. Raises ConfigError."""
-    grid, arch = config.pipeline.grid(hellos[0].world_size), hellos[0].model.architecture
+    grid = config.pipeline.grid(hellos[0].world_size)
+    arch = hellos[0].model.architecture
     _check_agreement(hellos, grid)
     check_tensor_ranks(arch, grid.tensor)
     measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
@@ -59,7 +60,8 @@ def _check_agreement(hellos: Sequence[wire.Hello], grid: RankGrid) -> None:
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
     """KV blocks: as many as fit every stage and can be used. Raises ConfigError for less than a sequence."""
     scheduling = decision.scheduling
-    block_size, context = scheduling.block_size, scheduling.max_model_len
+    block_size = scheduling.block_size
+    context = scheduling.max_model_len
     needed = -(-context // block_size)
     can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
     num_blocks = min(can_hold)

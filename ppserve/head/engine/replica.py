@@ -286,7 +286,9 @@ class Replica:
     def read(self) -> ReplicaReading:
         """The pipeline now. Raises Draining before the first epoch."""
         self._account_for_result()
-        scheduler, decision, now_ns = self.scheduler, self.members.decision, self._clock()
+        scheduler = self.scheduler
+        decision = self.members.decision
+        now_ns = self._clock()
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
         each, costs = self.members.grid.tensor, self._costs

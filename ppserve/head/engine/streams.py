@@ -121,7 +121,8 @@ class OpenRequest:
         if finish is None:
             return None
         self._num_ended += 1
-        index, count = self.request.resume_index or 0, len(self.request.resume_ids)
+        index = self.request.resume_index or 0
+        count = len(self.request.resume_ids)
         timings = self._timings(self.progress(index), now_s)
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
@@ -129,7 +130,8 @@ class OpenRequest:
         """The output for an event. The scheduler does not know a `finish` of STOP_STRING yet."""
         self.num_outputs += 1
         if event.admitted_s is not None:
-            self.admitted_s, self.replica = event.admitted_s, event.replica
+            self.admitted_s = event.admitted_s
+            self.replica = event.replica
         if event.error is not None:
             self._num_ended += 1
             self.error = self.error or event.error

@@ -33,7 +33,6 @@ class RecentSpans(StepObserver):
         self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_replicas * num_stages)]
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
-        """Idle time is not drawn."""
         if settled.span.kind != IDLE:
             self._spans[replica * self._num_stages + settled.stage].append(settled)
 

@@ -136,10 +136,12 @@ class StepMetrics(StepObserver):
     """The metrics of steps and stages, by replica."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str], stages: Sequence[str]) -> None:
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         step_text = "Compute time of one step on one stage."
-        by_phase, by_stage = ["replica", "stage", "phase"], ["replica", "stage"]
+        by_phase = ["replica", "stage", "phase"]
+        by_stage = ["replica", "stage"]
         step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
         transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
         transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)
@@ -201,11 +203,13 @@ class Metrics:
 
     def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        replicas, stages = [str(i) for i in range(num_replicas)], [str(i) for i in range(num_stages)]
+        replicas = [str(i) for i in range(num_replicas)]
+        stages = [str(i) for i in range(num_stages)]
         self.requests = RequestMetrics(self.registry, replicas)
         self.steps = StepMetrics(self.registry, replicas, stages)
         self._num_replicas = num_replicas
-        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
         where = ["replica", "stage", "rank", "host", "device", "layers", "params"]
         self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
         what = ["version", "python", "model", "dtype"]
@@ -252,7 +256,6 @@ class Metrics:
 
 
 def _total(metric: Family) -> float:
-    """Over all labels."""
     return sum(sample.value for family in metric.collect() for sample in family.samples)
 
 

@@ -115,7 +115,6 @@ class Trace(StepObserver):
             yield {"ph": "f", "bp": "e", **arrow, "id": f"{step_id}.{stage - 1}", **_at(begun_ns)}
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
-        """Draws waits; `on_step_reported` draws computations."""
         span = settled.span
         if self._file is None or span.kind in BUSY or span.kind == IDLE:
             return

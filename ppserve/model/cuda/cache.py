@@ -122,7 +122,8 @@ class DeviceCache:
         self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See `stock.Attend`. slots_T, tiles: of the step."""
-        keys_BpHd, values_BpHd = self.keys_LBpHd[layer], self.values_LBpHd[layer]
+        keys_BpHd = self.keys_LBpHd[layer]
+        values_BpHd = self.values_LBpHd[layer]
         self.operators.write(qkv_TE, keys_BpHd, values_BpHd, slots_T)
         return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, scale)
 

@@ -175,7 +175,10 @@ class Staging:
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
         assert num_bytes <= len(to), f"{num_bytes} bytes where {len(to)} fit"
-        numbers, tensors, begin, end = host.numpy(), dict[str, torch.Tensor](), 0, 0
+        numbers = host.numpy()
+        tensors = dict[str, torch.Tensor]()
+        begin = 0
+        end = 0
         for name, array in arrays.items():
             end = begin + array.nbytes
             numbers[begin:end].view(array.dtype)[:] = array.reshape(-1)

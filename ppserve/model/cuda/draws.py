@@ -108,7 +108,9 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
     keys_n, entry = np.unique(np.concatenate(keys), return_inverse=True)
     banned, biased, prompt, output = np.split(entry, np.cumsum([len(each) for each in keys])[:-1])
     rows_n, ids_n = keys_n >> 32, keys_n & 0xFFFFFFFF
-    bias_n, presence_n, repetition_n = np.zeros(len(keys_n)), np.zeros(len(keys_n)), np.ones(len(keys_n))
+    bias_n = np.zeros(len(keys_n))
+    presence_n = np.zeros(len(keys_n))
+    repetition_n = np.ones(len(keys_n))
     frequency_R, presence_R, repetition_R = np.zeros((3, len(rows)), np.float32)
     for n, _, of in past:
         frequency_R[n], presence_R[n], repetition_R[n] = (

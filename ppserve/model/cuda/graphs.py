@@ -35,7 +35,9 @@ class RecordedStage:
         self.backend = model.backend
         self.num_replays = 0
         """How often one was repeated."""
-        self._model, self._operators, self._readback = model, cache.operators, readback
+        self._model = model
+        self._operators = cache.operators
+        self._readback = readback
         most, dtype = sizes[-1], self.backend.precision.hidden
         # In and out, shared by all buckets: their steps never overlap.
         self._received_TD = torch.zeros(most, model.arch.width, dtype=dtype, device=cache.device)

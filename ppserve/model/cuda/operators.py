@@ -59,7 +59,9 @@ class Operators:
     ) -> torch.Tensor:
         """(T, c): each row's mix of values up to its position. Several queries' heads may share a keys' head."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
-        num_rows, block_size, device = len(queries_THd), keys_BpHd.shape[1], qkv_TE.device
+        num_rows = len(queries_THd)
+        block_size = keys_BpHd.shape[1]
+        device = qkv_TE.device
         readers = queries_THd.shape[1] // keys_BpHd.shape[2]
         first_n1, count_n1, start_n1, begin_n1 = at.tiles_n4.long().T[:, :, None].unbind(0)
         row_m, position_P = (torch.arange(count, device=device) for count in (ROWS_PER_TILE, at.max_keys))

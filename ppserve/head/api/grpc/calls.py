@@ -78,7 +78,8 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
 
 def call_from(context: Context, has_keys: bool) -> Call:
     """Its deadline counts from now."""
-    peer, certificate = context.peer(), b",".join(context.peer_identities() or ())
+    peer = context.peer()
+    certificate = b",".join(context.peer_identities() or ())
     metadata = first_of_each(context.invocation_metadata())
     call = Call.begin(metadata, certificate, peer.rpartition(":")[0], has_keys).within(context.time_remaining())
     return replace(call, is_local=peer.startswith(LOCAL_PEERS))

@@ -75,7 +75,8 @@ def _token(token_id: int, score: Score, tokenizer: Tokenizer) -> pb.TokenInfo:
 
 def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
     """GetModelInfo's answer."""
-    num_parameters, max_context = description.num_parameters, description.max_context
+    num_parameters = description.num_parameters
+    max_context = description.max_context
     return _copied(
         pb.GetModelInfoResponse,
         description,

@@ -91,7 +91,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         sent = None
         while True:
-            changed, state = self._handler.serving_changed, self._state(request.service)
+            changed = self._handler.serving_changed
+            state = self._state(request.service)
             if state != sent:
                 await context.write(HealthState(status=state))
                 sent = state

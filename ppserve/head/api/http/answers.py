@@ -86,7 +86,8 @@ class PromptProgress:
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
         self.request = request
-        self.has_scores, self.has_ids = request.output.logprobs is not None, request.output.token_ids
+        self.has_scores = request.output.logprobs is not None
+        self.has_ids = request.output.token_ids
         self.writers = defaultdict[int, LogprobWriter](new_writer)
         """By sequence: each counts its characters."""
         self.newest: dict[int, Delta] = {}

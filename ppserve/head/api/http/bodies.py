@@ -202,6 +202,5 @@ def _asks(value: Any, neutral: object) -> bool:
 
 
 def _violation(problem: str) -> Violation:
-    """msgspec's words, with the field that they mean."""
     parts = [found[1] for found in (_PATH.search(problem), _FIELD.search(problem)) if found and found[1]]
     return Violation(".".join(parts).removesuffix("[...]") or "body", problem.partition(" - at `")[0])

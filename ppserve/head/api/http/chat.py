@@ -98,7 +98,8 @@ class ChatBody(GenerationBody, kw_only=True):
         others = (place for place, message in enumerate(self.messages) if message.role not in roles)
         refuse(Violation(f"messages[{place}].role", f"not one of {known}") for place in others)
         messages = [message.for_template() for message in self.messages]
-        variables, continues = self.template_variables(), bool(self.continue_final_message)
+        variables = self.template_variables()
+        continues = bool(self.continue_final_message)
         rendering = asyncio.ensure_future(handler.template.render(caller, messages, variables, continues))
         # Nobody hears of its error once the caller has gone.
         rendering.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -72,7 +72,8 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answering, hanging_up = asyncio.create_task(answer), asyncio.create_task(hang_up())
+    answering = asyncio.create_task(answer)
+    hanging_up = asyncio.create_task(hang_up())
     try:
         await asyncio.wait((answering, hanging_up), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():

@@ -103,5 +103,4 @@ def _headers_of(error: RequestError) -> Mapping[str, str]:
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:
-    """In whole seconds, as the standard has it, and exactly, for openai-python."""
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

@@ -80,7 +80,8 @@ class HttpServer(Listener):
     async def _missing(self, request: Request, error: Exception) -> Response:
         """For an unknown path or method. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
-        reason, message = error.detail.upper().replace(" ", "_"), f"{error.detail.lower()} on this server"
+        reason = error.detail.upper().replace(" ", "_")
+        message = f"{error.detail.lower()} on this server"
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
             raise HttpError(error.status_code, reason, message, headers=error.headers)
@@ -88,7 +89,6 @@ class HttpServer(Listener):
         return await self._answer(refuse, request)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """The endpoint's answer, or its error as one; counted, with the call's names."""
         path, state = request.scope["path"], request.state
         state.call = begin_call(request, self._request_handler.keys is not None)
         try:

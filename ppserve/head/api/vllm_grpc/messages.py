@@ -124,8 +124,10 @@ def _top(score: Score) -> pb.TopLogProbs:
 def load_message(readings: Sequence[ReplicaReading]) -> pb.SchedulerLoad:
     """Of all replicas together. One that does not serve holds nothing, unless none serves."""
     there = [reading for reading in readings if reading.serves] or readings
-    running, waiting = sum(reading.running for reading in readings), readings[0].num_waiting
-    scheduling, num_blocks = readings[0].decision.scheduling, sum(reading.num_blocks for reading in there)
+    running = sum(reading.running for reading in readings)
+    waiting = readings[0].num_waiting
+    scheduling = readings[0].decision.scheduling
+    num_blocks = sum(reading.num_blocks for reading in there)
     held_blocks = sum(reading.kv_usage * reading.num_blocks for reading in there)
     return pb.SchedulerLoad(
         num_running_reqs=running,

@@ -54,7 +54,6 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        """An archive in parts; the last has the digest of all."""
         content = await asyncio.to_thread(tokenizer_archive, self._handler)
         for offset in range(0, len(content), CHUNK_BYTES):
             end = offset + CHUNK_BYTES
@@ -70,7 +69,8 @@ class VllmService:
         return pb.AbortResponse()
 
     async def GetModelInfo(self, _message: pb.GetModelInfoRequest, _call: Call) -> pb.GetModelInfoResponse:
-        description, (kind, architecture) = self._handler.description, model_kind(self._handler)
+        description = self._handler.description
+        (kind, architecture) = model_kind(self._handler)
         first = description.chat_format.tokens.get("bos_token", "")
         return pb.GetModelInfoResponse(
             model_path=description.name,
@@ -96,7 +96,8 @@ class VllmService:
 
     async def GetLoads(self, _message: pb.GetLoadsRequest, _call: Call) -> pb.GetLoadsResponse:
         load = load_message(await self._handler.snapshot())
-        now, version = datetime.now(UTC).isoformat(), self._handler.description.version
+        now = datetime.now(UTC).isoformat()
+        version = self._handler.description.version
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[load])
 
 
@@ -109,7 +110,8 @@ def model_kind(handler: RequestHandler) -> tuple[str, str]:
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:
     """A zip from which a router builds its tokenizer. Raises InvalidRequest without one."""
-    described, arch = handler.tokenizer_config(), handler.description.architecture
+    described = handler.tokenizer_config()
+    arch = handler.description.architecture
     config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:

@@ -86,7 +86,7 @@ class Caller(AsyncClient):
         self._timeout_s = timeout_s
 
     async def send_question(self, question: Question, intended_s: float) -> Answer:
-        """Sends a request and waits for its end. Nothing that the server does raises: the answer has it."""
+        """Sends a request and waits for its end. Failures are in the answer."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
             sampling=pb.SamplingParams(temperature=0.0, seed=question.number % 2**64),
@@ -114,7 +114,7 @@ class Caller(AsyncClient):
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
-    """(status, problem) by the last message: OK only with all tokens that were asked for."""
+    """(status, problem) by the last message: OK only with every token."""
     if message.finish.reason not in _ENDS:
         return pb.Finish.Reason.Name(message.finish.reason), "ended before max_tokens"
     if message.usage.completion_tokens != num_received:

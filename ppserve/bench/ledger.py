@@ -22,7 +22,7 @@ def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
 
 
 def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> tuple[StageTimes, ...]:
-    """The time from one reading to the next, or since a restart; empty if numbers of stages differ."""
+    """The time between two readings, or since a restart; empty for other stages."""
     if len(earlier) != len(later):
         return ()
     pairs = zip(earlier, later, strict=True)
@@ -30,6 +30,6 @@ def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> t
 
 
 def shares(times: StageTimes) -> dict[str, float]:
-    """Shares of a stage's wall time by kind, busy first, idle last; their sum is 1. Without time, all is idle."""
+    """A stage's wall time by kind, busy first, idle last, summing to 1; else idle."""
     spent_ns = {BUSY: times.computed_ns, **times.bubble_ns, IDLE: times.idle_ns if times.wall_ns else 1}
     return {kind: ns / (times.wall_ns or 1) for kind, ns in spent_ns.items()}

@@ -58,14 +58,14 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The same request for a number; below 0 for the warm-up. Random tokens share no cached prefix."""
+        """The request of a number, below 0 for the warm-up: random tokens."""
         rng = random.Random(f"question {self.seed} {number}")
         num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
         return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Endless arrival times in seconds after the start, `rate` a second on average. Infinite: all at once."""
+    """Endless times in seconds, `rate` a second on average. Infinite: all at once."""
     rng = random.Random(f"arrivals {seed}")
     at_s = 0.0
     while True:
@@ -91,7 +91,7 @@ class ClosedLoop:
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """Sends questions for so long, and appends answers as they come. Cancelling it cancels requests."""
+        """Sends questions for so long, and appends answers as they come."""
         ends_s = time.perf_counter() + duration_s
 
         async def call_in_turn() -> None:
@@ -185,7 +185,7 @@ async def introduce(caller: Caller, target: str) -> Served:
 
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
-    """Sends requests that do not count. Raises CallFailed if one fails: others would, too."""
+    """Sends requests that do not count. Raises CallFailed if one fails."""
     answers: list[Answer] = []
     questions = map(workload.question, range(-num_requests, 0))
     await ClosedLoop(concurrency).run(caller.send_question, questions, math.inf, answers)
@@ -206,7 +206,7 @@ async def _is_cancelled(running: Coroutine[Any, Any, None]) -> bool:
 
 
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
-    """One run, up to a Ctrl-C. Raises CallFailed without an answer before or after it."""
+    """One run, up to a Ctrl-C. Raises CallFailed without a server."""
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())

@@ -40,7 +40,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run's figures, by vLLM's names. Throughputs are per second, latencies of successes."""
+    """One run's figures, by vLLM's names. Throughputs are per second."""
 
     served: Served
     max_concurrency: int | None
@@ -156,7 +156,7 @@ def render_table(summary: Summary) -> str:
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
-    """A line per stage: busy and bubble in percent of time with work, idle of all time."""
+    """A line per stage: busy and bubble in percent of time with work, idle of all."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
     for index, times in enumerate(ledger):
         replica, stage = divmod(index, len(ledger) // num_replicas)

@@ -64,13 +64,13 @@ class MetricsReading:
 
 
 def difference(earlier: Buckets, later: Buckets) -> Buckets:
-    """The observations between two readings; all of the later one's if the server restarted."""
+    """The observations between two readings, or since a restart."""
     added = {bound: count - earlier.get(bound, 0.0) for bound, count in later.items()}
     return added if min(added.values(), default=0.0) >= 0 else later
 
 
 def quantile(buckets: Buckets, q: float) -> float | None:
-    """As PromQL's histogram_quantile: linear within a bucket. None without observations."""
+    """PromQL's histogram_quantile: linear in a bucket. None without observations."""
     rank = q * buckets.get(math.inf, 0.0)
     low_bound = low_count = 0.0
     for bound, count in buckets.items():
@@ -139,7 +139,7 @@ class View:
 
     @property
     def stages(self) -> Iterator[tuple[str, pb.Stage, StageTimes]]:
-        """Name, stage, and its time over the interval. Of several replicas the name has the number."""
+        """Name, with the replica of several, stage, and its time."""
         topology = self.after.topology
         later = read_ledger(topology)
         ledger = between(read_ledger(self.before.topology), later) or later

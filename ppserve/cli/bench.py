@@ -121,7 +121,7 @@ def _until(flags: dict[str, Any], load: Load) -> Until:
 
 
 def _workload(flags: dict[str, Any], served: Served) -> Workload:
-    """Raises ConfigError where a prompt and its answer would not fit the server's context."""
+    """Raises ConfigError where prompt and answer would not fit the context."""
     prompt, new = flags["prompt_tokens"], flags["new_tokens"]
     if prompt.most + new.most > served.max_context:
         problem = f"{prompt.most} and {new.most} new ones are beyond the server's context of {served.max_context}"
@@ -158,7 +158,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Endless views. Raises ScrapeFailed without metrics at the start; later a view says so."""
+    """Endless views. Raises ScrapeFailed without metrics at the start."""
     before = read(client, metrics)
     if before.problem:
         raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")

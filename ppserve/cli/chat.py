@@ -30,7 +30,7 @@ class _Lost(Exception):
 
 
 class ReceivedAnswer:
-    """One answer so far. With its seed and tokens a server that was restarted continues it."""
+    """One answer so far. Its seed and tokens continue it after a restart."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = {**body, "stream": True, "return_token_ids": True}
@@ -73,7 +73,7 @@ class ChatServer:
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """An answer's events. Raises _Lost where trying again may help, else PpserveError."""
+        """An answer's events. Raises _Lost where trying again may help, or PpserveError."""
         with closing(self._connect()) as connection:
             try:
                 connection.request("POST", f"{self._path}/v1/chat/completions", json.dumps(body), self._headers)
@@ -104,7 +104,7 @@ class Dialogue:
         self.history: list[dict[str, str]] = []
 
     def ask(self, text: str, shows_timings: bool) -> None:
-        """Prints the answer as it comes; Ctrl-C ends it. Raises PpserveError, and then nothing was said."""
+        """Prints the answer as it comes, up to a Ctrl-C. Raises PpserveError."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         answer = ReceivedAnswer({**self._options, "messages": [*told, *self.history, question]})

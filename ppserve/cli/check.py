@@ -54,7 +54,7 @@ def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size:
 
 
 def _architecture(path: str) -> Architecture | None:
-    """None when only a download or torch could read it: then the stages check its flags."""
+    """None when only a download or torch could read it: then stages check."""
     place = Path(path).expanduser()
     if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
         return None

@@ -47,9 +47,9 @@ CONNECTION = (
     click.Option(["--tls-cert"], type=FILE, help="Certificate that proves who calls."),
     click.Option(["--tls-key"], type=FILE, help="Its key."),
 )  # fmt: skip
-"""How commands reach a server. No flag holds the key: every user sees processes' arguments."""
+"""How commands reach a server. Every user sees arguments, so none is a key."""
 
-# An option's name, its type (bool: a flag; a tuple: may be repeated), and its help.
+# An option's name, type (bool: a flag; a tuple: may be repeated), and help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
     ("min_tokens", _COUNT, "Tokens before anything may end the text."),

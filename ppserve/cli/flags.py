@@ -27,7 +27,7 @@ def _port(name: str, help: str, **parsed: Any) -> click.Option:
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """The `--config` file's entries become defaults, which flags and the environment override."""
+    """The file's entries become defaults, below flags and the environment."""
     if path is None:
         return
     try:

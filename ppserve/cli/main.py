@@ -20,7 +20,7 @@ _EXIT_BROKEN_PIPE = 141  # as a shell has it
 
 
 class _ServeByDefault(click.Group):
-    """Passes arguments without a command's name to `serve`, and imports a command's module to run it."""
+    """`serve` is the default. A command's module is imported when it runs."""
 
     _MODULES: ClassVar = {
         "serve": "serve",
@@ -55,7 +55,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs a command. The operator's mistake is one line on standard error and exit code 2."""
+    """Runs a command. A mistake is one line on standard error and exit code 2."""
     reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -76,14 +76,14 @@ def main() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """A standard stream that the caller has closed is None: from now on it is empty, and takes everything."""
+    """Standard streams that the caller closed are None: now empty, taking everything."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))  # noqa: SIM115
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard output at once. Raises PpserveError where it cannot, as on a full disk."""
+    """Writes to standard output at once. Raises PpserveError, as on a full disk."""
     try:
         click.echo(text + end, nl=False)
     except OSError as error:

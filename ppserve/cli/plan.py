@@ -95,7 +95,7 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
 
 
 def _refuse_shape_flags() -> None:
-    """Raises ConfigError for a flag that a comparison of all shapes would not look at."""
+    """Raises ConfigError for a flag that is for one shape."""
     context = click.get_current_context()
     for name in ("stages", "tensor_parallel", "replicas", "layers"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

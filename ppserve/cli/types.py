@@ -44,7 +44,7 @@ class Number(click.FloatRange):
 
 
 class PortOption(click.Option):
-    """Ignores Kubernetes' PPSERVE_PORT=tcp://ADDRESS:PORT, which names a Service called `ppserve`."""
+    """Ignores PPSERVE_PORT=tcp://ADDRESS:PORT, which Kubernetes sets."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         value = super().value_from_envvar(ctx)
@@ -97,7 +97,7 @@ POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
-"""Bytes that are not UTF-8 are lone surrogates in Python, which no message can hold."""
+"""Other bytes are lone surrogates in Python, which no message can hold."""
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)

@@ -107,7 +107,7 @@ class AsyncClient:
         return answer
 
     async def restart(self, replica: int, pauses: bool = False) -> None:
-        """Restarts a replica's stage processes; returns when it serves again. Raises CallFailed."""
+        """Restarts a replica; returns when it serves again. Raises CallFailed."""
         await self._ask(self._stub.RestartReplica, pb.RestartReplicaRequest(replica=replica, pauses=pauses))
 
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:

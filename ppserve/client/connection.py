@@ -75,6 +75,6 @@ class TimeLimit:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
-        """`wanted_s` and up to 25% more, so that clients return one by one; never beyond the deadline."""
+        """`wanted_s` and up to 25% more, not all at once; never beyond the deadline."""
         left_s = self.left_s
         return min(wanted_s * random.uniform(1.0, 1.25), math.inf if left_s is None else left_s)

@@ -31,12 +31,12 @@ class RetryPolicy:
     """Seconds from the first of several failures in a row to the last attempt. A server that restarts may need
     minutes to read its weights."""
     first_pause_s: float = 0.1
-    """Seconds. Pauses double up to the longest; to a second at most while no server answers."""
+    """Seconds. Pauses double up to the longest; to a second without a server."""
     max_pause_s: float = 5.0
     resume: bool = True
-    """Whether to continue a broken stream. The server then sends token ids, a few bytes each."""
+    """Whether to continue a broken stream. The server then sends token ids."""
     on_retry: Callable[[CallFailed], None] | None = None
-    """Called with every failure that is retried. None: "ppserve.client" logs the first of a row as a warning."""
+    """Called with failures that are retried. None: the first of a row is logged."""
 
 
 class Retries:
@@ -94,7 +94,7 @@ class _Held:
 
 
 class Conversation:
-    """A request, repeated until every sequence has ended, with the first message's seed."""
+    """A request, repeated with its seed until every sequence has ended."""
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = pb.GenerateRequest()
@@ -129,7 +129,7 @@ class Conversation:
         return read_chunk(message)
 
     def check_end(self, request: pb.GenerateRequest) -> None:
-        """The call ended with status OK. Raises CallFailed if sequences have no end yet."""
+        """Raises CallFailed if sequences have no end yet."""
         wanted = [request.resume.index] if request.HasField("resume") else list(self._held)
         if not all(self._held[index].has_ended for index in wanted):
             raise CallFailed("INTERNAL", "the server closed the stream before its end")

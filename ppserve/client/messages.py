@@ -20,7 +20,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 @dataclass(eq=False)
 class CallFailed(PpserveError):
-    """A failed call. Its `__cause__` is the first earlier failure, or the first that a server explained."""
+    """A failed call. Its `__cause__` is the first failure, or the first explained one."""
 
     code: str  # name of the gRPC status, such as INVALID_ARGUMENT
     problem: str

@@ -52,11 +52,11 @@ _STAGES_END_WITHIN_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
-    """Runs rank 0, with a stage of this fork server, and exits: gRPC's threads could hold up `sys.exit`."""
+    """Runs rank 0, and exits at once: gRPC's threads could hold up `sys.exit`."""
     die_with_launcher()
     survive_full_disks()
     set_up_logging(config.server)
-    # Else the engine's thread waits long for the interpreter's lock while streams are written.
+    # Else the engine's thread waits long while streams are written.
     sys.setswitchinterval(0.0005)
 
     async def run() -> int:
@@ -73,7 +73,7 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
 
 
 def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The operator's, else the model's own; None without either. Raises ConfigError."""
+    """The operator's, the model's own, or None. Raises ConfigError."""
     if path is not None:
         return ChatTemplate.read(path, own.tokens, tokenizer.special_ids)
     try:
@@ -84,7 +84,7 @@ def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer)
 
 
 class HeadProcess:
-    """Stage 0's keeper, the engine and the servers. Made in the event loop in which it runs."""
+    """Stage 0's keeper, the engine and the servers, in the running event loop."""
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
@@ -101,7 +101,7 @@ class HeadProcess:
         self._stop_now: asyncio.Future[None] = loop.create_future()  # at the second one
 
     async def run(self) -> int:
-        """Until a signal; returns the exit code. Raises UsageError, and StagesLost for a pipeline that is lost."""
+        """Until a signal; returns the exit code. Raises UsageError, StagesLost."""
         try:
             self._listen_to_signals()
             self._keeper_thread.start()
@@ -128,7 +128,7 @@ class HeadProcess:
             self._trace.close()
 
     async def _choose_shape(self) -> UsageError | StagesLost | None:
-        """`--parallel auto`: sets the shape once every rank has measured. Returns why it could not."""
+        """Sets the shape once every rank has measured. Returns why it could not."""
         asked = self._config, self._control, self._world_size
         try:
             chosen = await asyncio.to_thread(
@@ -162,7 +162,7 @@ class HeadProcess:
                 self._engine.give_up(reason)
 
     async def _serve(self) -> None:
-        """Until a signal, after which running streams may finish, or until the pipeline fails."""
+        """Until a signal, and then its running streams' end, or a lost pipeline."""
         handler = self._make_handler()
         pages = self._pages(handler.description)
         servers = Servers(self._config.server, handler, self._metrics.http_answered, pages)
@@ -182,7 +182,7 @@ class HeadProcess:
         return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 
     async def _report_health(self, request_handler: RequestHandler) -> None:
-        """Until a signal or the pipeline's end. SERVING only while a replica is healthy."""
+        """Until a signal or the pipeline's end. Without a replica: not SERVING."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
             healthy = self._engine.is_healthy
             if healthy != request_handler.is_serving:
@@ -211,7 +211,7 @@ class HeadProcess:
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
         ports = await servers.open()
-        # What exists now stays. Searching it, the collector would stop all streams for 0.1 s.
+        # Searching what exists now, the collector would stop streams for 0.1 s.
         gc.collect()
         gc.freeze()
         request_handler.set_serving(True)
@@ -232,7 +232,7 @@ class HeadProcess:
             self._keeper_failed.set_result(StagesLost(f"stage 0 cannot be kept alive: {error}"))
 
     async def _end_stages(self) -> None:
-        """The engine has told the stages to exit. The keeper kills stage 0, its child, if that does not."""
+        """The engine has told the stages to exit. Else the keeper kills stage 0."""
         self._keeper.stop(_STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)

@@ -61,7 +61,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Ten seconds of waiting raise a request by one: none delays others by more than minutes.
+# Ten seconds of waiting raise a request by one, so none waits for long.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 
@@ -92,7 +92,7 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints: equal tokens and log-probabilities for the same request and seed."""
+        """The same where requests with seeds have the same tokens and log-probabilities."""
         kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
         return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
@@ -164,7 +164,7 @@ def why_not_deterministic(members: Iterable[Member]) -> list[str]:
 
 
 def _remedy(variants: Sequence[Sequence[str]]) -> str:
-    """What gives all ranks the same kernels, of those that each can run; empty where one is no CPU."""
+    """What gives all ranks the same kernels; empty where one is no CPU."""
     common = [name for name in variants[0] if all(name in others for others in variants)]
     return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
@@ -203,7 +203,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
 
 
 def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
-    """The end-of-text token, by its name in templates. A GPT-2's texts also begin with it."""
+    """The end-of-text token by its template names; a GPT-2's begins texts, too."""
     names = ("bos_token", "eos_token") if arch.family == "gpt2" else ("eos_token",)
     text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
     return dict.fromkeys(names, text) if text else {}

@@ -51,9 +51,9 @@ class Ports:
 
 
 def bound(host: str, port: int, flag: str) -> socket.socket:
-    """Raises ConfigError: `flag` for a port that is taken or not allowed, else --host."""
+    """Raises ConfigError: `flag` for a port that it cannot have, else --host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: only then asyncio sends small writes at once (TCP_NODELAY).
+    # Only with the protocol named, asyncio sends small writes at once (TCP_NODELAY).
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def address_text(host: str, port: int) -> str:
 
 
 class Listener:
-    """Serves an ASGI application. Each request's `state` holds its connection's `transport`."""
+    """Serves an ASGI application. A request's `state` holds its `transport`."""
 
     def __init__(self, app: ASGIApp, flag: str, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
         """flag: its port's. max_connections: while there are as many, requests are answered with 503."""
@@ -114,7 +114,7 @@ class _Server(Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which shows the application its transport: only that knows the client's certificate."""
+    """uvicorn's, which shows its transport: that knows the client's certificate."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -32,7 +32,7 @@ class Servers:
         count_answer: Callable[[str, int], None],
         pages: Mapping[str, MakePage],
     ) -> None:
-        """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
+        """Raises ConfigError for wrong certificates. Call inside the event loop."""
         self._settings, self._request_handler = settings, request_handler
         others = [VllmService(request_handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)

@@ -46,7 +46,7 @@ class WaitLimit:
         self._since_s = self._told_s = now_s
 
     def check(self, seen: object, missing: str, now_s: float) -> StagesLost | None:
-        """Why the server must end; None while it may wait. seen: changes when something happens."""
+        """Why the server must end, if it must. seen: changes when something happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
@@ -78,7 +78,7 @@ def _amount(member: Member) -> str:
 def choose_shape(
     config: ServeConfig, control: SocketControlPlane, world_size: int, is_stopping: Callable[[], bool]
 ) -> PipelineSettings:
-    """The best shape, once all ranks have measured, or as it was. Raises UsageError, StagesLost."""
+    """The best shape, once all ranks have measured. Raises UsageError, StagesLost."""
     limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
     greetings = wait_for_greetings(control, world_size, limit, is_stopping)
     hellos = [greeting for _, greeting in sorted(greetings.items()) if isinstance(greeting, wire.Hello)]
@@ -95,7 +95,7 @@ def choose_shape(
 def wait_for_greetings(
     control: SocketControlPlane, world_size: int, limit: WaitLimit, is_stopping: Callable[[], bool]
 ) -> dict[int, wire.FromStage]:
-    """Every rank's first message, unless one cannot serve or the server stops. Raises StagesLost."""
+    """Every rank's first message, unless one fails or the server stops. Raises StagesLost."""
     greetings: dict[int, Received] = {}
     while len(greetings) < world_size and not is_stopping():
         control.send(greetings, wire.Ping(time.monotonic_ns()))  # a stage that receives nothing ends itself
@@ -115,7 +115,7 @@ def wait_for_greetings(
 
 
 def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
-    """What each shape promises for the expected load, best first. Raises ConfigError where none fits."""
+    """What each shape promises, best first. Raises ConfigError where none fits."""
     measured = [hello.costs for hello in hellos]
     if any(costs.keys() != hellos[0].costs.keys() for costs in measured):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
@@ -151,7 +151,7 @@ def _on_cpus(hellos: Sequence[wire.Hello]) -> bool:
 
 
 def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:
-    """How many ranks can compute at once: the cores of all machines by a rank's threads."""
+    """How many ranks can compute at once: all machines' cores by a rank's threads."""
     machines = [hello.host.machine for hello in hellos]
     cores = [hello.host.cores / machines.count(hello.host.machine) for hello in hellos]  # that each rank can have
     return sum(each / (config.pipeline.threads or max(1, int(each))) if each else 1 for each in cores)

@@ -24,7 +24,7 @@ log = logging.getLogger("ppserve.library")
 
 
 class LocalControlPlane:
-    """Both ends of `engine.control.ControlPlane`. Messages are frozen. A rank that fails says `Failed`."""
+    """Both ends of `engine.control.ControlPlane`. A rank that fails says `Failed`."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()

@@ -82,7 +82,7 @@ class Ledger:
 
     @property
     def wall_s(self) -> float:
-        """Since the pipeline was made, or between two ledgers: the same for every stage."""
+        """Since the pipeline was made, or between two ledgers."""
         return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
@@ -202,7 +202,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return f"<Pipeline {self.model.name!r}, {self.model.numbers}>"
 
     def _running(self) -> Engine:
-        """Raises Draining after `close` and in another process, StagesLost without stages."""
+        """Raises Draining after `close` and in another process, or StagesLost."""
         if os.getpid() != self._pid:
             raise Draining("this pipeline's threads are in another process: make one in each process")
         if not self._end.alive:
@@ -222,7 +222,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Gives torch its threads back. A finalizer may not hold the pipeline, so this is no method."""
+    """Gives torch its threads back. No method: that would hold the pipeline."""
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)
@@ -230,7 +230,7 @@ def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_thre
 
 
 def _as_prompts(given: Any) -> list[Prompt]:
-    """One prompt, or several, as a list. (Token ids are a list of numbers: one prompt.) Raises TypeError."""
+    """A list of one prompt or several. (Token ids are one.) Raises TypeError."""
     try:
         return [read_prompt(given)]
     except TypeError:
@@ -244,7 +244,7 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 
 
 def _parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
-    """The configuration, and how many ranks there are. Raises UsageError, naming the setting."""
+    """The configuration and number of ranks. Raises UsageError, naming the setting."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
     try:

@@ -40,7 +40,7 @@ class Precision:
 
     @property
     def head(self) -> torch.dtype:
-        """The LM head's weights: the model's last and most sensitive layer has at least 8 bits."""
+        """The LM head's weights: the most sensitive layer has at least 8 bits."""
         return torch.int8 if self.weights == INT4 else self.weights
 
 
@@ -99,11 +99,11 @@ class MLPWeights:
     columns: Cut
     """The hidden states, as tensor ranks share them."""
     is_gated: bool = False
-    """`expand` has twice the rank's outputs: those to activate, then what they multiply."""
+    """`expand` gives what is activated, then what it is multiplied with."""
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x)), as `Precision.hidden`."""
+"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x))."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """(R, D) hidden states to float32 logits (R, v) of the rank's ids."""
@@ -121,7 +121,7 @@ class Timing(Protocol):
         """All work of the step has been given to the device."""
 
     def busy_ns(self) -> tuple[int, int]:
-        """When the device began and ended, by the host's monotonic clock. Waits for that work alone."""
+        """When the device began and ended, by the host's clock. Waits for that work."""
 
 
 class HostTiming:
@@ -164,7 +164,7 @@ class Backend(Protocol):
     more_head_rows: tuple[int, ...]
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An embedding, a bias or a norm's weight on the device, rounded as hidden states."""
+        """An embedding, a bias or a norm's weight, rounded as hidden states."""
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         """Packs a checkpoint's weight, which can then be released. bias_N: as `stored`."""
@@ -173,10 +173,10 @@ class Backend(Protocol):
         """The same for the LM head, by `Precision.head`."""
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        """x + proj(attend(qkv(norm(x)))). Queries and keys are turned by position if the model asks for it."""
+        """x + proj(attend(qkv(norm(x)))), with queries and keys turned if the model asks."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        """x + contract(activation(expand(norm(x)))), or with a gate. Raises KeyError for no `ACTIVATIONS`."""
+        """x + contract(activation(expand(norm(x)))), or with a gate. KeyError: its activation."""
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         """linear(norm(x))."""
@@ -187,13 +187,13 @@ class Backend(Protocol):
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> KVCache:
-        """populate: a thread begins to take its memory from the system before blocks are written."""
+        """populate: a thread begins to take its memory from the system."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """The model with usual steps recorded, if this device can. Writes to the cache, for seconds."""
+        """The model with usual steps recorded, if it can. Writes to the cache, for seconds."""
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        """Draws from and scores logits in `StepRows.read_rows`' order. The first tensor rank has the results."""
+        """Draws from and scores logits in `read_rows`' order. The first tensor rank has results."""
 
     def timing(self) -> Timing:
         """A step's computation begins now."""

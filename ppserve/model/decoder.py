@@ -56,7 +56,7 @@ class Block:
 
 
 class LMHead:
-    """Final norm and logits of a tensor rank's vocabulary. Ids that only pad it have none: never drawn."""
+    """Final norm and logits of a tensor rank's vocabulary, without padding ids."""
 
     def __init__(self, read: WeightReader) -> None:
         norm = read.norm("ln_f")
@@ -65,7 +65,7 @@ class LMHead:
 
 
 class Decoder:
-    """A `StageModel`: the layers of `layout`, the embeddings on the first stage, the head on the last."""
+    """A `StageModel` of `layout`'s layers, with the embeddings or the head."""
 
     def __init__(self, read: WeightReader, parts: ModelParts) -> None:
         self.arch = read.arch

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 class Gather(Protocol):
-    """Between a stage's tensor ranks, all of which make the same calls in the same order."""
+    """Between a stage's tensor ranks, which make the same calls in order."""
 
     @property
     def waited_ns(self) -> int:
@@ -108,7 +108,7 @@ class KVCache(Protocol):
 
 
 def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather = ALONE) -> StepInputs:
-    """The step's inputs, for this cache. Needs only the plan, so it can run ahead of the data."""
+    """The step's inputs, from the plan alone: it can run ahead of the data."""
     slices, block_size = plan.slices, cache.block_size
     count = len(slices)
     num_rows_S = np.fromiter((len(s.token_ids) for s in slices), np.int64, count)

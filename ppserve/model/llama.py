@@ -28,7 +28,7 @@ class TokenEmbedding:
 
 
 def _attention(read: WeightReader, layer: int) -> Sublayer:
-    """A tensor rank has some heads of keys and values, with the heads of queries that read them."""
+    """A tensor rank has some heads of keys and values, and the queries that read them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
     norm = read.norm(f"h.{layer}.ln_1")
     heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
@@ -42,7 +42,7 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
 
 
 def _mlp(read: WeightReader, layer: int) -> Sublayer:
-    """contract(activation(gate(x)) * up(x)). A tensor rank has some outputs of each matrix."""
+    """contract(activation(gate(x)) * up(x)), with a tensor rank's outputs."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     norm = read.norm(f"h.{layer}.ln_2")
     inner = layout.cut(arch.inner_width)

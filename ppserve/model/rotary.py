@@ -16,7 +16,7 @@ from ppserve.model.inputs import Ints
 
 _QUARTER_HIGH = float.fromhex("0x1.921fb54p+0")
 _QUARTER_LOW = float.fromhex("0x1.10b4611a62633p-30")
-"""π / 2 in two parts; the first has few bits: its product with a number of quarter turns is exact."""
+"""π / 2 in two parts; the first has few bits, for exact products."""
 
 
 class Turns:
@@ -56,7 +56,7 @@ def cosines_and_sines(angles: NDArray[np.float32]) -> tuple[NDArray[np.float32],
 
 
 def _series(x: NDArray[np.float64], first: int) -> NDArray[np.float64]:
-    """1 - x² / ((f + 1) (f + 2)) + ...: the cosine for f = 0, for 1 the sine over x; of |x| up to π / 4."""
+    """1 - x² / ((f + 1) (f + 2)) + ...: cos x for f = 0, sin x / x for 1; |x| up to π / 4."""
     square, total = x * x, np.ones_like(x)
     for n in range(first + 17, first, -2):
         total = 1 - total * square / (n * (n + 1))

@@ -73,7 +73,7 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 
 def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
-    """Draw from and score logits in `StepRows.read_rows`' order. Only the first tensor rank gets results."""
+    """Draw from and score logits in `read_rows`' order, for the first tensor rank."""
     rows = iter(rows_read(plan))
     drawn = list[Drawn]()
     logprobs = list[TokenLogprobs]()
@@ -96,7 +96,7 @@ def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gathe
 
 
 def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
-    """The id of each row's best score, the lowest of several; None where none is left or finite."""
+    """The lowest id of each row's best score; None where none is left or finite."""
     if not rows:
         return []
     own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, exact in float64
@@ -136,7 +136,7 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probability of one token, and of the `num_top` likeliest (ties: lower id first)."""
+    """Of one token, and of the `num_top` likeliest (ties: lower id first)."""
     normalizer = log_normalizer(logits_V)
     top = most_likely(logits_V, min(num_top, len(logits_V))) if num_top else ()
     alternatives = tuple((int(i), float(logits_V[i]) - normalizer) for i in top)
@@ -144,7 +144,7 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A draw's number in [0, 1): its key hashed by SplitMix64's finalizer (Steele et al., 2014)."""
+    """A draw's number in [0, 1), by SplitMix64's finalizer (Steele et al., 2014)."""
     state = 0
     for part in (seed, index, position):
         state = _mix((state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK)
@@ -158,7 +158,7 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from, with bias, penalties and bans. logits_v: of ids from `first` on."""
+    """The scores to draw from. logits_v: of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (params.logit_bias or params.needs_history or banned):

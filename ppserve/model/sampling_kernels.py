@@ -58,7 +58,7 @@ def _maximum(scores_V, begin, end):
 
 @kernel
 def is_finite(scores_V: Floats) -> bool:
-    """Whether no score is infinite or a NaN: times zero these are NaN, which stays in a sum."""
+    """Whether no score is infinite or a NaN: times zero, these stay in a sum."""
     zero, whole = splat(np.float32(0)), len(scores_V) // 16 * 16
     total = zero
     for i in range(0, whole, 16):
@@ -183,7 +183,7 @@ def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
 
 @kernel
 def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
-    """Draw an id at the point `where`, in [0, 1), of the survivors in id order. -1 without any."""
+    """The survivor, in id order, at `where` in [0, 1). -1 without any."""
     most = _maximum(scores_V, 0, len(scores_V))
     if most == _LEAST:
         return -1

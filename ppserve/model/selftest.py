@@ -34,7 +34,7 @@ _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
 # Of [w, -w], packed for the check alone.
 _MOST_PROBE_OUTPUTS = 4096
 
-# Sequences: the first is shared among threads; a further one fills the largest step.
+# The first sequence is shared among threads; a further one fills a step.
 _LENGTHS = (130, 41, 7)
 # (sequence, first position, rows): a slice of a step.
 _Part = tuple[int, int, int]
@@ -46,7 +46,7 @@ def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
 
 
 def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
-    """What must give every row the numbers of its prompt computed at once and alone: lists of steps."""
+    """Steps that must give each row the numbers of its prompt at once and alone."""
     return {
         "token by token": _in_chunks(1, 1),
         "in chunks of 7": _in_chunks(0, 7),
@@ -82,7 +82,7 @@ def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
 
 
 def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
-    """Whether equal logits give equal tokens and log-probabilities, alone and among others."""
+    """Whether equal logits give equal tokens, alone and among others."""
     vocab_size = stage.arch.vocab_size
     params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
     count = max((len(params), *stage.backend.more_head_rows))
@@ -103,7 +103,7 @@ def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
 def _check_linear(
     stage: Decoder, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
-    """Whether the first rows are the same with more rows after them, and the last with more before."""
+    """Whether rows are the same with more rows after or before them."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
     half = linear.num_inputs // 2
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
@@ -135,7 +135,7 @@ def _hidden(stage: Decoder, num_rows: int, generator: torch.Generator) -> torch.
 
 
 def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) -> str | None:
-    """Whether attention and MLP give prompts equal hidden states in any chunks, beside any others."""
+    """Whether prompts have equal hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
@@ -152,7 +152,7 @@ def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) ->
 def _through_layer(
     stage: Decoder, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
-    """The stage's first two sublayers, step by step, on an own cache: sequence number → all rows."""
+    """The first two sublayers, on an own cache: sequence number → all rows."""
     sublayers = stage.sublayers[:2]
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:

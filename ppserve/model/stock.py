@@ -75,7 +75,7 @@ def _turn(x_Thf: torch.Tensor, turns_Tf: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: torch.Tensor) -> torch.Tensor:
-    """Queries and keys for attention: normed where the model asks for it, and turned."""
+    """Queries and keys, normed where the model asks for it, and turned."""
     own = weights.heads.width
     queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
     heads_shape = len(qkv_TE), -1, turns_Tf.shape[1]
@@ -88,7 +88,7 @@ def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: tor
 
 
 class TorchBackend:
-    """Weights, arithmetic and hidden states in one dtype; keys and values in it or, on request, another."""
+    """Weights, arithmetic and hidden states in one dtype; keys and values may differ."""
 
     more_rows: tuple[int, ...] = ()
     more_head_rows: tuple[int, ...] = ()

@@ -75,7 +75,7 @@ class WeightReader:
         self._itemsize: int = getattr(torch, checkpoint.stored_dtype).itemsize
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """These columns of an embedding. No tensor is larger: its parts are read one by one."""
+        """Columns of an embedding, the largest tensor: its parts are read one by one."""
         num_rows, _ = self._shapes[name]
         dtype = self.backend.precision.hidden
         device = self.backend.device
@@ -92,7 +92,7 @@ class WeightReader:
         return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, self._is_rms)
 
     def linear(self, *outputs: Outputs) -> Linear:
-        """These outputs of one linear layer, or of several with the same inputs in a row."""
+        """Outputs of one linear layer, or of several with the same inputs."""
         name = outputs[0][0]
         biases = [
             self._stored(f"{name}.bias", TensorPart((own,)))

@@ -30,7 +30,7 @@ EXIT_FAILED = 76
 # torchrun's variable: seconds from its SIGTERM to its SIGKILL.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
-# Enough for all connections. Programs that close every possible descriptor stay fast.
+# Enough for all; programs that close every possible descriptor stay fast.
 _OPEN_FILES = 65_536
 
 # Linux's numbers.
@@ -68,7 +68,7 @@ class RankEnvironment:
 
 
 def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
-    """An environment variable's value. Raises LauncherError unless it is a whole number from `least` on."""
+    """A variable's value. Raises LauncherError unless it is a number from `least` on."""
     value = os.environ.get(variable, str(unset))
     if value.isdecimal() and int(value) >= least:
         return int(value)
@@ -76,7 +76,7 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ends this process with the thread that started it. Only on Linux. parent_pid: at once, if it has ended."""
+    """Ends this process with the thread of `parent_pid` that started it. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -85,7 +85,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A child started in the block gets no ending signal until it calls `ignore_signals`."""
+    """A child started in the block gets no signal until it calls `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -113,7 +113,7 @@ def die_with_launcher() -> None:
 
 
 def open_many_files() -> None:
-    """Raises the soft limit of open files: clients must not take a stage's descriptors."""
+    """Raises the soft limit: clients must not take a stage's descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -122,7 +122,7 @@ def open_many_files() -> None:
 
 
 def this_machine() -> str:
-    """Equal for processes that share memory, clock and loopback: name, boot id and network namespace."""
+    """Equal where memory, clock and loopback are: name, boot id, network namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -133,7 +133,7 @@ def this_machine() -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line; entries of `extra` (a request id, a traceparent) become keys."""
+    """One object per line, with the entries of `extra`, such as a request id."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -162,7 +162,7 @@ def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
 
 
 def survive_full_disks() -> None:
-    """Standard output and error drop what cannot be written: a log on a full disk does not end the server."""
+    """Standard output and error drop what a full disk does not take."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))

@@ -20,9 +20,9 @@ from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE,
 from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageProcess
 
-# A stage gives a sign of life every half second; without one for so long it is killed.
+# Without a sign of life, which comes every half second, a stage is killed.
 FROZEN_AFTER_S = 4.0
-# Before it has found the head: a library from a cold disk, or a GPU context, blocks all threads.
+# Before it has found the head: cold disks and GPU contexts block all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
 # In a row without a computed step, however slowly. Two requests that kill their stage (`core.scheduling` isolates
 # these) together with cut links and a killed head stay below it.
@@ -39,7 +39,7 @@ _CHECK_EVERY_S = 0.5
 
 
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The whole life of a rank other than 0; returns its exit code. Raises UsageError."""
+    """The life of a rank other than 0; returns its exit code. Raises UsageError."""
     die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
@@ -54,14 +54,14 @@ Reported = set[str]
 
 
 class RestartPolicy:
-    """How often one rank's stage is replaced. name: of the rank, for people. now_s: monotonic."""
+    """How often a rank's stage is replaced. name: for people. now_s: monotonic."""
 
     def __init__(self, name: str, now_s: float) -> None:
         self._name = name
         self._deaths, self._had_head_s = 0, now_s
 
     def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
-        """A stage process ended with this code. Returns why no other is started, else None."""
+        """A stage process ended. Returns why no other is started, else None."""
         if "connected" in reported or code != EXIT_HEAD_GONE:
             # One that was ready and lost the head counts as serving: it may have had no work.
             would_serve = "served" in reported or ("ready" in reported and code == EXIT_HEAD_GONE)
@@ -143,7 +143,7 @@ class Keeper:
                 self._sleep(_CHECK_EVERY_S)
 
     def _run_stage(self) -> tuple[Reported, int]:
-        """Starts a stage and waits for its end. Returns what it reported, and its exit code."""
+        """Returns what a stage reported until its end, and its exit code."""
         try:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
@@ -160,7 +160,7 @@ class Keeper:
         reported: Reported = set()
         last_sign_s = self._clock()
         while True:
-            # Before listening: after a suspension of this process, signs of life are in the pipe.
+            # Before listening: after a suspension, signs of life are in the pipe.
             now_s = self._clock()
             lines = child.listen(_CHECK_EVERY_S)
             if lines is None:
@@ -185,6 +185,6 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """A rank's exit code: 0 if other replicas may serve, as torchrun ends all ranks when one fails."""
+        """0 if other replicas may serve: torchrun ends all ranks when one fails."""
         pipeline = self._config.pipeline
         return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code

@@ -126,7 +126,7 @@ def _check_private(directory: Path) -> None:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """A proved connection, tried for `within_s`. Raises OSError, and UsageError if secrets differ."""
+    """A proved connection. Raises OSError after `within_s`, UsageError for other secrets."""
     until_s = time.monotonic() + within_s
     while True:
         try:
@@ -155,7 +155,7 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    """A rank's side of the handshake. Raises OSError, WireError; UsageError if no retry helps."""
+    """A rank's side. Raises OSError, WireError; UsageError if no retry helps."""
     reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
     nonce = new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
@@ -186,7 +186,7 @@ def new_nonce() -> bytes:
 
 
 def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """This side's answer to the other's number. challenge: the head's; nonce: the rank's."""
+    """This side's answer to the other's number: the challenge, or the nonce."""
     # Lengths keep the messages of different inputs apart.
     message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
     return hmac.digest(secret, message, "sha256")

@@ -35,7 +35,7 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """The head's address, and this stage's for the others. Raises ConfigError if --interface names none."""
+    """The head's address, and this stage's for others. Raises ConfigError for --interface."""
     if connection.family == socket.AF_UNIX:
         return ONE_HOST
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
@@ -52,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(name: str, known: Interfaces, version: int) -> str:
-    """An address of the interface, of this IP version if there is one. Raises ConfigError."""
+    """An interface's address, of this IP version if possible. Raises ConfigError."""
     found = map(ipaddress.ip_address, known.get(name, ()))
     # A link-local IPv6 address is valid only with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
@@ -81,7 +81,7 @@ def interfaces() -> Interfaces:
 
 
 def listen(address: str) -> socket.socket:
-    """At a Unix socket's path, or HOST:PORT. Raises OSError. Takes over a killed head's path."""
+    """At a path, which is taken over, or HOST:PORT. Raises OSError."""
     if not address.startswith("/"):
         return _listen_to_hosts(address)
     with contextlib.suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small frames leave at once; a connection ends when its host has been silent for 20 s."""
+    """Small frames leave at once; 20 s without the other host end the connection."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,7 +126,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _listen_to_hosts(address: str) -> socket.socket:
-    """On the address of the host's name here; on all if other hosts cannot reach that."""
+    """On the host's own address; on all if other hosts cannot reach that."""
     host, port = _host_and_port(address)
     for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.

@@ -40,7 +40,7 @@ class ForkServer:
         self._prepared = StageProcess(self)
 
     def fork(self) -> StageProcess:
-        """The next stage process; the one before has ended. Raises OSError, and leaves nothing open."""
+        """The next stage process, after the last one's end. Raises OSError."""
         prepared, self._prepared = self._prepared, None
         return prepared or StageProcess(self)
 
@@ -56,7 +56,7 @@ class ForkServer:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # A BLAS that starts threads when it is imported would leave the forked stages without them.
+        # A BLAS that starts threads would leave the forked stages without them.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         command = [*self._command, str(theirs.fileno()), str(os.getpid())]
         with theirs, signals_blocked():
@@ -70,7 +70,7 @@ class ForkServer:
         return ours
 
     def reap_stage(self) -> int:
-        """Waits until the stage's device is free. Returns its exit code, or that of a server that ended."""
+        """Waits until the stage's device is free. Returns its exit code, or the server's."""
         assert self._process is not None
         assert self._requests is not None
         code = b""
@@ -81,7 +81,7 @@ class ForkServer:
         return EXIT_CODE.unpack(code)[0] if code else self.close()
 
     def kill(self) -> None:
-        """SIGKILL; harmless when it has ended. Its stage dies with it. Safe in a signal handler."""
+        """SIGKILL, if it lives, with its stage. Safe in a signal handler."""
         if (process := self._process) is not None:
             process.kill()
 
@@ -124,7 +124,7 @@ class StageProcess:
             self._life.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
-        """Complete lines that arrived, waiting up to `timeout_s` for the first; None when the child has ended."""
+        """Lines that arrived, waiting up to `timeout_s` for the first; None at the end."""
         waiting = select.poll()  # unlike `select`, also for descriptors from 1024 on
         waiting.register(self._life, select.POLLIN)
         if not waiting.poll(1e3 * timeout_s):

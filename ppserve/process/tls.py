@@ -17,7 +17,7 @@ _PIECE = 1 << 16
 
 
 def stage_context(settings: NetworkSettings, *, serves: bool) -> ssl.SSLContext:
-    """serves: for the head, which is connected to. Raises ConfigError for files that cannot be used."""
+    """serves: for the head. Raises ConfigError for files that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -65,7 +65,7 @@ class TlsConnection(socket.socket):
             super().sendall(self._leaving.read())  # where it failed, the head is told why
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. Without a whole record the head gets BlockingIOError, and a stage waits."""
+        """Empty at the end. For a whole record, a stage waits, the head raises BlockingIOError."""
         while received := super().recv(size, flags):
             with self._lock:
                 self._arrived.write(received)
@@ -77,7 +77,7 @@ class TlsConnection(socket.socket):
         return b""
 
     def seal(self, frame: bytes) -> bytes:
-        """The bytes to send now: messages of the handshake and, once that is done, the encrypted frame."""
+        """The bytes to send now: the handshake's and, once that is done, the frame."""
         with self._lock:
             if self._is_open:
                 self._encrypt(frame)

@@ -22,12 +22,12 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
-# By default torchrun forwards SIGHUP as a signal that ends ranks, not one that reloads keys.
+# By default torchrun forwards SIGHUP as a signal that ends ranks.
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def _make_rendezvous(parameters: Any) -> Any:
-    """A `RendezvousHandler` whose store is memory: `--standalone` opens one to the network, for anyone."""
+    """A handler whose store is memory: `--standalone` opens one to the network."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -52,7 +52,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     """Starts this same command once per rank on this host, waits, and returns an exit code. shutdown_timeout_s:
     how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError."""
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
-    # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
+    # Otherwise torchrun sets it and prints a warning; stages choose themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # what is imported stays
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -70,7 +70,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException:
-        # A signal to this process: the ranks got it too and have ended, their streams finished or timed out.
+        # A signal to this process: the ranks got it too and have ended.
         return 0
     return 0
 
@@ -84,7 +84,7 @@ def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _hand_on_signals() -> None:
-    """SIGHUP and SIGUSR1 go to all ranks. A SIGHUP of a closed terminal is SIGTERM, unless under `nohup`."""
+    """Hands on SIGHUP and SIGUSR1. SIGHUP of a closed terminal ends, but for `nohup`."""
     os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

@@ -42,7 +42,7 @@ _CONNECT_WITHIN_S = 60.0
 
 
 def main() -> int:
-    """Forks a stage whenever the keeper asks. Returns in each stage, with its exit code."""
+    """Forks a stage when the keeper asks. Returns in each, with its exit code."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     keeper_pid = int(sys.argv[2])
     die_with_parent(keeper_pid)
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _import(life: int) -> None:
-    """All that a stage needs, which takes seconds. No thread is left: none survives a fork."""
+    """All that a stage needs, for seconds. No thread is left to survive a fork."""
     # The collector need not look at imports, nor write to pages that stages share.
     gc.disable()
     is_done = threading.Event()
@@ -81,7 +81,7 @@ def _import(life: int) -> None:
 
 
 def be_stage(life: int, parent_pid: int) -> int:
-    """The whole life of a stage process, a child of `parent_pid`; returns its exit code."""
+    """A stage process, a child of `parent_pid`; returns its exit code."""
     die_with_parent(parent_pid)
     name_process("ppserve.stage")
     gc.enable()
@@ -118,7 +118,7 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
 
 
 def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, life: int) -> int:
-    """Tells the head of a mistake, or runs the stage until its end; returns the exit code."""
+    """Runs the stage, or tells the head of a mistake; returns the exit code."""
     from ppserve.stage.link import HeadLink
     from ppserve.stage.loop import StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
@@ -160,7 +160,7 @@ def _show_life(life: int, is_done: threading.Event) -> None:
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Exits with `run`'s code, or 1 where it raises. torch's and NCCL's threads could hold up `sys.exit`."""
+    """Exits with `run`'s code, or 1: torch's and NCCL's threads could hold up `sys.exit`."""
     try:
         code = run()
     except Exception:

@@ -26,12 +26,12 @@ from ppserve.process.environment import RankEnvironment
 log = logging.getLogger(__name__)
 
 _CPU_LIMIT_BYTES = 2 << 30
-# The cache's share of what is free: weights are loaded by then, activations are small.
+# The cache's share of what is free once weights are loaded.
 _GPU_SHARE = 0.85
 _ROOT = Path("/")
 
 REFERENCE = "PPSERVE_GPU_REFERENCE"
-"""Set to 1: CPUs compute as GPUs do, by reference operators. Slow; for tests of what is no kernel."""
+"""Set to 1: CPUs compute as GPUs do, slowly. For tests of what is no kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,19 @@ class Compute:
         return "torch's products choose a kernel by the number of rows, and few can be tried (--batch-invariant)"
 
     def occupy(self) -> None:
-        """For the process or thread that is this stage: torch takes over its GPU and threads."""
+        """This process or thread is the stage: torch takes over its GPU and threads."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # In torch's default stream, the steps of stages that share a GPU would wait for each other.
+            # In torch's default stream, stages that share a GPU would wait for each other.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
             # Makes the device's context, which can hold up all threads for seconds.
             torch.zeros(1, device=self.device)
         else:
-            # Our kernels have own threads. Torch's would spin after each operator, on the same cores.
+            # Torch's threads would spin after each operator, on our kernels' cores.
             torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:
-        """Raises torch.AcceleratorError if the device's context is poisoned. Waits for nothing."""
+        """Raises torch.AcceleratorError for a poisoned context. Waits for nothing."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
@@ -113,7 +113,7 @@ class Compute:
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
-    """This stage's device, by its place among `devices_here`, and dtype. Raises ConfigError."""
+    """The device, by its place among `devices_here`, and dtype. Raises ConfigError."""
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
@@ -140,7 +140,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
 
 
 def _own_kv_dtype(config: ServeConfig, dtype: str, stored_dtype: str) -> str:
-    # Beside quantized weights the file's, on all CPUs: float32 would double what a step reads.
+    # Beside quantized weights the file's: float32 would double what a step reads.
     is_quantized = config.model.quantization != "none"
     return "bfloat16" if is_quantized and config.model.dtype == "auto" and stored_dtype == "bfloat16" else dtype
 
@@ -153,7 +153,7 @@ def _options(config: ServeConfig, kv_dtype: str) -> DeviceOptions:
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:
-    """The devices of this host's stages: as asked for, else GPUs in turn, else CPUs. Raises ConfigError."""
+    """This host's devices: as asked for, else GPUs in turn, else CPUs. Raises ConfigError."""
     asked, num_gpus = config.device.devices, torch.cuda.device_count()
     if asked is None:
         num_gpus = 0 if config.model.force_cpu else num_gpus
@@ -176,12 +176,12 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """At most this stage's part of the whole and of what is free: others may load yet."""
+    """At most its part of the whole and of what is free: others may load yet."""
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether a GPU's memory was too small: torch, cuBLAS and Triton share only these words."""
+    """The only words that torch's, cuBLAS's and Triton's errors share."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
@@ -214,7 +214,7 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Cores for this process. Beyond its share, a container's threads are held back."""
+    """Beyond its share of cores, a container's threads are held back."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit

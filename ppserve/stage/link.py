@@ -45,7 +45,7 @@ class Link:
         self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
     def start(self, on_abandon: Callable[[int], None]) -> None:
-        """By the inbox's reader. on_abandon: called with an epoch, in the thread that hears of its end."""
+        """on_abandon: called with an epoch, in the thread that hears of its end."""
         self._on_abandon = on_abandon
 
     def handle_message(self, now_ns: int, message: Any) -> None:
@@ -105,7 +105,7 @@ class HeadLink(Link):
         self._end(code)
 
     def _handle_until_shutdown(self) -> int:
-        """Handles messages; returns the code of the Shutdown, which is the last. Raises OSError, WireError."""
+        """Returns the code of the Shutdown, the last message. Raises OSError, WireError."""
         reader = wire.FrameReader(wire.FromHead)
         while received := self._connection.recv(1 << 16):
             now_ns = time.monotonic_ns()

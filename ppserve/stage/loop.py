@@ -54,7 +54,7 @@ class Epoch:
 
 
 class StageLoop:
-    """The loop that handles the head's messages in order. All but `_end_waits` is in the thread of `run`."""
+    """Handles the head's messages in order. Only `_end_waits` is in another thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, report: Callable[[str], object] = lambda _: None) -> int:
-        """Returns the Shutdown's exit code. report: called with `ready` at each epoch, `served` once."""
+        """Returns the exit code. report: called with `ready` at epochs, `served` once."""
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -126,7 +126,7 @@ class StageLoop:
     # ---- weights ----
 
     def _load(self, assign: wire.Assign) -> None:
-        """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
+        """Reads tensors and says what they weigh. A failure is final: `Failed`."""
         layout, compute = assign.layout, self._found.compute
         try:
             backend = compute.backend()
@@ -164,7 +164,7 @@ class StageLoop:
     # ---- epochs ----
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """Joins the others: `Ready`; else `Broken`, or `Failed` without memory. Returns whether it could."""
+        """`Ready`; else `Broken`, or `Failed` without memory. Returns whether it could."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
@@ -187,7 +187,7 @@ class StageLoop:
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
             of = self._start.config.cache
-            # Memory that the operator has set aside is taken now, other memory as the load grows.
+            # Memory that is set aside is taken now, other memory as the load grows.
             shape = model.arch, model.layout, num_blocks, of.block_size
             cache = model.backend.make_cache(*shape, populate=of.kv_cache_memory is not None)
             model = self._model = model.backend.recorded(model, cache)
@@ -212,17 +212,17 @@ class StageLoop:
             try:
                 epoch.stage.interrupt()
             except RuntimeError as error:
-                # If the stage cannot leave, the head cuts it off: this thread must live to see that.
+                # The head cuts off a stage that cannot leave: this thread must live to see it.
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
-        """Leaves an epoch that the head has given up, unless it broke here and was left before."""
+        """Leaves an epoch that the head has given up, unless it broke here before."""
         if self._epoch is not None and self._epoch.number == number:
             self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """Closes the wires, so that neighbours wake up. Raises TransportError if only a new process helps."""
+        """Closes the wires: neighbours wake up. Raises TransportError if only a new process helps."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
@@ -231,7 +231,7 @@ class StageLoop:
         self._wiring.leave_epoch()
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
-        """A wire or a computation failed: keeps the weights for the next epoch. Raises if the device is lost."""
+        """Keeps the weights for the next epoch. Raises if the device is lost."""
         # Errors do not tell: torch's may only lack memory, Triton's is a RuntimeError.
         self._found.compute.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
@@ -244,7 +244,7 @@ class StageLoop:
     # ---- steps ----
 
     def _expect_plans(self) -> None:
-        """Every known plan: hidden states travel while this stage computes an earlier step."""
+        """Every known plan: hidden states travel during earlier steps."""
         for _, message in self._arrived:
             if (epoch := self._epoch) is None or not isinstance(message, wire.Plan):
                 return
@@ -257,7 +257,7 @@ class StageLoop:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
     def _step(self, plan: StepPlan, sampling: SamplingUpdate, planned_ns: int) -> bool:
-        """One step and its result; whether there is one. Drops plans of epochs that were left."""
+        """One step; whether it has a result. Drops plans of epochs that were left."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
         if plan.is_ahead:

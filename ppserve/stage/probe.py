@@ -57,7 +57,7 @@ class ProbeResult:
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
+    """Opens the checkpoint's headers and chooses the device. Raises UsageError."""
     stored = open_checkpoint(config.model.path)
     compute = choose(config, environment, stored.stored_dtype)
     checkpoint = stored.rounded_to(compute.dtype)
@@ -65,7 +65,7 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
 
 
 def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """`probe`, for a process that is this stage: takes over its device, and measures what the head needs."""
+    """`probe`, and what the head needs measured, on the device that this takes over."""
     found = probe(config, environment)
     found.compute.occupy()
     grid = config.pipeline.grid(environment.world_size)
@@ -76,7 +76,7 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
 ) -> dict[int, PartCosts]:
-    """By number of tensor ranks, if `--parallel` or `--layers` is auto. tensor: which rank this is."""
+    """By number of tensor ranks, for what is auto. tensor: which rank this is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
     # Too many stages for the model: the head says so.
     divisible = 1 < grid.pipeline <= arch.num_layers
@@ -96,7 +96,7 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Seconds of each part in this step, once measured. Of several tensor ranks it waits for none."""
+    """Seconds of each part in this step. Of several tensor ranks it waits for none."""
     path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
@@ -110,7 +110,7 @@ def part_costs(
 
 
 def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path:
-    """One file per machine, model shape, arithmetic, operators, threads and stages here."""
+    """One file per machine, model shape, arithmetic, operators and threads."""
     numbers = compute.dtype, compute.quantization, compute.kv_dtype
     operators = compute.reference, compute.options.batch_invariant, torch.__version__
     machine = compute.name, compute.stages_here, platform.processor()
@@ -149,7 +149,7 @@ def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], 
 
 
 def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
-    """Lone stages with no sublayer, one and two. They share embedding and head, which may not fit twice."""
+    """Lone stages with no sublayer, one and two, which share embedding and head."""
     layout = StageLayout(0, 1, 0, 2, *rank)
     whole = load_stage(checkpoint, layout, compute.backend())
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)

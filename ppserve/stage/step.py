@@ -19,7 +19,7 @@ from ppserve.stage.transport.gather import NoTensorLink, TensorLink
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result. hidden_TD: after its last layer; the last stage sends them nowhere."""
+    """A step's result. hidden_TD: after its last layer, even where none are sent."""
 
     result: StepResult
     hidden_TD: torch.Tensor
@@ -42,14 +42,14 @@ class Stage:
         self._cache = cache
 
     def warm_up(self) -> None:
-        """The transport's; tensor ranks exchange a row, so that no step waits for their first connection."""
+        """Makes all connections: tensor ranks exchange a row."""
         self.transport.warm_up()
         if self.layout.num_tensor > 1:
             own_11 = torch.zeros(1, 1, device=self.model.backend.device)
             self._gather.all(own_11, self.layout.cut(self.layout.num_tensor))
 
     def interrupt(self) -> None:
-        """By another thread: waits for neighbours end with TransportError. `close` is still due."""
+        """By another thread: waits end with TransportError. `close` is still due."""
         self._gather.interrupt()
         self.transport.interrupt()
 
@@ -59,12 +59,12 @@ class Stage:
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Once per plan, in order, before its `step`: it may arrive during another. Raises TransportError."""
+        """Once per plan, in order: it may arrive during another. Raises TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
-        """Receive, compute, hand on. planned_ns: when the plan came. Raises TransportError."""
+        """Receive, compute, hand on. planned_ns: the plan's. Raises TransportError."""
         clock = time.monotonic_ns
         layout = self.layout
         model = self.model
@@ -77,13 +77,13 @@ class Stage:
         hidden_TD = model.forward(inputs, received_TD)
         reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
         timing.computed()
-        # Before the wait for the device: transfers between devices follow the computation there.
+        # Before the wait: transfers between devices follow the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         begun_ns, ended_ns = timing.busy_ns()
         drawn, scored = reading() if reading is not None else ((), ())
         gathered_ns = min(gather.waited_ns - waited_ns, ended_ns - begun_ns)
         if not layout.is_first:
-            # On a device, hidden states arrive after `receive` returns: at the latest when the computation begins.
+            # On a device, hidden states arrive when the computation begins, at the latest.
             received_ns = max(received_ns, begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
         made = bytes_sent, drawn, scored, gathered_ns

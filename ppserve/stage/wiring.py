@@ -38,7 +38,7 @@ class Wiring(Protocol):
     """The maker of a stage's wires, those of one epoch at a time."""
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        """Collective. Raises TransportError or RuntimeError; even then `leave_epoch` is due."""
+        """Collective. Raises TransportError or RuntimeError; `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
         """Releases what the newest wires were made from. May be called twice."""
@@ -87,7 +87,7 @@ class ProcessGroupWiring:
 def open_epoch_store(
     host: str, timeout: timedelta, ports: tuple[int, int] | None = None
 ) -> tuple[dist.TCPStore, int]:
-    """Stage 0: a store on a free port of `host` alone; the port. Raises TransportError if none is free."""
+    """Stage 0: a store on a free port of `host`; the port. Raises TransportError."""
     listener = _listen(host, ports)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -135,7 +135,7 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
 
 
 def _name_interface(address: str) -> None:
-    """gloo and NCCL would take the interface of the host's own name, often the loopback."""
+    """gloo and NCCL would take the host name's interface, often the loopback."""
     name = interface_of(address, interfaces())
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

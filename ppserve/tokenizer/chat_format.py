@@ -38,7 +38,7 @@ class _ChatConfig(msgspec.Struct, frozen=True):
 
 
 def read_chat_format(path: str) -> ChatFormat:
-    """That of the model at `path`, for `load_tokenizer` too. Raises CheckpointError."""
+    """That of the model at `path`. Raises CheckpointError."""
     given = TINY if path == "tiny" else Path(path).expanduser()
     if given.suffix == ".gguf":
         return _of_gguf(given)

@@ -14,7 +14,7 @@ from ppserve.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text added to a stream, possibly empty. matched: the stop string that ended it, if one did."""
+    """Text added to a stream, perhaps none. matched: the stop string that ended it."""
 
     text: str
     matched: str | None = None

@@ -96,7 +96,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def read_vocab_json(path: Path) -> Tokenizer:
-    """`vocab.json`, `merges.txt`, and other files of transformers beside them. Raises CheckpointError."""
+    """`vocab.json`, `merges.txt` and transformers' other files. Raises CheckpointError."""
     vocab = read_json(path, dict[str, TokenId])
     merges_file = path.with_name("merges.txt")
     added_file = path.with_name("added_tokens.json")
@@ -115,7 +115,7 @@ def read_vocab_json(path: Path) -> Tokenizer:
 
 
 def read_tiktoken(path: Path) -> Tokenizer:
-    """tiktoken's own format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
+    """tiktoken's format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
     ranks = _read_ranks(path)
     taken = set(ranks.values())
     unused = next(token_id for token_id in range(len(ranks) + 1) if token_id not in taken)
@@ -141,7 +141,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_llama3(path: Path) -> Tokenizer:
-    """Llama 3's `tokenizer.model`: tiktoken's ranks, then 256 special tokens. Raises CheckpointError."""
+    """Llama 3's: tiktoken's ranks, then 256 special tokens. Raises CheckpointError."""
     if read_start(path, 1) == b"\n":  # a protobuf
         problem = "is of sentencepiece (Llama 2): put its tokenizer.json beside it, or serve a GGUF"
         raise CheckpointError(path, problem)
@@ -152,7 +152,7 @@ def read_llama3(path: Path) -> Tokenizer:
 
 
 def read_llmc_bin(path: Path) -> Tokenizer:
-    """llm.c's `gpt2_tokenizer.bin`: a header, then each token's length and bytes. Raises CheckpointError."""
+    """llm.c's: a header, then each token's length and bytes. Raises CheckpointError."""
     content = read_bytes(path, MAX_FILE_BYTES)
     if len(content) < LLMC_HEADER_BYTES:
         raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
@@ -226,7 +226,7 @@ def _sentencepiece(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.T
 
 
 def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenizer:
-    """GPT-2's own, cached by tiktoken or downloaded. Raises what `get_encoding` raises."""
+    """GPT-2's own, cached or downloaded. Raises what `get_encoding` raises."""
     encoding = get_encoding("gpt2")
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     ranks.pop(END_OF_TEXT.encode(), None)
@@ -249,7 +249,7 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
 def _ranked(
     source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
 ) -> Tokenizer:
-    """Merges by lowest rank, as tiktoken does. Raises CheckpointError for a token that no two make."""
+    """By rank, as tiktoken merges. Raises CheckpointError for a token that no two make."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -274,7 +274,7 @@ def _byte_level(
     pre_tokenizer: pre_tokenizers.PreTokenizer,
     takes_words: bool = False,
 ) -> Tokenizer:
-    """added: by id. takes_words: a word that is a token stays whole. Raises CheckpointError."""
+    """added: by id. takes_words: leaves tokens that are words whole. Raises CheckpointError."""
     # Added tokens keep their ids only if the vocabulary has them.
     ids = vocab | {token.content: token_id for token_id, token in added.items()}
     try:

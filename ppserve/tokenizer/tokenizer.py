@@ -14,16 +14,16 @@ MAX_MISSING_BYTES = 32
 
 
 class Tokenizer:
-    """A byte-level BPE: text to ids and back. Immutable: any number of threads may use it."""
+    """A byte-level BPE: text to ids and back. Immutable, for any threads."""
 
     def __init__(self, source: object, library: tokenizers.Tokenizer) -> None:
-        """source: the file's name, for messages. Raises CheckpointError for another kind."""
+        """source: the file's name, for messages. Raises CheckpointError for other kinds."""
         _check_kind(source, library)
         _encode_plainly(library)
         added = library.get_added_tokens_decoder()
         self.source = source
         self._library = library
-        # Of a text in parts, with special tokens between, some put a space before the first only.
+        # Of a text in parts, some put a space before the first only.
         self._continuing = library
         if "prepend_scheme=first" in repr(library.pre_tokenizer):
             first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
@@ -39,7 +39,7 @@ class Tokenizer:
         """One more than the highest id; 0 where no token is a text."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Ids of plain text, also of `<|endoftext|>`. Raises only ValueError. continues: after a special token."""
+        """Plain text's ids. Raises only ValueError. continues: after a special token."""
         library = self._continuing if continues else self._library
         try:
             return list(library.encode(text, add_special_tokens=False).ids)
@@ -62,7 +62,7 @@ class Tokenizer:
         return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""
+        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special tokens are left out."""
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
@@ -76,7 +76,7 @@ def no_tokenizer() -> Tokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """The character for each byte where GPT-2 spells a token: Latin-1's, else from U+0100 on."""
+    """Each byte's character where GPT-2 spells tokens: Latin-1's, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -92,7 +92,7 @@ def _check_kind(source: object, library: tokenizers.Tokenizer) -> None:
 
 
 def _encode_plainly(library: tokenizers.Tokenizer) -> None:
-    """A text has one encoding, all of it, and what a user types are no special tokens."""
+    """A text has one encoding; what users type are no special tokens."""
     library.model.dropout = None
     library.encode_special_tokens = True
     library.no_truncation()
@@ -102,7 +102,7 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
 
 
 def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
-    """The bytes of each token. Raises CheckpointError unless every byte is a token and no id is given twice."""
+    """Each token's bytes. Raises CheckpointError unless all bytes are tokens, with own ids."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     # SmolLM2 lacks control characters, and bytes that UTF-8 rarely or never has.
     missing = len(byte_of.keys() - vocab.keys())

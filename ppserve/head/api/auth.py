@@ -28,7 +28,7 @@ class ApiKeys:
         self._digests = list(map(_digest, read_keys(self._path)))
 
     def check(self, headers: Mapping[str, Any]) -> None:
-        """Raises Unauthenticated unless they hold a key; the time does not show how much matched."""
+        """Raises Unauthenticated without a key; its time does not show what matched."""
         digest = _digest(bearer_key(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")

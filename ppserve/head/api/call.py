@@ -16,7 +16,7 @@ from ppserve.head.descriptions import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 
-# The engine ends a sequence this long before the deadline, so that the end arrives.
+# The engine ends a sequence so early that its end arrives.
 DEADLINE_MARGIN_S = 0.05
 INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
 
@@ -36,7 +36,7 @@ class Call:
 
     @classmethod
     def begin(cls, headers: Mapping[str, Any], certificate: bytes, host: str, has_keys: bool) -> Call:
-        """A call that begins now, under a name of ours. headers: or metadata. certificate, host: the caller's."""
+        """A call that begins now. headers: or metadata. certificate, host: the caller's."""
         trace = headers.get("traceparent", "")
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",
@@ -53,7 +53,7 @@ class Call:
         return replace(self, deadline_s=deadline_s)
 
     def named(self, request_id: str, field: str = "request_id") -> Call:
-        """Named by its caller, if at all. Raises InvalidRequest for a name unfit for logs and headers."""
+        """Named by its caller, if at all. Raises InvalidRequest for names unfit for logs."""
         if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])
@@ -79,7 +79,7 @@ class Call:
             named = (violation.field.partition("[")[0] or "message" for violation in error.violations)
             trace["fields"] = ", ".join(dict.fromkeys(named))
             where = f" ({trace['fields']})"
-        # Under overload, lines for refusals would be most of the log, and cost as much as refusing.
+        # Under overload, logging refusals would cost as much as refusing.
         level = logging.DEBUG if isinstance(error, Overloaded) else logging.INFO
         log.log(level, "request %s: %s%s", self.request_id, error.reason, where, extra=trace)
         return error

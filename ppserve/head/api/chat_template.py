@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class _Marks:
-    """Marks that tell a template's special tokens from their texts in messages: unguessable numbers."""
+    """Marks, unguessable numbers, for special tokens' texts in messages."""
 
     def __init__(self, special: Collection[str]) -> None:
         texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
@@ -126,7 +126,7 @@ class _Marks:
         self._begun = tuple({text[:length] for text in texts for length in range(1, len(text))})
 
     def put(self, value: Any) -> Any:
-        """A caller's JSON, its texts marked within special tokens and behind their beginnings."""
+        """A caller's JSON, marked within special tokens and behind their beginnings."""
         if isinstance(value, dict):
             return {name: self.put(item) for name, item in value.items()}
         if isinstance(value, list):
@@ -143,7 +143,7 @@ class _Marks:
 
 
 def _until(mark: str, text: str) -> str:
-    """What stands before the last message's end. Raises InvalidRequest where that is not shown."""
+    """What precedes the last message's end. Raises InvalidRequest if that is missing."""
     before, found, after = text.rpartition(mark.rstrip())
     if not found:
         raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])

@@ -22,7 +22,7 @@ from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# So many characters or tokens take milliseconds, for which the event loop may not stand still.
+# So many characters or tokens would hold up the event loop for milliseconds.
 LONG_TEXT = 4096
 
 # How often a restarted replica is asked whether it serves.
@@ -70,7 +70,7 @@ class RequestHandler:
 
     @contextmanager
     def counting_refusals(self, generates: bool = True) -> Iterator[None]:
-        """Counts an error that ends the block as a request's end, if the call generates."""
+        """Counts an error in the block as a request's end, if the call generates."""
         try:
             yield
         except RequestError as error:
@@ -126,7 +126,7 @@ class RequestHandler:
                 self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica; return when it serves again. pauses: even if no other serves. Raises RequestError."""
+        """Restart a replica until it serves again. pauses: even alone. Raises RequestError."""
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
             await asyncio.sleep(_RESTART_CHECK_S)
@@ -150,7 +150,7 @@ class RequestHandler:
         self.serving_changed = asyncio.Event()
 
     async def drain(self, timeout_s: float, *at_once: asyncio.Future[Any]) -> None:
-        """Refuse new requests; after `timeout_s` or at `at_once` running ones end with UNAVAILABLE."""
+        """Refuse new requests; after `timeout_s` or at `at_once` all end: UNAVAILABLE."""
         self._draining = True
         self.set_serving(False)
         idle = asyncio.ensure_future(self._idle.wait())
@@ -177,7 +177,7 @@ class RequestHandler:
         )
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without a tokenizer."""
+        """Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without one."""
         description, template = self.description, self.template
         if not description.has_tokenizer:
             raise InvalidRequest([Violation("", "this model has no tokenizer: send token ids")])

@@ -36,7 +36,7 @@ Fields = Mapping[str, Any]
 """A parsed message: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`, `priority`,
 `resume_index` and `resume_ids`. Absent ones have the proto's default; others are ignored."""
 
-# Names are not unique: one client's call may have several prompts, or resume while the old call is open.
+# Names are not unique: calls may have several prompts, or be resumed while open.
 _serials = count()
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
@@ -96,7 +96,7 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
 
 
 def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription) -> list[int]:
-    """A text's tokens; of several, every second is a special token's. Raises InvalidRequest for `field`."""
+    """A text's tokens; of several, every second is a special one. Raises InvalidRequest."""
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
     try:
@@ -123,7 +123,7 @@ def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> 
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
-    """The same mistakes in another protocol's fields: those of `names`, else `home` and the part after the dot."""
+    """The same mistakes by another protocol's names: of `names`, else in `home`."""
     violations = []
     for violation in error.violations:
         field, bracket, rest = violation.field.partition("[")

@@ -98,7 +98,7 @@ class RequestStream:
         self.news.set()
 
     def pop_deltas(self) -> Iterator[Delta]:
-        """A delta for each sequence that is due. Raises the request's error after the rest."""
+        """A delta for each sequence that is due, then the request's error."""
         for index in list(self._outputs):
             if self._is_due(index):
                 yield self._pop_delta(index)
@@ -141,7 +141,7 @@ class RequestStream:
 
 
 async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share `news`, each with its request's place. Raises the first error last."""
+    """Deltas of requests that share `news`, with their places, then the first error."""
     news = streams[0].news
     while not all(stream.is_complete for stream in streams):
         await news.wait()

@@ -26,7 +26,7 @@ MAX_CPU_S = 5.0
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`: what transformers trains a model to say. Here only its content."""
+    """`{% generation %}`: what transformers trains on. Here only its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -36,7 +36,7 @@ class GenerationBlock(Extension):
 
 
 def parse(source: str) -> None:
-    """Raises ValueError for what is no template. Computes nothing: compiling would fold constants."""
+    """Raises ValueError for what is no template. Compiling would fold constants."""
     try:
         _environment().parse(source)
     except (TemplateError, RecursionError, MemoryError) as error:

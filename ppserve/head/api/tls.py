@@ -14,7 +14,7 @@ class Certificates:
     """What the PEM files hold. New connections get the newest; open ones keep theirs."""
 
     pem: tuple[bytes, bytes, bytes | None]
-    """The key, the certificate's chain, and the clients' authority; without it they need no certificate."""
+    """The key, the certificate's chain, and the authority that clients need, if any."""
     context: ssl.SSLContext
     """All three, for servers that use Python's `ssl`."""
 
@@ -25,7 +25,7 @@ class Certificates:
         self.context.sni_callback = self._show_newest
 
     def read(self) -> None:
-        """Now, or again. Raises ConfigError for those that cannot be used, and then changes nothing."""
+        """Now, or again. Raises ConfigError, and then changes nothing."""
         cert, key, client_ca = self._cert, self._key, self._client_ca
         chain, secret = read_file("--tls-cert", cert), read_file("--tls-key", key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -53,7 +53,7 @@ def _require_clients(context: ssl.SSLContext, authority: Path) -> bytes:
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
-    """None where connections are in the clear. Raises ConfigError for files that cannot be used."""
+    """None without TLS. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None or key is None:
         given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}

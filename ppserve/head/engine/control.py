@@ -25,13 +25,13 @@ from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
-# A stage opens its checkpoint and measures before it connects, so its `Hello` comes at once.
+# A stage measures before it connects, so its `Hello` comes at once.
 _GREETING_TIMEOUT_S = 10.0
-# Connections without a Hello, beyond one for each rank. A further one replaces the oldest.
+# Connections without a Hello beyond one a rank. A further one ends the oldest.
 _MAX_STRANGERS = 16
-# Without a free file descriptor nothing can be accepted, and the listener stays readable.
+# Without a free descriptor nothing is accepted, and the listener stays readable.
 _ACCEPT_AGAIN_NS = 500_000_000
-# Frames are much smaller than a socket's buffer: with so much unsent a stage does not read.
+# Frames are smaller than a socket's buffer: so much unsent is not read.
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
@@ -53,10 +53,10 @@ class Disconnected:
 
 
 class ControlPlane(Protocol):
-    """One connection from each rank to the head, for messages both ways. Its end is an event."""
+    """One connection from each rank to the head, both ways. Its end is an event."""
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        """Waits for messages and for ends of connections. Empty after `timeout_s` or a `wake`."""
+        """Waits for messages and ends of connections, at most `timeout_s` or to a `wake`."""
 
     def wake(self) -> None:
         """Makes a `poll` in progress return. Safe in any thread."""
@@ -65,7 +65,7 @@ class ControlPlane(Protocol):
         """If a rank does not read any more, the next `poll` returns `Disconnected`."""
 
     def drop(self, rank: int, cause: str) -> None:
-        """Ends a rank's connection. Its stage process exits, and its keeper starts another."""
+        """Ends a rank's connection: its stage exits, and its keeper starts another."""
 
     def close(self, goodbye_s: float) -> None:
         """Waits up to `goodbye_s` for ranks that were told to exit; then closes all."""
@@ -233,7 +233,7 @@ class SocketControlPlane:
                 return
 
     def _send_to(self, peer: _Peer, frame: bytes) -> None:
-        """Sends what the socket takes now. An empty frame: only what encryption has to say."""
+        """Sends what the socket takes. An empty frame: only encryption's bytes."""
         if not peer.is_open:
             return
         try:
@@ -287,7 +287,7 @@ class SocketControlPlane:
             self._send_to(peer, wire.encode(wire.Welcome(answer)))
 
     def _admit(self, peer: _Peer, message: Any) -> bool:
-        """Whether the first message after the Welcome is a greeting, of a rank not connected meanwhile."""
+        """Whether the first message is a greeting, of a rank not connected meanwhile."""
         assert peer.rank is not None
         is_stage = isinstance(message, wire.Hello) and message.rank == peer.rank
         if not (is_stage or isinstance(message, wire.Failed)) or peer.rank in self._peers:

@@ -72,7 +72,7 @@ class Engine(threading.Thread):
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """replicas: by number, with one request queue. clock: monotonic, in nanoseconds."""
+        """replicas: by number, of one request queue. clock: monotonic, in ns."""
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()  # when every replica has formed once
         self.failed: Future[UsageError | StagesLost] = Future()  # when none will form again
@@ -99,22 +99,22 @@ class Engine(threading.Thread):
         self._call(lambda: self._streams.add_events(abort(), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """Every replica's state. Raises Draining before the start, after the end, and without an answer."""
+        """Every replica's state. Raises Draining without an engine that answers."""
         try:
             return self._call(lambda: tuple(each.read() for each in self.replicas)).result(_ANSWER_WITHIN_S)
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stages. pauses: even if its streams must wait. The future has the ended epoch."""
+        """Restart a replica's stages. pauses: even alone. The future has the ended epoch."""
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
-        """Whether the replica serves again, in a later epoch than this. May have a RequestError."""
+        """Whether the replica serves again, in a later epoch. May have a RequestError."""
         return self._call(lambda: self._serves_after(replica, epoch))
 
     def drain(self) -> None:
-        """The server is stopping: open streams may finish; a lost stage must come back sooner."""
+        """The server stops: streams may finish; a lost stage must come back sooner."""
         for replica in self.replicas:
             self._call(replica.members.start_draining)
 
@@ -159,7 +159,7 @@ class Engine(threading.Thread):
             self._control.close(_GOODBYE_S)
 
     def turn(self) -> None:
-        """Handles all messages since the last turn, then fills the pipelines. Public for simulations."""
+        """Handles all messages, then fills the pipelines. Public for simulations."""
         received = self._control.poll(_TICK_S if not self._inbox else 0.0)
         woken_ns = self._clock()
         for event in received:
@@ -191,7 +191,7 @@ class Engine(threading.Thread):
             self._control.send((event.rank,), wire.Shutdown())
 
     def _answer_calls(self) -> None:
-        """Makes other threads' calls, or refuses them once it stops: then safe in any thread."""
+        """Makes other threads' calls, or refuses them after its end, in any thread."""
         while self._inbox:
             try:
                 function, future = self._inbox.popleft()
@@ -216,7 +216,7 @@ class Engine(threading.Thread):
             self._end_replica(replica, error)
 
     def _tick(self) -> None:
-        """Checks what no message reports: silent ranks, overdue steps, passed deadlines."""
+        """Checks silent ranks, overdue steps and passed deadlines."""
         for replica in tuple(self._living):
             self._drive(replica, replica.tick)
         if not self.formed.done() and all(replica.scheduler is not None for replica in self.replicas):
@@ -269,7 +269,7 @@ class Engine(threading.Thread):
         return replica.serves and replica.members.epoch > epoch
 
     def _restart_replica(self, number: int, pauses: bool) -> int:
-        """Others compute its requests. Returns the epoch that ends. Raises InvalidRequest."""
+        """Others compute its requests. Returns the ended epoch. Raises InvalidRequest."""
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:

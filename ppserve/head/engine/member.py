@@ -51,7 +51,7 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The head's decisions once every rank has connected: each one's layers, and the transport."""
+    """Each rank's layers and the transport, decided once all have connected."""
 
     layouts: tuple[StageLayout, ...]
     transport: str
@@ -67,7 +67,7 @@ class EpochLost:
 
 
 MemberEvent = StepResult | EpochLost | wire.Ready
-"""A result's stamps are on the head's clock. Ready: of the last rank, so the epoch has begun."""
+"""A result's stamps are on the head's clock. Ready: the last rank's, so all are."""
 
 
 @dataclass(frozen=True, slots=True)

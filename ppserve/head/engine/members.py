@@ -28,15 +28,15 @@ log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
-# A silent stage ends the epoch, but keeps its connection, and so its weights, for longer.
+# A silent stage ends the epoch, but keeps its weights for longer.
 _SILENT_NS = 2_500_000_000
 _CUT_OFF_NS = 10_000_000_000
-# Compiling kernels, reading weights or opening its cache, a stage may be silent for seconds.
+# A stage that compiles or reads may be silent for seconds.
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 # Long enough for a host that restarts. A deadline still ends streams.
 _REJOIN_WITHIN_NS = 600_000_000_000
-# When a keeper dies, torchrun sends all ranks SIGTERM, so the head drains; that rank never returns.
+# When a keeper dies, torchrun stops all ranks, so the head drains; that one never returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # A stage that leaves may have to finish a step, or a wait in gloo that has a timeout. One that was only forming
 # has no step, and gloo's connect cannot be interrupted: restarting the process is faster.
@@ -46,12 +46,12 @@ _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 # stage's connection arrives first. Each failed attempt doubles it: ten outlast a minute without a link.
 _SETTLE_NS = 200_000_000
 _SETTLE_AT_MOST_NS = 20_000_000_000
-# After so many failed attempts in a row all processes are replaced, or the server ends.
+# After so many failed attempts in a row all processes restart, or the server ends.
 _RESTART_EVERY = 3
 _MAX_ATTEMPTS = 10
 # With longer between two ticks the head itself did not run.
 _PAUSE_NS = 1_000_000_000
-# Round trips that align a clock: 10 s of pings, in which clocks drift by less than 1 ms.
+# Round trips of 10 s, in which clocks drift by less than 1 ms.
 _NUM_ROUND_TRIPS = 20
 
 # In these states a stage answers within milliseconds.
@@ -72,7 +72,7 @@ class Members:
         control: ControlPlane,
         replica: int = 0,
     ) -> None:
-        """grid: the world's, with `replica` for members. machine: the head's, whose ranks share its clock."""
+        """grid: the world's, with `replica` for members. machine: the head's, with its clock."""
         self.grid = grid
         self.replica = replica
         self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
@@ -114,7 +114,7 @@ class Members:
     # ---- events ----
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
-        """Handles a rank's message. One that asks for an invalid change of state ends the connection."""
+        """A message that asks for an invalid change of state ends the connection."""
         self._heard_ns[rank] = now_ns
         try:
             return self._handle(self[rank], now_ns, message)
@@ -189,7 +189,7 @@ class Members:
         return None
 
     def head_paused(self, now_ns: int) -> bool:
-        """Whether the head did not run since the last tick, so silence says nothing about ranks."""
+        """Whether the head did not run, so silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
 
     def is_healthy(self, now_ns: int) -> bool:
@@ -202,7 +202,7 @@ class Members:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
-        """within_ns: of this state, then it is cut off. Raises WireError, and then changes nothing."""
+        """within_ns: then it is cut off. Raises WireError, and then changes nothing."""
         self[rank].check_move(state)
         due_ns = now_ns + within_ns if within_ns else 0
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
@@ -246,7 +246,7 @@ class Members:
         self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_if_complete(self, now_ns: int) -> None:
-        """Begins the next epoch when every rank is LOADED, with the first: it opens the store."""
+        """Begins an epoch when all ranks are LOADED, with the first: it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:
@@ -297,7 +297,7 @@ class Members:
         return None
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
-        """rank: as in `EpochLost`. is_error: not a process's death, which its keeper counts."""
+        """rank: as in `EpochLost`. is_error: not a death, which its keeper counts."""
         was_formed, was_forming = self.formed, self._forming
         if not (was_formed or was_forming):
             return None
@@ -316,7 +316,7 @@ class Members:
         return EpochLost(rank) if was_formed else None
 
     def _abandon_epoch(self, within_ns: int, now_ns: int) -> None:
-        """Tells the surviving ranks to leave, and cuts off those that have not left in time."""
+        """Tells the surviving ranks to leave in time, or they are cut off."""
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send((member.rank,), wire.Abandon(self.epoch))

@@ -26,7 +26,7 @@ from ppserve.process.network import LOOPBACK, is_loopback
 
 log = logging.getLogger("ppserve.head")
 
-# On a CPU more rows make a token no cheaper, and with equal chunks stages wait less (docs/performance.md).
+# On CPUs more rows make a token no cheaper; equal chunks wait less (docs/performance.md).
 CPU_CHUNK = 128
 
 
@@ -58,7 +58,7 @@ def _check_agreement(hellos: Sequence[wire.Hello], grid: RankGrid) -> None:
 
 
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
-    """KV blocks: as many as fit every stage and can be used. Raises ConfigError for less than a sequence."""
+    """As many as fit every stage and can be used. Raises ConfigError below a sequence."""
     scheduling = decision.scheduling
     block_size = scheduling.block_size
     context = scheduling.max_model_len
@@ -93,7 +93,7 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
 
 
 def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
-    """By the costs that the ranks measured, for the expected load, or else by parameters."""
+    """By measured costs, for the expected load, or else by parameters."""
     if parts is None:
         return split_by_weight(arch, num_stages)
     split = split_by_cost(parts, arch.num_layers, num_stages)
@@ -137,7 +137,7 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
     one_host = len({hello.host.machine for hello in hellos}) == 1
     own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
-        # shm needs Linux's memfd. Much faster than sockets, it notices a dead neighbour as fast.
+        # shm needs Linux's memfd; it is fast and notices a dead neighbour.
         return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
     if asked == "nccl" and not own_gpus:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
@@ -147,7 +147,7 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
 
 
 def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
-    """What differs first that changes tokens: its flag, and what the other rank has. None if they agree."""
+    """The first difference that changes tokens: its flag, and what the other has."""
     if ours.model.architecture != theirs.model.architecture:
         return "--model", f"another model in {theirs.model.checkpoint}"
     if ours.model.weights != theirs.model.weights:
@@ -160,7 +160,7 @@ def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
 
 
 def what_changed(before: wire.Hello, now: wire.Hello) -> str | None:
-    """What a stage has now that was not decided for; None if it may take its old place."""
+    """What a stage has now that was not decided for; else None."""
     if found := difference(before, now):
         return found[1]
     if (now.device.gpu is None) != (before.device.gpu is None):

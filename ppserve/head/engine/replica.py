@@ -29,13 +29,13 @@ from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
 
-# Losses in a row without a token. A request that kills its stage causes at most four (`PoisonIsolation`).
+# In a row without a token. A request that kills stages causes four (`PoisonIsolation`).
 _MAX_FRUITLESS_LOSSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """A replica at one moment. Tuples are in the order of stages, and of a stage's ranks."""
+    """A replica at one moment. Tuples are by stage, and by a stage's ranks."""
 
     replica: int
     serves: bool  # all its stages are there
@@ -56,7 +56,7 @@ class ReplicaReading:
 
 
 class StepObserver:
-    """Receives replicas' events, and does nothing with them here. In the engine's thread."""
+    """Receives replicas' events in the engine's thread, and does nothing with them."""
 
     def on_step_sent(self, replica: int, step: Step) -> None:
         """A step was sent to all stages."""
@@ -116,7 +116,7 @@ class Replica:
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
     def note_demand(self, exists: bool) -> None:
-        """exists: the server has work, so waiting stages have bubbles; else they are idle."""
+        """exists: the server has work, so waiting stages have bubbles."""
         if exists:
             self._account.demand_began(self._clock())
         else:
@@ -124,7 +124,7 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """All requests wait again, until an epoch has formed. Returns the ids of those in flight."""
+        """All requests wait for the next epoch. Returns the ids of those in flight."""
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:
@@ -152,7 +152,7 @@ class Replica:
         return events
 
     def refill(self, woken_ns: int) -> None:
-        """Sends steps while slots are free and sequences ready. woken_ns: when the turn began."""
+        """Sends steps while slots are free and sequences ready. woken_ns: the turn's begin."""
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
@@ -254,7 +254,7 @@ class Replica:
         return Scheduler(config, blocks, self._costs, self.request_queue)
 
     def lose_epoch(self) -> None:
-        """Steps in flight will not return. Another replica computes the requests, or this one in a later epoch."""
+        """Steps in flight will not return. Requests wait for another replica or epoch."""
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()

@@ -35,7 +35,7 @@ class TokenOutput:
 
 
 Sink = Callable[[Sequence[TokenOutput]], None]
-"""Called with a request's outputs of one turn, where `HandOver` runs; must return at once."""
+"""Gets a request's outputs of one turn, where `HandOver` runs; returns at once."""
 
 
 ReadToken = tuple[FinishReason | None, int | str | None, str]
@@ -79,10 +79,10 @@ class SequenceProgress:
 
 
 class OpenRequest:
-    """A request until all its sequences have ended. Once submitted, it is the engine thread's."""
+    """A request until all its sequences end. Once submitted, the engine thread's."""
 
     def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer, eos_ids: tuple[int, ...] = ()) -> None:
-        """Detokenizes a resumed answer, for milliseconds. Raises InvalidRequest if tokens follow its end."""
+        """Detokenizes a resumed answer. Raises InvalidRequest if tokens follow its end."""
         self.request = request
         self.sink = sink
         self.arrived_s = 0.0
@@ -113,7 +113,7 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """Returns the end, if the caller holds it. busy_s: seconds that each stage has computed."""
+        """Returns the end, if the caller holds it. busy_s: computed by each stage."""
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
@@ -127,7 +127,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """The output for an event. The scheduler does not know a `finish` of STOP_STRING yet."""
+        """The scheduler does not know a `finish` of STOP_STRING yet."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s
@@ -189,7 +189,7 @@ class OpenRequest:
 
 
 OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
-"""Called with the time, and the request updated, when a stream gets a token, an end, or both."""
+"""Called with the time when a stream gets a token, an end, or both."""
 
 HandOver = Callable[[Callable[[], None]], object]
 """Runs a function in the sinks' thread, such as `loop.call_soon_threadsafe`."""

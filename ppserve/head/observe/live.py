@@ -37,12 +37,12 @@ class RecentSpans(StepObserver):
             self._spans[replica * self._num_stages + settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
-        """Every stage's spans, oldest first. Any thread may call: CPython copies a deque atomically."""
+        """Every stage's spans, oldest first. CPython copies a deque atomically."""
         return [list(spans) for spans in self._spans]
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
-    """Of each stage's spans: kind's number, start in µs before now, duration in µs, step or -1."""
+    """By stage: a span's kind, start in µs before now, duration in µs, step or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
     return [[_drawn(each, now_ns) for each in of_stage if each.span.end > oldest_ns] for of_stage in spans]
 
@@ -58,7 +58,7 @@ def read_state(
     load: dict[str, Any],
     spans: list[list[Settled]],
 ) -> dict[str, Any]:
-    """What the page shows now. Durations are seconds; counters run since the start. load: the metrics'."""
+    """What the page shows. Counters run since the start. load: the metrics'."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = [of_stage for reading in readings for of_stage in reading.times]
     of_stages = zip(topology.stages, times, describe_schedule(spans, now_ns), strict=True)

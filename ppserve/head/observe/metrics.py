@@ -64,7 +64,7 @@ ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
 class RequestMetrics:
-    """Requests, by the replica that computed each last; "" for one that none has computed."""
+    """Requests, by the replica that computed each last; "" for none."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:
         counter = partial(Counter, registry=registry)
@@ -199,7 +199,7 @@ class StepMetrics(StepObserver):
 
 
 class Metrics:
-    """All metrics. Written by the engine's thread and the event loop, read by threads that make pages."""
+    """All metrics. Written by the engine and the event loop, read by pages' threads."""
 
     def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -217,7 +217,7 @@ class Metrics:
         self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
 
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
-        """Show the ledger too. stage_times: called at every scrape; all replicas' stages at one moment."""
+        """Show the ledger too. stage_times: called at every scrape, for all replicas."""
         self.registry.register(_LedgerCollector(stage_times))
 
     def page(self) -> Page:
@@ -225,7 +225,7 @@ class Metrics:
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
     def read_load(self) -> dict[str, Any]:
-        """The live page's figures: the load now, and counters and latencies since the start."""
+        """The load now, and counters and latencies since the start."""
         requests, steps = self.requests, self.steps
         return {
             "running": int(_total(steps.running)),
@@ -260,7 +260,7 @@ def _total(metric: Family) -> float:
 
 
 def _latency(histogram: Histogram) -> dict[str, list[float]]:
-    """How many values were at most each bound, over all labels; the last counts all."""
+    """How many values were at most each bound, over all labels."""
     counts: dict[float, int] = {}
     for sample in (sample for family in histogram.collect() for sample in family.samples):
         if sample.name.endswith("_bucket"):

@@ -108,7 +108,7 @@ class Trace(StepObserver):
         self._write([drawn, *self._arrows(arrow, stage, f"{replica}.{plan.step_id}", *ends_ns)])
 
     def _arrows(self, arrow: Event, stage: int, step_id: str, begun_ns: int, ended_ns: int) -> Iterator[Event]:
-        """An arrow joins the steps around its two ends; its id names the step and the sender."""
+        """Between the steps around its ends; the id names the step and the sender."""
         if stage < self._num_stages - 1:
             yield {"ph": "s", **arrow, "id": f"{step_id}.{stage}", **_at(ended_ns)}
         if stage > 0:

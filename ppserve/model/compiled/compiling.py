@@ -51,14 +51,14 @@ class SharedCache(FunctionCache):
         return found
 
     def _look(self, sig, target_context):
-        """The kernel, None if it is not in the cache; and what a damaged cache raised, else None."""
+        """The kernel, or None; and what a damaged cache raised, else None."""
         try:
             return super().load_overload(sig, target_context), None
         except Exception as damage:  # what unpickling raises can be anything
             return None, damage
 
     def _acquire(self):
-        """Wait until no other process compiles this kernel. Without files or locks, several may compile it."""
+        """Wait until no other process compiles this kernel, where locks work."""
         try:
             self._impl.locator.ensure_cache_path()
             # A process that ends, however, gives its lock back.
@@ -104,7 +104,7 @@ class SharedCache(FunctionCache):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """A part's code. numba would compile it in every function on the way to a kernel; this does once."""
+    """A part's code, compiled in each kernel, not in every function on the way."""
 
     def _optimize_functions(self, module):
         pass

@@ -62,7 +62,7 @@ def _is_private(path: Path) -> bool:
     status, parent = path.stat(), path.parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
-    # The parent's owner, and without the sticky bit all who may write there, can replace the directory.
+    # The owner, and without the sticky bit all who may write, can replace the directory.
     safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
     return parent.st_uid in (0, os.getuid()) and bool(safe)
 
@@ -92,13 +92,13 @@ def check_numba(version: str = numba.__version__) -> None:
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compile an entry point: cached, without the GIL and without fast-math, which would change bits."""
+    """Compile an entry point: cached, without the GIL, and without fast-math."""
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
 
 
 def inlined(function: Kernel) -> Kernel:
-    """Compile a part of kernels, into the cache of those that call it; Python cannot call it."""
+    """Compile a part of kernels, into their caches; Python cannot call it."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Kernel, numba.njit(error_model="numpy", pipeline_class=PartCompiler, **options)(function))

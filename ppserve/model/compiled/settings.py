@@ -38,7 +38,7 @@ _readable: set[str] = set()
 
 
 def setting(record: type) -> type:
-    """Let kernels take instances of this dataclass and read its numeric fields and properties."""
+    """Let kernels take instances of this dataclass and read its numbers."""
     typeof_impl.register(record)(lambda value, context: KindType(value))
     properties = {name for name, value in vars(record).items() if isinstance(value, property)}
     for name in ({field.name for field in fields(record)} | properties) - _readable:

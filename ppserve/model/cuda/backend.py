@@ -27,7 +27,7 @@ from ppserve.model.inputs import KVCache, StepInputs
 from ppserve.model.stock import PlainLinear, TorchBackend
 
 READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
-# Per row and id to draw from: logits, kept and recorded, weights, sums in float64, and the order of ranked ids.
+# Per row and id to draw from: logits, twice, weights, float64 sums and ranked ids.
 _LOGITS_BYTES = 96
 
 
@@ -89,7 +89,7 @@ class CudaBackend(TorchBackend):
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        # Recorded work cannot wait for other ranks, whose connections are new in every epoch.
+        # Recorded work cannot wait for other ranks.
         if not self.options.graphs or model.layout.num_tensor > 1:
             return model
         assert isinstance(model, Decoder)
@@ -129,7 +129,7 @@ def _own_operators(device: torch.device) -> Operators:
 
 
 def launch_once(operators: Operators, device: torch.device) -> None:
-    """Raises ConfigError where Triton, whose first launch compiles C, cannot launch anything."""
+    """Raises ConfigError where Triton, which compiles C, cannot launch anything."""
     try:
         operators.running_sums(torch.zeros(1, 1, device=device))
     except (torch.AcceleratorError, torch.OutOfMemoryError):

@@ -43,7 +43,7 @@ class DeviceInputs(AttendInputs):
 
 
 class DeviceCache:
-    """A `KVCache`. A recorded step finds its arrays at one address: the buffer of its number of rows."""
+    """A `KVCache`. A recorded step's arrays are in the buffer of its number of rows."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """Pads steps of one row per slice to these ascending sizes. Returns padding at each one's addresses."""
+        """Pads single-row steps to these ascending sizes. Returns padding of each."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
@@ -129,7 +129,7 @@ class DeviceCache:
 
 
 def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray[Any]]:
-    """All int32 but the turns. Block tables come last: their size differs between steps."""
+    """All int32 but the turns. Block tables, whose size differs, come last."""
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
         "positions": rows.positions_T.astype(np.int32),
@@ -142,7 +142,7 @@ def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """A step of one row per slice, padded to this number of rows, which write nothing."""
+    """A step of single rows, padded to this number, which write nothing."""
     return replace(
         rows,
         token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
@@ -174,7 +174,7 @@ def _extended(numbers: Ints, count: int, filler: int) -> Ints:
 
 
 def _tiles(rows: StepRows) -> Ints:
-    """Rows by up to ROWS_PER_TILE of a slice: (first row, number, its position, begin of its table)."""
+    """Up to ROWS_PER_TILE rows of a slice: (first row, number, position, table's begin)."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice

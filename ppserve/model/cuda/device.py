@@ -28,7 +28,7 @@ class Mark(Protocol):
 
 
 class Accelerator:
-    """The CPU in a GPU's place: does at once what a GPU does later. `CudaDevice` overrides all of it."""
+    """The CPU in a GPU's place, at once. `CudaDevice` overrides all of it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class Accelerator:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies without a wait. Leave the host's side alone until a later mark is reached."""
+        """Copies without a wait. Leave the host's side alone until a later mark."""
         to.copy_(source)
 
     def mark(self) -> Mark:
@@ -59,13 +59,13 @@ class Accelerator:
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records work, which must use the same memory every time. Calls the function several times."""
+        """Records work, which uses the same memory every time, by several calls."""
         work()
         return work
 
 
 _RECORDING = threading.Lock()
-"""torch's bookkeeping of a recorded graph (random state, garbage collection) is the process's."""
+"""torch's bookkeeping of a recorded graph is the process's."""
 
 
 class CudaDevice(Accelerator):
@@ -170,7 +170,7 @@ class Staging:
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
 
     def copy(self, arrays: Arrays, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Copies arrays at once; the tensors are flat. In one buffer, equal sizes have equal addresses."""
+        """Copies arrays at once, flat. In one buffer, equal sizes have equal addresses."""
         num_bytes = packed_bytes(arrays)
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
@@ -207,7 +207,7 @@ class Readback:
         self._host = device.host_buffer(1 << 12)
 
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
-        """Starts the copy of a plan's columns; None without rows. Call the reading before the next is made."""
+        """Starts the copy of a plan's columns. Call it before the next is made."""
         if columns_RC is None:
             return lambda: ((), ())
         if len(self._host) < columns_RC.nbytes:

@@ -22,7 +22,7 @@ def _float32(*numbers: float) -> list[float]:
     return [float(np.float32(number)) for number in numbers]
 
 
-# e**x by `compiled.lanes.exp`'s float32 numbers, so that weights have the same bits: see there.
+# `compiled.lanes.exp`'s float32 numbers, for weights of the same bits.
 EXP_LEAST, EXP_MOST, EXP_ROUND, EXP_LOG2_E = _float32(-87.3, 88.3, 1.5 * 2**23, 1.4426950408889634)
 EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375, 2.12194440e-4)
 EXP_POLYNOMIAL = _float32(1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -48,7 +48,7 @@ class Operators:
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
-        """Keeps the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
+        """slots_T: block * block size + offset, int32; -1 for none."""
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
         is_kept_T = slots_T >= 0
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
@@ -57,7 +57,7 @@ class Operators:
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
-        """(T, c): each row's mix of values up to its position. Several queries' heads may share a keys' head."""
+        """(T, c): each row's mix of values up to its position."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows = len(queries_THd)
         block_size = keys_BpHd.shape[1]
@@ -73,7 +73,7 @@ class Operators:
         entries_nP = torch.where(is_seen_nP, begin_n1 + position_P // block_size, 0)
         slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
         slots_nP = torch.where(is_seen_nP, slots_nP, 0)
-        # What stands behind a sequence is another's and may be no number: times zero it would stay none.
+        # Another sequence's values may be no numbers: times zero they would stay none.
         kept_nPHd = (
             torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
@@ -95,7 +95,7 @@ class Operators:
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-        """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it."""
+        """Float32 exp((score - most) / temperature), by `compiled.lanes.exp`."""
         x_RV = (scores_RV - most_R[:, None]) / temperature_R[:, None]
         inside_RV = x_RV.clamp(EXP_LEAST, EXP_MOST)
         shifted_RV = _multiply_add(inside_RV, EXP_LOG2_E, EXP_ROUND)
@@ -109,7 +109,7 @@ class Operators:
         return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Float64 sums of float32 weights. On a GPU torch's own depend on the number of rows, and chance."""
+        """Float64 sums. torch's own depend on the number of rows, and chance."""
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 
@@ -122,6 +122,6 @@ def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c of float32 numbers, nearly always rounded once: their product is exact in float64."""
+    """a * b + c, nearly always rounded once: their product is exact in float64."""
     b, c = (number.double() if isinstance(number, torch.Tensor) else number for number in (b, c))
     return (a.double() * b + c).float()

@@ -51,7 +51,7 @@ def read_rows(
 
 
 def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
-    """Draws and scores, from the columns of `read_rows` or `draw_plain`; rows as in `StepRows.read_rows`."""
+    """Draws and scores from the columns of `read_rows` or `draw_plain`."""
     lines = iter(columns_RC.tolist())
     drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(
@@ -99,7 +99,7 @@ def _draw(
 def _survivors(
     operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: DeviceArrays
 ) -> torch.Tensor:
-    """(R, V) bool: what top_k, top_p and min_p leave. Ranks are by score, greatest first, then by id."""
+    """(R, V) bool: what top_k, top_p and min_p leave. Equal scores rank by id."""
     vocabulary = scores_RV.shape[1]
     ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
     least_R1 = ranked_RV.gather(1, arrays["top_k"].long().clamp(max=vocabulary)[:, None] - 1)

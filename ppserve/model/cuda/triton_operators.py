@@ -15,9 +15,9 @@ import triton.language as tl
 from ppserve.model.cuda import operators as of
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
-# Of attention: keys at a time, from position 0 on, whatever the block size; of wide heads, fewer.
+# Of attention: keys at a time, from position 0 on; of wide heads, fewer.
 _KEYS_PER_TILE = 64
-# A tile's keys, as many values and the rows fit the 64 KiB of compute capability 7.5.
+# Keys, values and rows of a tile fit the 64 KiB of compute capability 7.5.
 _KEYS_BYTES = 16 << 10
 # Of a product: rows, outputs and inputs of one program at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
@@ -88,9 +88,9 @@ def keys_per_tile(key_bytes: int) -> int:
 
 @triton.jit
 def _dot(left, right):
-    """The product of two tiles: float32 ones in full float32, others on tensor cores."""
+    """The product of two tiles: float32 in full, others on tensor cores."""
     if INTERPRETED:
-        # numpy's product depends on a row's place within the tile, and multiplies bfloat16's bits.
+        # numpy's product depends on a row's place, and multiplies bfloat16's bits.
         return tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
     return tl.dot(left, right, input_precision="ieee")
 
@@ -114,7 +114,7 @@ def _attend(
     HEADS: tl.constexpr, READERS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, one head: keys from position 0 to the tile's last, so many at a time."""
+    """A tile of rows, a head: keys from 0 to the tile's last, so many at a time."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     start, begin = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
@@ -158,7 +158,7 @@ def _product(
     x, weight, bias, y, num_rows, num_inputs, num_outputs,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y = x Wᵀ + b: a float32 sum over inputs in their order, rounded once."""
+    """A tile of y = x Wᵀ + b: a float32 sum in the inputs' order, rounded once."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row, is_output = row < num_rows, output < num_outputs
@@ -202,7 +202,7 @@ def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
         weight = tl.load(weights + row * vocabulary + number, mask=inside, other=0.0).to(tl.float64)
         own = reached + tl.cumsum(weight, 0)
         tl.store(sums + row * vocabulary + number, own, mask=inside)
-        # The last sum itself: computed anew it could round down, and the next interval would overlap.
+        # Computed anew it could round down, and the next interval would overlap.
         reached = tl.max(own, 0)
 
 
@@ -225,5 +225,5 @@ def _exp(x):
 
 @triton.jit
 def _multiply_add(a, b, c):
-    """a * b + c of float32 numbers, nearly always rounded once: their product is exact in float64."""
+    """a * b + c, nearly always rounded once: their product is exact in float64."""
     return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)

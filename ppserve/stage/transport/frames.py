@@ -10,7 +10,7 @@ import torch
 
 from ppserve.core.plan import StepPlan
 
-# Well above the scheduler's own steps: a chunk of 512 tokens and a decode per sequence.
+# Well above the scheduler's steps: 512 prompt tokens and the decodes.
 MAX_ROWS = 8192
 
 
@@ -39,7 +39,7 @@ class Frames:
         )
 
     def check(self, plan: StepPlan, hidden_TD: torch.Tensor | None = None) -> int:
-        """Rows of a step's frame. One that does not fit the plan or the buffers is our defect."""
+        """Rows of a step's frame. One that does not fit is our defect."""
         rows = plan.num_tokens
         assert 1 <= rows <= self.max_rows, f"step {plan.step_id}: {rows} rows; buffers hold {self.max_rows}"
         if hidden_TD is not None:
@@ -52,7 +52,7 @@ class Frames:
 
 
 class ReceiveOrder:
-    """Steps are received in the order in which they were posted, once: anything else is our defect."""
+    """Steps are received in the order of posting, once, or it is our defect."""
 
     def __init__(self) -> None:
         self._posted: deque[int] = deque()
@@ -74,7 +74,7 @@ class Transport(Protocol):
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepares for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
+        """In plans' order. As many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """The hidden states (T, D) of this step, which was posted, once they are there.
@@ -90,10 +90,10 @@ class Transport(Protocol):
         """
 
     def warm_up(self) -> None:
-        """Send a row over every link, so that connections exist before the first step. Collective."""
+        """Send a row over every link, so that connections exist. Collective."""
 
     def interrupt(self) -> None:
-        """By another thread: present and later waits end with TransportError. `close` is still due."""
+        """By another thread: all waits end with TransportError. `close` is still due."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""

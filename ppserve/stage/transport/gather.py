@@ -39,7 +39,7 @@ class TensorLink(Gather, Protocol):
     """A stage's gather for one epoch. After a TransportError only `close` is of use."""
 
     def interrupt(self) -> None:
-        """By another thread: present and later waits end with TransportError. `close` is still due."""
+        """By another thread: all waits end with TransportError. `close` is still due."""
 
     def close(self) -> None:
         """Ends the other ranks' waits. May be called twice."""
@@ -85,7 +85,7 @@ class GroupGather(GroupUser):
 
 
 def create_gather(name: str) -> TensorLink:
-    """The gather for `shm`, `gloo` or `nccl` in `get_tp_group()`. Collective. Raises TransportError."""
+    """For `shm`, `gloo` or `nccl` in `get_tp_group()`. Collective. Raises TransportError."""
     group = parallel_state.get_tp_group()
     if name == "shm":
         return _shm_gather(group)

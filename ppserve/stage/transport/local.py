@@ -43,7 +43,7 @@ class _Frame:
 _Queue = SimpleQueue[_Frame | None]
 """None: the other end is closed."""
 Ends = tuple[_Queue | None, _Queue | None]
-"""One stage's: frames from the previous stage (None for the first), and to the next (None for the last)."""
+"""Frames from the previous stage (None for the first), to the next (None for the last)."""
 
 
 def make_ends(num_stages: int) -> tuple[Ends, ...]:
@@ -53,7 +53,7 @@ def make_ends(num_stages: int) -> tuple[Ends, ...]:
 
 
 class LocalTransport:
-    """One stage's links to its neighbours in this process. `frames` may differ in device."""
+    """One stage's links within this process. `frames` may differ in device."""
 
     def __init__(self, frames: Frames, ends: Ends) -> None:
         self._frames = frames

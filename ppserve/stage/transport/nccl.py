@@ -29,21 +29,21 @@ _ABORT_WITHIN_S = 30.0
 
 
 class AbortedPassage(Passage):
-    """Waits are ended by aborting the group, once, and it is never destroyed before that has ended."""
+    """Waits end with an abort of the group, which is destroyed only after it."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()
         self._aborting: threading.Thread | None = None
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        # In a thread of its own: some versions of NCCL block, and the caller may read the head's messages.
+        # In a thread of its own: some NCCLs block, and the caller reads messages.
         with self._once:
             if self._aborting is None:
                 self._aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
                 self._aborting.start()
 
     def close(self, group: dist.ProcessGroup, within_s: float = _ABORT_WITHIN_S) -> None:
-        """Raises TransportError where the abort does not end: only a new process is rid of the group."""
+        """Raises TransportError where the abort does not end: only a restart helps."""
         # Destroying a group that was not aborted waits for its kernels, and a posted receive may never end.
         # Destroying one that is being aborted blocks or crashes.
         self.interrupt(group)
@@ -54,7 +54,7 @@ class AbortedPassage(Passage):
 
 
 class StreamPassage(AbortedPassage):
-    """Frames stay on the GPU; compute stream and transfer stream take turns with each buffer."""
+    """Frames stay on the GPU; compute and transfer streams take turns with buffers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class Passage:
-    """The way of tensors from the stage to the backend and back. Both use host memory here: nothing to do."""
+    """How tensors get to the backend and back. Here both use host memory."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
         """A receive buffer (max_rows, D) where the backend can write."""
@@ -51,11 +51,11 @@ class Passage:
         """By another thread: ends the group's work, where a neighbour's end does not."""
 
     def close(self, group: dist.ProcessGroup) -> None:
-        """Ends what must end before the group is destroyed, which is next. May be called twice."""
+        """Called before the group is destroyed. May be called twice."""
 
 
 class PinnedPassage(Passage):
-    """From a GPU over gloo: frames pass through pinned host memory, and every copy is waited for."""
+    """From a GPU over gloo: frames pass through pinned memory, by awaited copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class PinnedPassage(Passage):
 
 
 class GroupUser:
-    """An object that exchanges tensors in a group of `torch.distributed`, until it is interrupted or closed."""
+    """An exchange of tensors in a group of `torch.distributed`, until closed."""
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class GroupUser:
         self._closed = False
 
     def interrupt(self) -> None:
-        # In this order: an aborted wait may return as if all were well, and then finds it closed.
+        # In this order: an aborted wait may return as if all were well.
         self._closed = True
         self._passage.interrupt(self._group.process_group)
 
@@ -95,7 +95,7 @@ class GroupUser:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """The backend's error is a TransportError, unless the device is lost to this process."""
+        """The backend's error is a TransportError, unless the device is lost."""
         self._check_open()
         try:
             yield

@@ -98,7 +98,7 @@ class _Incoming:
         self._arrived = 0
 
     def receive(self, rows: int) -> torch.Tensor:
-        """The next frame, in the shared memory; after `give_back` the sender overwrites it."""
+        """The next frame; after `give_back` the sender overwrites it."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1
@@ -109,7 +109,7 @@ class _Incoming:
 
 
 class SharedMemoryTransport:
-    """A `Transport` between the processes of one host. Making it connects the neighbours: collective."""
+    """A `Transport` between processes of one host. Its making is collective."""
 
     def __init__(self, frames: Frames, group: ParallelGroup) -> None:
         self._frames = frames
@@ -164,7 +164,7 @@ class SharedMemoryTransport:
                 end.connection.close()
 
     def _connect(self, group: ParallelGroup) -> None:
-        """Names travel from stage to stage, then every stage connects to the one before."""
+        """Names travel from stage to stage, then every stage connects."""
         with contextlib.ExitStack() as opened:
             listener = None
             if group.next_rank is not None:
@@ -220,7 +220,7 @@ def dial(name: torch.Tensor) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection, of a process of this user: every user of the host can list abstract names."""
+    """The next connection of this user: all users can list abstract names."""
     while True:
         connection, _ = listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -242,6 +242,6 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wakes a waiting thread, as close() would not; its owner closes the descriptor."""
+    """Wakes a waiting thread, as close() would not; its owner closes it."""
     with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
         connection.shutdown(socket.SHUT_RDWR)

@@ -40,7 +40,7 @@ LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.",
 
 
 class Service(Protocol):
-    """Methods as in its proto: each takes a message and its call, and returns or yields messages."""
+    """Methods as in its proto, of a message and its call."""
 
     descriptor: ServiceDescriptor
 

@@ -102,7 +102,7 @@ def _stage_message(stage: StageDescription) -> pb.Stage:
 
 
 def _copied(kind: type[M], record: Any, **others: Any) -> M:
-    """A message with `others` and the fields that `record` has too. The proto writes units out."""
+    """`others` and the record's fields that the message has, with units written out."""
     named = {re.sub("_s$", "_seconds", field.name): getattr(record, field.name) for field in fields(record)}
     known = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in named.items() if name in known} | others)

@@ -19,7 +19,7 @@ from ppserve.head.api.tls import Certificates
 from ppserve.head.descriptions import Limits
 from ppserve.head.listener import address_text, bound
 
-# gRPC refuses more calls at once, streams and health checks included: RESOURCE_EXHAUSTED.
+# Beyond so many calls gRPC answers RESOURCE_EXHAUSTED.
 MAX_CALLS = 4096
 # After the drain, for the last statuses.
 CLOSING_S = 1.0
@@ -34,7 +34,7 @@ class GrpcServer:
     def __init__(
         self, request_handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
     ) -> None:
-        """others: other protocols' services on the same port. Call inside the event loop."""
+        """others: services on the same port. Call inside the event loop."""
         self.request_handler, self.tls = request_handler, tls
         keys = request_handler.keys
         self._server = aio.server(
@@ -114,7 +114,7 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_allowed_incoming_connections", min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)),
         # A client opens another connection with its next call.
         ("grpc.max_connection_idle_ms", 300_000),
-        # Find dead connections, and permit idle clients' pings: the defaults answer GOAWAY.
+        # Find dead connections, and permit idle clients' pings.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -50,7 +50,7 @@ class Answers:
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        """All sequences as one answer. deltas: one for each, in order, with its prompt's place."""
+        """All sequences as one answer. deltas: one for each, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
@@ -96,7 +96,7 @@ class PromptProgress:
         """The prompt's, where their scores are asked for."""
 
     def choice(self, delta: Delta) -> Json:
-        """The fields that completions and chats share. Call it once for each delta, in order."""
+        """The fields that completions and chats share. Once for each delta, in order."""
         self.newest[delta.index] = delta
         self.prompt_tokens = delta.prompt_tokens or self.prompt_tokens
         reason, matched = delta.last.finish, delta.last.matched
@@ -176,7 +176,7 @@ class LogprobWriter:
 
 
 def token_name(content: bytes) -> str:
-    r"""A token as text; incomplete characters as `bytes:\xe2\x80`, as OpenAI has it, so that names differ."""
+    r"""A token as text; incomplete characters as `bytes:\xe2\x80`, OpenAI's way."""
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -33,7 +33,7 @@ class Body(msgspec.Struct, kw_only=True):
     """A JSON object. A field that is null is absent."""
 
     unserved: ClassVar[Mapping[str, object]] = {}
-    """Fields that are refused, with the value that asks for nothing; None: false or empty."""
+    """Refused fields, with the value that asks for nothing; None: false or empty."""
 
     model: str | None = None
 
@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What completions and chats share. Attributes are named as in the proto, where it has them."""
+    """What completions and chats share, named as in the proto where that has it."""
 
     unserved: ClassVar[Mapping[str, object]] = {
         **dict.fromkeys(
@@ -122,7 +122,7 @@ class GenerationBody(Body, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """From the proto's names to the body's, where those are not the part after the dot."""
+        """The body's names, where they are not the part after the proto's dot."""
         return {
             "token_ids.ids": "prompt",
             "output.prompt_logprobs": "logprobs",
@@ -162,7 +162,7 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Raises InvalidRequest, and HttpError for too long a body or a model that is not served."""
+    """Raises InvalidRequest, and HttpError for too long a body or another model."""
     content = bytearray()
     async for part in request.stream():
         content += part
@@ -188,7 +188,7 @@ def parse_body(content: bytearray, kind: type[B]) -> B:
 
 
 def check_model(name: str | None, handler: RequestHandler) -> None:
-    """Raises HttpError for a model that is not served. No name means the served one."""
+    """Raises HttpError for another model. No name means the served one."""
     served = handler.description.name
     if name is not None and name != served:
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")

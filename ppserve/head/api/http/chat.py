@@ -143,7 +143,7 @@ class ChatAnswers(Answers):
         return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
-        """As vLLM: the prompt's tokens are on whole answers, and on a stream's first event."""
+        """As vLLM: whole answers and a stream's first event have the prompt's tokens."""
         if self._is_first and self._prompts[0].has_ids:
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         self._is_first = False

@@ -66,7 +66,7 @@ async def _open_streams(
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """What `answer` returns. Raises ClientDisconnect when the caller, whose body was read, hangs up."""
+    """What `answer` returns. Raises ClientDisconnect when the caller hangs up."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":

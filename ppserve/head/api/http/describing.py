@@ -52,7 +52,7 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. Special tokens' texts are those tokens, as evaluation harnesses expect."""
+    """POST /tokenize. Special tokens' texts are those tokens, for evaluation harnesses."""
     body = await read_body(request, TokenizeBody, handler)
     longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
     special = "|".join(map(re.escape, longest_first)) or "(?!)"

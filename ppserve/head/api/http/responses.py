@@ -75,7 +75,7 @@ def error_response(error: RequestError) -> Response:
 
 
 def error_json(error: RequestError) -> bytes:
-    """The error for programs: `code` is our `reason` in lower case, and does not change."""
+    """For programs: `code` is our `reason` in lower case, and does not change."""
     status, param = status_of(error), getattr(error, "param", "")
     if isinstance(error, InvalidRequest):
         param = error.violations[0].field

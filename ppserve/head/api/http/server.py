@@ -78,7 +78,7 @@ class HttpServer(Listener):
     # ---- around every path ----
 
     async def _missing(self, request: Request, error: Exception) -> Response:
-        """For an unknown path or method. Callers without a key do not learn which exist."""
+        """For unknown paths and methods, which need a key like others."""
         assert isinstance(error, HTTPException)
         reason = error.detail.upper().replace(" ", "_")
         message = f"{error.detail.lower()} on this server"

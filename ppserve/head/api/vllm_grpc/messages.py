@@ -28,7 +28,7 @@ NAMES = {
 
 
 def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
-    """The message's fields by our proto's names, and its prompt. Raises InvalidRequest for unserved ones."""
+    """The fields by our names, and the prompt. Raises InvalidRequest for unserved ones."""
     kind, params = message.WhichOneof("input"), message.sampling_params
     missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
     refuse(_unserved(message, ""), _unserved(params, "sampling_params."), missing)
@@ -47,7 +47,7 @@ def _unserved(message: Message, home: str) -> Iterator[Violation]:
 
 
 class SequenceMessages:
-    """One request's messages: chunks if it streams, and each sequence's end with all of it."""
+    """One request's messages: chunks if it streams, and each sequence's end."""
 
     def __init__(self, request: Request, streams: bool) -> None:
         self._request = request
@@ -122,7 +122,7 @@ def _top(score: Score) -> pb.TopLogProbs:
 
 
 def load_message(readings: Sequence[ReplicaReading]) -> pb.SchedulerLoad:
-    """Of all replicas together. One that does not serve holds nothing, unless none serves."""
+    """Of all replicas. One that does not serve holds nothing, unless none serves."""
     there = [reading for reading in readings if reading.serves] or readings
     running = sum(reading.running for reading in readings)
     waiting = readings[0].num_waiting

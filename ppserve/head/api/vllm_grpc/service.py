@@ -109,7 +109,7 @@ def model_kind(handler: RequestHandler) -> tuple[str, str]:
 
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:
-    """A zip from which a router builds its tokenizer. Raises InvalidRequest without one."""
+    """A zip for routers' tokenizers. Raises InvalidRequest without one."""
     described = handler.tokenizer_config()
     arch = handler.description.architecture
     config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}

@@ -72,7 +72,9 @@ class TimeLimit:
 
     @property
     def left_s(self) -> float | None:
-        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+        if self._deadline_s is None:
+            return None
+        return max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
         """`wanted_s` and up to 25% more, not all at once; never beyond the deadline."""

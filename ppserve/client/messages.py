@@ -64,7 +64,8 @@ def _fill(home: Message, field: str, value: Any, name: str) -> None:
 
 
 def read_chunk(message: pb.GenerateResponse) -> Chunk:
-    ended, usage = message.HasField("finish"), message.usage
+    ended = message.HasField("finish")
+    usage = message.usage
     return Chunk(
         request_id=message.request_id,
         index=message.index,
@@ -107,7 +108,9 @@ def _timings(timings: pb.Timings) -> Timings:
 def read_failure(error: grpc.RpcError) -> CallFailed:
     """The exception for a call that gRPC ended with an error, blocking or not."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
+    named = ErrorInfo()
+    wrong = BadRequest()
+    pause = RetryInfo()
     for name, value in error.trailing_metadata() or ():
         if name == _DETAILS_KEY and isinstance(value, bytes):
             for detail in Status.FromString(value).details:

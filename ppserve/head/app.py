@@ -181,12 +181,12 @@ class HeadProcess:
         on_refused = self._metrics.requests.on_refused
         return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 
-    async def _report_health(self, request_handler: RequestHandler) -> None:
+    async def _report_health(self, handler: RequestHandler) -> None:
         """Until a signal or the pipeline's end. Without a replica: not SERVING."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
             healthy = self._engine.is_healthy
-            if healthy != request_handler.is_serving:
-                request_handler.set_serving(healthy)
+            if healthy != handler.is_serving:
+                handler.set_serving(healthy)
 
     def _begin_draining(self) -> float:
         """Returns the seconds that running streams have; none after a failure."""
@@ -206,15 +206,15 @@ class HeadProcess:
         costs = json_page(lambda: describe_costs(engine.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
-    async def _open(self, servers: Servers, request_handler: RequestHandler) -> None:
-        description = request_handler.description
+    async def _open(self, servers: Servers, handler: RequestHandler) -> None:
+        description = handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
         ports = await servers.open()
         # Searching what exists now, the collector would stop streams for 0.1 s.
         gc.collect()
         gc.freeze()
-        request_handler.set_serving(True)
+        handler.set_serving(True)
         self._announce(description, topology, ports)
 
     def _announce(self, description: ModelDescription, topology: Topology, ports: Ports) -> None:
@@ -250,8 +250,8 @@ class HeadProcess:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_stop)
 
-    def _on_reload(self, request_handler: RequestHandler, servers: Servers) -> None:
-        held = {"keys": request_handler.keys, "certificates": servers.certificates}
+    def _on_reload(self, handler: RequestHandler, servers: Servers) -> None:
+        held = {"keys": handler.keys, "certificates": servers.certificates}
         reads = {what: each.read for what, each in held.items() if each is not None}
         if (tls := self._meeting.tls) is not None:
             # For new connections of stages, which read their own files.

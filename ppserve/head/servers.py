@@ -28,16 +28,16 @@ class Servers:
     def __init__(
         self,
         settings: ServerSettings,
-        request_handler: RequestHandler,
+        handler: RequestHandler,
         count_answer: Callable[[str, int], None],
         pages: Mapping[str, MakePage],
     ) -> None:
         """Raises ConfigError for wrong certificates. Call inside the event loop."""
-        self._settings, self._request_handler = settings, request_handler
-        others = [VllmService(request_handler)] if settings.vllm_grpc else []
+        self._settings, self._handler = settings, handler
+        others = [VllmService(handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)
-        self._grpc = GrpcServer(request_handler, others, self.certificates)
-        self._http = HttpServer(request_handler, count_answer, self.certificates)
+        self._grpc = GrpcServer(handler, others, self.certificates)
+        self._http = HttpServer(handler, count_answer, self.certificates)
         self._pages = PageServer(pages)
 
     async def open(self) -> Ports:
@@ -56,7 +56,7 @@ class Servers:
         Closing is not cancelled: an interrupted gRPC server may never stop. Its connections end with the process
         anyway.
         """
-        await self._request_handler.drain(timeout_s, at_once)
+        await self._handler.drain(timeout_s, at_once)
         closing = asyncio.ensure_future(self._stop())
         await asyncio.wait((closing,), timeout=_CLOSES_WITHIN_S)
         if not closing.done():

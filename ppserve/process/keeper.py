@@ -187,4 +187,6 @@ class Keeper:
     def _final_code(self, code: int) -> int:
         """0 if other replicas may serve: torchrun ends all ranks when one fails."""
         pipeline = self._config.pipeline
-        return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code
+        if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto"):
+            return 0
+        return code

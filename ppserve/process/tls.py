@@ -22,10 +22,12 @@ def stage_context(settings: NetworkSettings, *, serves: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    flag, path = "--stage-tls-ca", settings.stage_tls_ca
+    flag = "--stage-tls-ca"
+    path = settings.stage_tls_ca
     try:
         context.load_verify_locations(path)
-        flag, path = "--stage-tls-cert", settings.stage_tls_cert
+        flag = "--stage-tls-cert"
+        path = settings.stage_tls_cert
         assert path is not None
         context.load_cert_chain(path, settings.stage_tls_key, password=lambda: "")
     except (OSError, ValueError) as error:
@@ -46,7 +48,8 @@ class TlsConnection(socket.socket):
         super().__init__(fileno=raw.detach())
         self.settimeout(timeout_s)
         self._serves = serves
-        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._arrived = ssl.MemoryBIO()
+        self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=serves)
         self._is_open = False
         self._early = b""

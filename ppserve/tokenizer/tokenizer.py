@@ -59,7 +59,9 @@ class Tokenizer:
 
     def text_bytes(self, token_id: int) -> bytes:
         """What the token adds to decoded text; nothing for special and unknown ones."""
-        return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
+        if token_id in self._special:
+            return b""
+        return self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special tokens are left out."""

@@ -196,7 +196,9 @@ class Staging:
             mark.wait()
             self._free.append(host)
         host = self._free.popleft()
-        return host if len(host) >= num_bytes else self._device.host_buffer(2 * num_bytes)
+        if len(host) >= num_bytes:
+            return host
+        return self._device.host_buffer(2 * num_bytes)
 
 
 class Readback:

@@ -38,7 +38,8 @@ class RecordedStage:
         self._model = model
         self._operators = cache.operators
         self._readback = readback
-        most, dtype = sizes[-1], self.backend.precision.hidden
+        most = sizes[-1]
+        dtype = self.backend.precision.hidden
         # In and out, shared by all buckets: their steps never overlap.
         self._received_TD = torch.zeros(most, model.arch.width, dtype=dtype, device=cache.device)
         self._hidden_TD = torch.zeros_like(self._received_TD)
@@ -71,7 +72,8 @@ class RecordedStage:
         assert isinstance(inputs, DeviceInputs)
         if inputs.bucket is None:
             return self._model.read_out(inputs, hidden_TD)
-        plan, count = inputs.rows.plan, len(inputs.rows.read_rows)
+        plan = inputs.rows.plan
+        count = len(inputs.rows.read_rows)
         if not count:
             return self._readback.reading(plan, None)
         columns_RC = self._tokens_R1[:count]

@@ -32,20 +32,20 @@ class GrpcServer:
     """A server of all services that speak gRPC, from `start` to `stop`."""
 
     def __init__(
-        self, request_handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
+        self, handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
     ) -> None:
         """others: services on the same port. Call inside the event loop."""
-        self.request_handler, self.tls = request_handler, tls
-        keys = request_handler.keys
+        self.request_handler, self.tls = handler, tls
+        keys = handler.keys
         self._server = aio.server(
-            interceptors=[] if keys is None else [KeyCheck(request_handler, keys)],
-            options=server_options(request_handler.description.limits),
+            interceptors=[] if keys is None else [KeyCheck(handler, keys)],
+            options=server_options(handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        services = [GenerationService(request_handler), *others]
+        services = [GenerationService(handler), *others]
         names = [service.descriptor.full_name for service in services]
-        self._server.add_generic_rpc_handlers([registered(service, request_handler) for service in services])
-        health_pb2_grpc.add_HealthServicer_to_server(Health(request_handler, names), self._server)
+        self._server.add_generic_rpc_handlers([registered(service, handler) for service in services])
+        health_pb2_grpc.add_HealthServicer_to_server(Health(handler, names), self._server)
         reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self, host: str, port: int) -> int:

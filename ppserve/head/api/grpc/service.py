@@ -17,8 +17,8 @@ class GenerationService:
 
     descriptor = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
-    def __init__(self, request_handler: RequestHandler) -> None:
-        self._handler = request_handler
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         given, prompt = request_fields(message)

@@ -57,12 +57,12 @@ class HttpServer(Listener):
 
     def __init__(
         self,
-        request_handler: RequestHandler,
+        handler: RequestHandler,
         count_answer: Callable[[str, int], None],
         tls: Certificates | None = None,
     ) -> None:
         """count_answer: gets every answer's path ("other" if not served) and status."""
-        self._request_handler = request_handler
+        self._handler = handler
         self._count_answer = count_answer
         app = Starlette(
             routes=[
@@ -90,11 +90,11 @@ class HttpServer(Listener):
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         path, state = request.scope["path"], request.state
-        state.call = begin_call(request, self._request_handler.keys is not None)
+        state.call = begin_call(request, self._handler.keys is not None)
         try:
             timeout_s = self._admit(request, path)
             async with asyncio.timeout(timeout_s):
-                response = await endpoint(request, self._request_handler)
+                response = await endpoint(request, self._handler)
         except ClientDisconnect:
             log.debug("request %s: its caller hung up", state.call.request_id, extra=state.call.trace)
             response = Response(status_code=_CALLER_GONE)
@@ -108,7 +108,7 @@ class HttpServer(Listener):
 
     def _admit(self, request: Request, path: str) -> float | None:
         """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
-        handler, state = self._request_handler, request.state
+        handler, state = self._handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
             if handler.keys is not None and path not in OPEN_PATHS:
                 handler.keys.check(request.headers)

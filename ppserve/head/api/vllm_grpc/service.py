@@ -32,8 +32,8 @@ class VllmService:
 
     descriptor = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 
-    def __init__(self, request_handler: RequestHandler) -> None:
-        self._handler = request_handler
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
         self._started_s = time.monotonic()
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:

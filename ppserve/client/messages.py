@@ -64,8 +64,7 @@ def _fill(home: Message, field: str, value: Any, name: str) -> None:
 
 
 def read_chunk(message: pb.GenerateResponse) -> Chunk:
-    ended = message.HasField("finish")
-    usage = message.usage
+    ended, usage = message.HasField("finish"), message.usage
     return Chunk(
         request_id=message.request_id,
         index=message.index,
@@ -108,9 +107,7 @@ def _timings(timings: pb.Timings) -> Timings:
 def read_failure(error: grpc.RpcError) -> CallFailed:
     """The exception for a call that gRPC ended with an error, blocking or not."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    named = ErrorInfo()
-    wrong = BadRequest()
-    pause = RetryInfo()
+    named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
     for name, value in error.trailing_metadata() or ():
         if name == _DETAILS_KEY and isinstance(value, bytes):
             for detail in Status.FromString(value).details:

@@ -198,9 +198,7 @@ class HeadProcess:
         return timeout_s
 
     def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
-        engine = self._engine
-        metrics = self._metrics
-        spans = self._spans
+        engine, metrics, spans = self._engine, self._metrics, self._spans
         metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
         live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
         costs = json_page(lambda: describe_costs(engine.snapshot()))

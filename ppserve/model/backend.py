@@ -62,26 +62,20 @@ class NormWeights:
     weight_D: torch.Tensor
     bias_D: torch.Tensor | None
     epsilon: float
-    is_rms: bool = False
-    """An RMS norm, which leaves the mean where it is; else a layer norm."""
+    is_rms: bool = False  # leaves the mean where it is
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """What an attention sublayer is made of."""
 
-    number: int
-    """Among the attentions of the stage, from 0."""
-    scale: float
-    """The factor on Q·K."""
+    number: int  # among the attentions of the stage, from 0
+    scale: float  # the factor on Q·K
     norm: NormWeights
-    qkv: Linear
-    """Queries, then keys, then values of the rank's heads."""
+    qkv: Linear  # queries, then keys, then values of the rank's heads
     proj: Linear
-    heads: Cut
-    """The outputs of all heads, as tensor ranks share them."""
-    columns: Cut
-    """The hidden states, as tensor ranks share them."""
+    heads: Cut  # the outputs of all heads, as tensor ranks share them
+    columns: Cut  # the hidden states, as tensor ranks share them
     head_norms: tuple[NormWeights, NormWeights] | None = None
     """Each head's queries' and keys', before their positions turn them."""
 
@@ -94,12 +88,9 @@ class MLPWeights:
     expand: Linear
     activation: str
     contract: Linear
-    inner: Cut
-    """The inputs of `contract`, as tensor ranks share them."""
-    columns: Cut
-    """The hidden states, as tensor ranks share them."""
-    is_gated: bool = False
-    """`expand` gives what is activated, then what it is multiplied with."""
+    inner: Cut  # the inputs of `contract`, as tensor ranks share them
+    columns: Cut  # the hidden states, as tensor ranks share them
+    is_gated: bool = False  # `expand` gives what is activated, then what it is multiplied with
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]

@@ -79,12 +79,10 @@ class StepInputs:
     """
 
     rows: StepRows
-    token_ids_T: torch.Tensor
-    """As in `rows`, on the stage's device; the next two likewise."""
+    token_ids_T: torch.Tensor  # as in `rows`, on the stage's device; the next two likewise
     positions_T: torch.Tensor
     read_rows_R: torch.Tensor
-    gather: Gather
-    """To the other tensor ranks of the stage."""
+    gather: Gather  # to the other tensor ranks of the stage
 
     @property
     def num_rows(self) -> int:

@@ -50,8 +50,7 @@ class ReadRow:
 
     sequence_id: int = 0
     draw: Draw | None = None
-    position: int = 0
-    """Of the token that is drawn."""
+    position: int = 0  # of the token that is drawn
     target: int = NO_TARGET
     num_top: int | None = None
     """How many of the likeliest tokens are asked for; None without log-probabilities."""

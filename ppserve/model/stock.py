@@ -53,8 +53,7 @@ class AttendInputs(StepInputs):
     """Inputs of a cache that attends by a call of its own."""
 
     attend: Attend
-    turns_Tf: torch.Tensor | None
-    """Each row's cosines and sines (`rotary.Turns`); None without turns."""
+    turns_Tf: torch.Tensor | None  # each row's cosines and sines (`rotary.Turns`)
 
 
 def _norm(weights: NormWeights) -> Operator:

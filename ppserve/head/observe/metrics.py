@@ -140,8 +140,7 @@ class StepMetrics(StepObserver):
         gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         step_text = "Compute time of one step on one stage."
-        by_phase = ["replica", "stage", "phase"]
-        by_stage = ["replica", "stage"]
+        by_phase, by_stage = ["replica", "stage", "phase"], ["replica", "stage"]
         step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
         transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
         transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)

@@ -188,9 +188,7 @@ def _reduction(combination):
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):
-            (value,) = arguments
-            combine = combination(builder)
-            width = WIDTH
+            (value,), combine, width = arguments, combination(builder), WIDTH
             while width > 1:
                 width //= 2
                 low = shuffle(builder, value, list(range(width)))
@@ -221,15 +219,10 @@ def _times_power_of_two(typing, value, shifted):
 
 _ROUND = np.float32(1.5 * 2**23)
 _LOG2_E = np.float32(1.4426950408889634)
-_LN2_HIGH = np.float32(-0.693359375)
-_LN2_LOW = np.float32(2.12194440e-4)
+_LN2_HIGH, _LN2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 _LEAST, _MOST = np.float32(-87.3), np.float32(88.3)
-_C6 = np.float32(1.9875691500e-4)
-_C5 = np.float32(1.3981999507e-3)
-_C4 = np.float32(8.3334519073e-3)
-_C3 = np.float32(4.1665795894e-2)
-_C2 = np.float32(1.6666665459e-1)
-_C1 = np.float32(0.5)
+_C6, _C5, _C4 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C2, _C1 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(0.5)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 

@@ -32,8 +32,6 @@ class Detokenizer:
         self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        if "" in stop:
-            raise ValueError("a stop string must not be empty")
         self._stops = frozenset(stop)
         self._first_characters = frozenset(text[0] for text in stop)
         self._include_stop = include_stop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,8 +106,3 @@ def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tiny: Tokenizer
     ids = [ID_OF[b"a"]] * 5
     assert stream(Detokenizer(tiny, ("aa",), min_tokens=2), ids) == ("aa", "aa")
     assert stream(Detokenizer(tiny, ("aa",), min_tokens=4), ids) == ("aaaaa", None)
-
-
-def test_an_empty_stop_string_is_refused(tiny: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="empty"):
-        Detokenizer(tiny, ("",))

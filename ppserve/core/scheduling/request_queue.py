@@ -98,8 +98,7 @@ class PoisonIsolation:
 class RequestScheduler(Protocol):
     """One replica's scheduler, as the request queue needs it; `Scheduler` documents the methods."""
 
-    @property
-    def config(self) -> SchedulerConfig: ...
+    config: SchedulerConfig
 
     @property
     def num_blocks(self) -> int: ...

@@ -34,7 +34,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.slots import MicrobatchSlots
-from ppserve.core.scheduling.speculation import Drafter, PromptLookup, Speculation
+from ppserve.core.scheduling.speculation import PromptLookup, Speculation
 
 OUTCOMES = ("accepted", "rejected")
 """What becomes of a draft token whose step returns: its token is drawn, or another one."""
@@ -49,7 +49,7 @@ class Scheduler:
         blocks: BlockManager,
         costs: Seq[StageCost] = (),
         request_queue: RequestQueue | None = None,
-        new_drafter: Callable[[Sequence], Drafter] = PromptLookup,
+        new_drafter: Callable[[Sequence], PromptLookup] = PromptLookup,
     ) -> None:
         self.config = config
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)

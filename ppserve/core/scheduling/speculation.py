@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.scheduling.composer import Pick
@@ -38,27 +38,18 @@ class DraftToken(NamedTuple):
     """Of being right, if all tokens before it are."""
 
 
-class Drafter(Protocol):
-    """Makes draft tokens for one sequence."""
-
-    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
-        """The token that may follow `token_ids` and then `draft_ids`; None where there is nothing to go by.
-        token_ids only ever grows from call to call."""
-        ...
-
-
 class Speculation:
     """Adds draft tokens to the sequences of a step."""
 
     def __init__(
-        self, config: SchedulerConfig, costs: Seq[StageCost], new_drafter: Callable[[Sequence], Drafter]
+        self, config: SchedulerConfig, costs: Seq[StageCost], new_drafter: Callable[[Sequence], PromptLookup]
     ) -> None:
         self._forced = config.speculate
         self._max_rows = config.max_step_tokens
         self._most_sequences = max(1, config.num_stages - 1)
         self._costs = costs
         self._new_drafter = new_drafter
-        self._drafters: dict[int, Drafter] = {}  # by sequence
+        self._drafters: dict[int, PromptLookup] = {}  # by sequence
 
     def add_drafts(self, picks: list[Pick], running: Mapping[int, Sequence]) -> list[Pick]:
         """The picks of a step with draft tokens; unchanged where it has tokens of prompts. running: all running
@@ -94,7 +85,7 @@ class Speculation:
             step_s, num_expected = step_s + row_s, num_expected + probability
         return tuple(draft_ids)
 
-    def _drafter_of(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Drafter:
+    def _drafter_of(self, sequence: Sequence, running: Mapping[int, Sequence]) -> PromptLookup:
         if sequence.id not in self._drafters:
             self._drafters = {i: drafter for i, drafter in self._drafters.items() if i in running}
             self._drafters[sequence.id] = self._new_drafter(sequence)
@@ -119,8 +110,8 @@ MAX_LEARNED = 256
 
 
 class PromptLookup:
-    """A `Drafter` that finds the latest earlier place where the last tokens, up to MAX_MATCH, stand too. It drafts
-    what followed there.
+    """Makes draft tokens for one sequence. Finds the latest earlier place where the last tokens, up to MAX_MATCH,
+    stand too, and drafts what followed there.
 
     Every known token tells whether it would have been drafted, also while none is asked for. So the acceptance is
     measured for this very text. Time and memory are constant per token.
@@ -132,6 +123,7 @@ class PromptLookup:
         self._num_learned = 0
 
     def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
+        """What may follow `token_ids` and then `draft_ids`, if anything. token_ids only ever grows."""
         self._learn(token_ids)
         if self._num_learned < len(token_ids):
             return None

@@ -12,7 +12,7 @@ from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
-from ppserve.core.scheduling.speculation import Drafter, PromptLookup
+from ppserve.core.scheduling.speculation import PromptLookup
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import Oracle, SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
@@ -90,7 +90,7 @@ def walk(
     )
     costs = [RandomCosts(seed)] if seed % 2 else []
 
-    def new_drafter(sequence: Sequence) -> Drafter:
+    def new_drafter(sequence: Sequence) -> PromptLookup | Oracle:
         return PromptLookup() if rate is None else Oracle(sequence, rate)
 
     rig = SchedulerRig(

@@ -55,6 +55,8 @@ class MemoryLimit:
         version = 2 if (CGROUPS / "cgroup.controllers").exists() else 1
         limit, self._own = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}[version]
         self._group = (CGROUPS if version == 2 else CGROUPS / "memory") / f"ppserve-{os.getpid()}-{host}"
+        if version == 2:
+            (CGROUPS / "cgroup.subtree_control").write_text("+memory")
         self._group.mkdir()
         (self._group / limit).write_text(str(HOST_BYTES))
         self.most_mb = 0

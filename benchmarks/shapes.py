@@ -126,7 +126,8 @@ def by_turns(model: str, world: int, flags: list[str], loads: list[ExpectedWorkl
 @click.option("--rounds", default=5)
 def speed(model: str, world: int, callers: str, prompt: int, new: int, rounds: int) -> None:
     loads = [ExpectedWorkload(prompt, new, int(count)) for count in callers.split(",")]
-    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", "--kv-cache-memory=256M"]
+    memory = "--kv-cache-memory=256M", f"--max-model-len={prompt + new}"
+    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", *memory]
     print(f"{model}, {world} ranks of one thread; load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     choices = [choose(world, flags, load) for load in loads]
     for load, chosen, rates in zip(loads, choices, by_turns(model, world, flags, loads, rounds), strict=True):

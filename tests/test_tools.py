@@ -1,4 +1,4 @@
-"""The makers of models: what they promise is what comes out."""
+"""The makers of models: what they promise is what comes out. And the memory limits of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tiktoken
 import torch
 import transformers
 
+from benchmarks import large
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import architecture, random_tensors, write_gguf
 from tools import make_random_gpt2 as random_maker
@@ -81,3 +82,15 @@ def test_a_random_llama_has_the_sizes_asked_for_weights_around_zero_and_another_
     assert abs(up.mean()) < make_random_llama.STD / 20
     assert up.std() == pytest.approx(make_random_llama.STD, rel=0.1)
     assert checkpoint.four_bits("h.1.mlp.down.weight", (slice(0, 64),)) is not None
+
+
+@pytest.mark.parametrize("files", [(".", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "total_rss")])
+def test_a_host_has_a_cgroup(files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / ("tasks" if files[0] == "memory" else "cgroup.controllers")).touch()
+    monkeypatch.setattr(large, "CGROUPS", tmp_path)
+    host = large.MemoryLimit(0)
+    (group,) = (tmp_path / files[0]).glob("ppserve-*")
+    assert (group / files[1]).read_text() == str(4 << 30)
+    (group / "memory.stat").write_text(f"file 7\n{files[2]} {5 << 20}\n")
+    assert (host.own_mb(), host.most_mb) == (5, 5)

@@ -67,15 +67,10 @@ def test_all_shapes_of_a_world(costs):
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--stages", "9"], "--stages: 9 stages cannot share 8 layers"),
-        (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
-        (["--model", "/nonexistent/model"], "nonexistent"),
-        (["--max-model-len", "99999"], "--max-model-len"),
         (["--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
         (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
         (["--world", "4", "--stage-memory", "1M"], "--model: no shape of 4 ranks holds it"),
         (["--costs", __file__], "test_plan.py is no cost sheet"),
-        (["--tensor-parallel", "64"], "--tensor-parallel: 64 is more than the model's"),
         (["--costs", "{costs}", "--kv-cache-memory", "1K"], "--kv-cache-memory: not one sequence of 1024 tokens"),
         *((wrong, wrong[0]) for wrong in (["--stages", "0"], ["--world", "100000"], ["--costs", "/no"])),
         *((wrong, wrong[0]) for wrong in (["--expect", "8,8"], ["--expect", "8,8,0"])),

@@ -125,7 +125,7 @@ class HeadProcess:
         finally:
             self._engine.stop()
             await self._end_stages()
-            self._trace.close()
+            self._trace.stop()
 
     async def _choose_shape(self) -> UsageError | StagesLost | None:
         """Sets the shape once every rank has measured. Returns why it could not."""

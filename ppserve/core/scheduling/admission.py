@@ -4,7 +4,7 @@ Waiting requests that a lost or drained replica gave back go first, in the order
 are ordered by
 
 1. priority, higher first. Each priority class is represented by its first request in the order of 2 and 3, whose
-   class rises by one for every `aging_s` seconds that it has waited. So the lowest class is served too,
+   class rises by one for every AGING_S seconds that it has waited. So the lowest class is served too,
    and a long line of one caller's own requests gains nothing;
 2. the tokens that its caller will have been served after its answer, fewest first (virtual token counters, Sheng
    et al., "Fairness in Serving Large Language Models", arXiv 2401.00588); a caller that was idle starts at the
@@ -97,8 +97,7 @@ class _Account:
 class FairQueue:
     """Waiting requests in the module's order, and the accounts of all callers. `now` is in seconds."""
 
-    def __init__(self, aging_s: float = AGING_S) -> None:
-        self._aging_s = aging_s
+    def __init__(self) -> None:
         self._given_back: dict[str, SequenceGroup] = {}
         self._arrived: dict[str, SequenceGroup] = {}  # the oldest first
         self._accounts: dict[str, _Account] = {}
@@ -137,7 +136,7 @@ class FairQueue:
                 turns[entry.request.priority] = entry
 
         def rank(entry: SequenceGroup) -> tuple[float, float, float]:
-            raised = entry.request.priority + max(0.0, now - entry.submitted_s) // self._aging_s
+            raised = entry.request.priority + max(0.0, now - entry.submitted_s) // AGING_S
             return -raised, self._served_after(entry), entry.submitted_s
 
         return min(turns.values(), key=rank, default=None)

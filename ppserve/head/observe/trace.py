@@ -80,8 +80,6 @@ class Trace(StepObserver):
             if file is not None:
                 self._complete(file)
 
-    close = stop
-
     def toggle(self) -> None:
         """Start, or stop. If it cannot start, the reason is logged."""
         if self.is_on:

@@ -39,7 +39,7 @@ def test_requests_of_one_caller_go_by_priority_then_in_order_of_arrival() -> Non
 
 def flooded(num_requests: int = 100) -> FairQueue:
     """With requests of one caller, "flood"."""
-    queue = FairQueue(aging_s=10.0)
+    queue = FairQueue()
     for i in range(num_requests):
         queue.push(entry(f"flood{i}", "flood"))
     return queue
@@ -87,7 +87,7 @@ def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
 
 
 def test_waiting_makes_up_for_low_priority() -> None:
-    queue = FairQueue(aging_s=10.0)
+    queue = FairQueue()
     queue.push(entry("old", priority=0, submitted_s=0.0))
     served = []
     for i in range(100):
@@ -100,7 +100,7 @@ def test_waiting_makes_up_for_low_priority() -> None:
 
 def test_who_waits_behind_others_of_its_class_does_not_raise_those() -> None:
     """A heavy caller's old request is behind light ones that have just come; they are not as urgent."""
-    queue = FairQueue(aging_s=10.0)
+    queue = FairQueue()
     queue.push(entry("heavy0", "heavy"))
     queue.push(entry("light0", "light"))
     served_order(queue, 2)

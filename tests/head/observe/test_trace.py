@@ -40,7 +40,7 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     trace.on_span_settled(0, Settled(2, Span(98_000, 99_000, "idle"), None))
     queue = SimpleNamespace(num_waiting=2)
     trace.on_load(0, SimpleNamespace(num_running=3, kv_usage=0.5, request_queue=queue), 1)
-    trace.close()
+    trace.stop()
     events = json.loads(path.read_text())
     steps = {e["name"]: e for e in events if e["ph"] == "X" and e["cat"] == "decode"}
     assert set(steps) == {"0F7", "1F7", "2F7"}
@@ -60,7 +60,7 @@ def test_steps_arrows_waits_and_counters(tmp_path):
 
 
 def test_rows_say_all_three_dimensions(tmp_path):
-    Trace(RankGrid(2, 2, 1), tmp_path / "trace.json").close()
+    Trace(RankGrid(2, 2, 1), tmp_path / "trace.json").stop()
     events = json.loads((tmp_path / "trace.json").read_text())
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["replica 0 stage 0 (2 tensor ranks)", "replica 1 stage 0 (2 tensor ranks)", "head"]
@@ -110,7 +110,7 @@ def test_switching_in_one_thread_while_another_writes(tmp_path):
         trace.toggle()
     done.set()
     writer.join()
-    trace.close()
+    trace.stop()
     files = list(tmp_path.iterdir())
     assert len(files) == 11
     for file in files:

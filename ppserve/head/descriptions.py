@@ -61,7 +61,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Ten seconds of waiting raise a request by one, so none waits for long.
+# Others count as these. Ten seconds of waiting raise a request by one.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 

@@ -167,7 +167,7 @@ class Backend(Protocol):
         """x + proj(attend(qkv(norm(x)))), with queries and keys turned if the model asks."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        """x + contract(activation(expand(norm(x)))), or with a gate. KeyError: its activation."""
+        """x + contract(activation(expand(norm(x)))), or with a gate. KeyError for an unknown activation."""
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         """linear(norm(x))."""

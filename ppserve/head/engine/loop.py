@@ -106,7 +106,7 @@ class Engine(threading.Thread):
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stages. pauses: even alone. The future has the ended epoch."""
+        """Restart a replica's stages. pauses: even if no other serves. The future has the ended epoch."""
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:

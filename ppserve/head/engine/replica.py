@@ -29,7 +29,7 @@ from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
 
-# In a row without a token. A request that kills stages causes four (`PoisonIsolation`).
+# In a row without a token. A request that kills stages causes at most four (`PoisonIsolation`).
 _MAX_FRUITLESS_LOSSES = 64
 
 

@@ -113,7 +113,7 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """Returns the end, if the caller holds it. busy_s: computed by each stage."""
+        """Returns the end, if the caller holds it. busy_s: seconds that each stage has computed."""
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()

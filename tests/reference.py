@@ -32,7 +32,7 @@ class Reference:
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
-        if self._arch.family == "llama":
+        if self._arch.family != "gpt2":
             assert weight is not None
             return weight * x * (x.square().mean(-1, keepdim=True) + self._arch.layer_norm_epsilon).rsqrt()
         return layer_norm(x, x.shape[-1:], weight, bias, self._arch.layer_norm_epsilon)
@@ -47,7 +47,7 @@ class Reference:
         for kind in "qk":
             if arch.qk_norms:
                 each[kind] = self._norm(each[kind], f"{name}.{kind}_norm")
-            each[kind] = self._turned(each[kind])
+            each[kind] = self._turned(each[kind]) if arch.rotary else each[kind]
         readers = {"q": 1, "k": arch.heads_per_kv_head, "v": arch.heads_per_kv_head}
         return [of.transpose(0, 1).repeat_interleave(readers[kind], dim=0) for kind, of in each.items()]
 

@@ -201,26 +201,6 @@ def test_a_full_server_is_asked_again() -> None:
         assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
 
 
-@pytest.mark.slow
-async def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
-    heard: list[CallFailed] = []
-    # A pause in which the server goes: gRPC ends a call that it finds under way as CANCELLED.
-    policy = RetryPolicy(max_attempts=3, first_pause_s=0.5, max_pause_s=0.5, on_retry=heard.append)
-    async with served(FakeEngine(by_hand=True)) as (door, target), AsyncClient(target, retry=policy) as client:
-        assert await client.is_serving()
-        await door.request_handler.drain(0)
-        reading = asyncio.ensure_future(client.generate("hello"))
-        while not heard:
-            await asyncio.sleep(0)
-        await door.stop()
-        with pytest.raises(CallFailed) as failure:
-            await reading
-        assert failure.value.code == "UNAVAILABLE"
-        assert isinstance(first := failure.value.__cause__, CallFailed)
-        assert first.reason == heard[0].reason == "DRAINING"
-        assert "shutting down" in str(failure.value)
-
-
 def test_the_time_limit_counts_all_attempts() -> None:
     with Client("127.0.0.1:1", retry=QUICK) as client, pytest.raises(CallFailed, match="UNAVAILABLE"):
         client.generate("hello")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import grpc
 import pytest
@@ -67,9 +64,8 @@ def cancel_some(server: Server) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_every_second_is_accounted_for(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    with serving(2, "--layers", "4,4", "--trace", str(trace), by=Forked) as server:
+def test_every_second_is_accounted_for() -> None:
+    with serving(2, "--layers", "4,4", by=Forked) as server:
         readings = [read(server)]
         assert ask(server.grpc, requests_with_everything(12, seed=1), at_once=6)
         readings.append(read(server))
@@ -88,24 +84,3 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
             check(earlier, later)
         busy = {stage: kinds["decode"] for stage, kinds in readings[-1].ledger.items()}
         assert min(busy.values()) > 0
-        check_costs(server)
-        server.terminate()
-    check_trace(trace)
-
-
-def check_costs(server: Server) -> None:
-    with urllib.request.urlopen(f"http://{server.metrics}/costs.json", timeout=30) as answer:
-        stages = json.loads(answer.read())["stages"]
-    assert [stage["layers"] for stage in stages] == [4, 4]
-    assert all(stage["steps"] > 100 and stage["step_s"] + stage["row_s"] > 0 for stage in stages)
-
-
-def check_trace(path: Path) -> None:
-    events = json.loads(path.read_text())
-    for stage in (0, 1):
-        steps = [e for e in events if e["ph"] == "X" and e["pid"] == stage and e["cat"] != "bubble"]
-        waits = [e for e in events if e["ph"] == "X" and e["pid"] == stage and e["cat"] == "bubble"]
-        assert all(e["name"].startswith(f"{stage}F") for e in steps)
-        drawn = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps + waits)
-        overlap = sum(max(0.0, end - start) for (_, end), (start, _) in pairwise(drawn))
-        assert overlap < 1.0, "microseconds by which computations and waits overlap"

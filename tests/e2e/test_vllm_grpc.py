@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 
 from ppserve.v1 import generation_pb2 as v1
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
-from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
+from tests.e2e.asking import Answer, Logprob, ask_all, options_of, requests_with_everything
 from tests.e2e.serving import Server
 from tests.e2e.test_http import ENDS
 
@@ -21,12 +20,10 @@ Said = tuple[list[int], list[Logprob], list[Logprob], str, int | str | None]
 
 def as_vllm(request: v1.GenerateRequest, stream: bool) -> pb.GenerateRequest:
     """The same request; what it lacks (echo) changes no number."""
-    parts = (request.sampling, request.stop, request.output)
-    given: dict[str, Any] = {field.name: value for part in parts for field, value in part.ListFields()}
     names = {"include_stop": "include_stop_str_in_output"}
     message = pb.GenerateRequest(text=request.text, stream=stream)
     known = message.sampling_params.DESCRIPTOR.fields_by_name
-    for name, value in given.items():
+    for name, value in options_of(request).items():
         field = names.get(name, name)
         if field in known:
             message.sampling_params.MergeFrom(pb.SamplingParams(**{field: value}))

@@ -12,44 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import relu, rms_norm, scaled_dot_product_attention
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.model.backend import AttentionWeights, MLPWeights, Sublayer
+from ppserve.model import gpt2, llama
 from ppserve.model.checkpoint import Shapes, settings
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.decoder import ModelParts
-from ppserve.model.gpt2 import Embedding
-from ppserve.model.weights import WeightReader
 from tests.model.checkpoint.writers import random_tensors, stored_name, write_gguf
 from tests.model.pipelines import Pipeline, prompt
-from tests.model.random_checkpoint import RandomCheckpoint
+from tests.reference import Reference
 
 # ---- what would be ppserve/model/brook.py
 
 
-def _attention(read: WeightReader, layer: int) -> Sublayer:
-    arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
-    norm, columns = read.norm(f"h.{layer}.ln_1"), layout.cut(arch.width)
-    heads, kv_heads = (cut.times(arch.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
-    qkv = read.linear((f"{name}.q", heads.own), (f"{name}.k", kv_heads.own), (f"{name}.v", kv_heads.own))
-    proj = read.linear((f"{name}.o", columns.own))
-    number, scale = layer - layout.attentions.start, arch.attention_scale(layer)
-    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns))
-
-
-def _mlp(read: WeightReader, layer: int) -> Sublayer:
-    arch, layout = read.arch, read.layout
-    inner, columns = layout.cut(arch.inner_width), layout.cut(arch.width)
-    norm, expand = read.norm(f"h.{layer}.ln_2"), read.linear((f"h.{layer}.mlp.up", inner.own))
-    contract = read.linear((f"h.{layer}.mlp.down", columns.own))
-    return read.backend.mlp(MLPWeights(norm, expand, arch.activation, contract, inner, columns))
-
-
-PARTS = ModelParts(Embedding, _attention, _mlp)
+PARTS = ModelParts(gpt2.PARTS.embedding, llama.PARTS.attention, gpt2.PARTS.mlp)
 
 # ---- and ppserve/model/checkpoint/brook.py
 
@@ -89,8 +68,8 @@ def _layer_shapes(arch: Architecture) -> Shapes:
         **{f"{name}.weight": (width,) for name in ("ln_1", "ln_2")},
         **{f"attn.{name}.weight": (width, width) for name in "qo"},
         **{f"attn.{name}.weight": (keys, width) for name in "kv"},
-        "mlp.up.weight": (inner, width),
-        "mlp.down.weight": (width, inner),
+        "mlp.c_fc.weight": (inner, width),
+        "mlp.c_proj.weight": (width, inner),
     }
 
 
@@ -117,8 +96,8 @@ FAMILY = ModelFamily(
         **{f"attn.{name}": (f"look.{name}", f"attn_{name}") for name in "qkv"},
         "attn.o": ("look.o", "attn_output"),
         "ln_2": ("still", "ffn_norm"),
-        "mlp.up": ("rise", "ffn_up"),
-        "mlp.down": ("fall", "ffn_down"),
+        "mlp.c_fc": ("rise", "ffn_up"),
+        "mlp.c_proj": ("fall", "ffn_down"),
     },
     layers="brook.bends.",
 )
@@ -151,28 +130,6 @@ def write_as_gguf(directory: Path) -> Path:
     return write_gguf(directory / "model.gguf", ARCH, random_tensors(ARCH), model="brook")
 
 
-def plain_logits(ids: tuple[int, ...]) -> torch.Tensor:
-    tensor = RandomCheckpoint(ARCH).tensor
-
-    def norm(x_TD: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x_TD, x_TD.shape[1:], tensor(f"{name}.weight"), 1e-5)
-
-    x_TD = tensor("wte.weight")[list(ids)] + tensor("wpe.weight")[: len(ids)]
-    for layer in (f"h.{i}" for i in range(3)):
-        rows_TD = norm(x_TD, f"{layer}.ln_1")
-        q_HTd, k_hTd, v_hTd = (
-            (rows_TD @ tensor(f"{layer}.attn.{kind}.weight").T).unflatten(1, (-1, 12)).transpose(0, 1)
-            for kind in "qkv"
-        )
-        mixed_HTd = scaled_dot_product_attention(
-            q_HTd[None], k_hTd[None], v_hTd[None], is_causal=True, enable_gqa=True
-        )[0]
-        x_TD = x_TD + mixed_HTd.transpose(0, 1).flatten(1) @ tensor(f"{layer}.attn.o.weight").T
-        inner_TN = relu(norm(x_TD, f"{layer}.ln_2") @ tensor(f"{layer}.mlp.up.weight").T)
-        x_TD = x_TD + inner_TN @ tensor(f"{layer}.mlp.down.weight").T
-    return norm(x_TD, "ln_f") @ tensor("lm_head.weight").T
-
-
 @pytest.mark.parametrize("write", [write_hugging_face, write_as_gguf])
 def test_a_third_family_is_three_tables(tmp_path: Path, write: object) -> None:
     assert callable(write)
@@ -180,7 +137,7 @@ def test_a_third_family_is_three_tables(tmp_path: Path, write: object) -> None:
     assert checkpoint.architecture == ARCH
     pipeline, ids = Pipeline(checkpoint, "1.5,1.5", num_sequences=1), prompt(40, vocab_size=64)
     logits = pipeline.logits(pipeline.hidden(ids, 13))
-    torch.testing.assert_close(logits, plain_logits(ids), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, Reference(checkpoint).logits(ids), atol=1e-4, rtol=1e-4)
     assert logits.std() > 0.5, "logits too close together to tell a wrong model from a right one"
 
 

@@ -252,18 +252,3 @@ def test_scored_prompts_are_the_references() -> None:
     assert [d.sequence_id for d in drawn] == [1, 2, 3]
     _, _, tail = pipeline.step([pipeline.slice(4, ids[50:], 50, targets=ids[51:], num_prompt_logprobs=2)])
     assert head[0].logprobs + tail[0].logprobs == scored[0].logprobs, "bit for bit, chunked and among others"
-
-
-def test_mixed_draws_are_those_of_each_alone() -> None:
-    checkpoint = RandomCheckpoint(architecture())
-    wanted = [
-        Draw(GREEDY, num_logprobs=3),
-        Draw(SamplingParams(seed=1)),
-        Draw(SamplingParams(seed=2, top_k=5), index=3),
-        Draw(SamplingParams(seed=3, top_p=0.5), banned=(7,), num_logprobs=0),
-        Draw(SamplingParams(seed=4, repetition_penalty=1.2), prompt_ids=prompt(9), num_logprobs=1),
-    ]
-    alone, crowd = (Pipeline(checkpoint, "2") for _ in range(2))
-    _, together, _ = crowd.step([crowd.slice(s, prompt(9 + s, s), 0, d) for s, d in enumerate(wanted)])
-    for s, each in enumerate(wanted):
-        assert alone.step([alone.slice(s, prompt(9 + s, s), 0, each)])[1][0] == together[s]

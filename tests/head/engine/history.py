@@ -42,7 +42,7 @@ _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
 
 class History:
-    """One seed, one history. num_replicas: None = by the seed. members, ...: subclasses, to plant a defect.
+    """One seed, one history. replica, ...: subclasses, to plant a defect.
 
     never_heals: in one of 32, links between stages never come back, or the stages of one rank always die.
     """
@@ -50,9 +50,7 @@ class History:
     def __init__(
         self,
         seed: int,
-        members: type[Members] = Members,
         replica: type[Replica] = Replica,
-        num_replicas: int | None = None,
         poison_isolation: type[PoisonIsolation] = PoisonIsolation,
     ) -> None:
         self.world = world = World(seed)
@@ -61,13 +59,13 @@ class History:
         self.never_heals = seed % 32 == 10
         self.num_stages = self.random.choice((1, 2, 2, 3))
         # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
-        self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
+        self.num_replicas = 2 if seed % 4 == 3 else 1
         self.grid = RankGrid(2 if seed % 8 in (5, 7) else 1, self.num_replicas, self.num_stages)
         speculate = self.random.choice((0, 0, None, 1, 4))
         places = self.random.choice((3, 16))
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
         self._settings["runs_ahead"] = self.grid.tensor == self.num_stages == 1
-        self._kinds = members, replica, poison_isolation
+        self._kinds = replica, poison_isolation
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
         self.losses: Counter[str] = Counter()
@@ -80,12 +78,12 @@ class History:
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
-        world, (members, replica, poison_isolation) = self.world, self._kinds
+        world, (replica, poison_isolation) = self.world, self._kinds
         self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
         decided, numbers = decision(self.num_stages, **self._settings), range(self.num_replicas)
-        self.members = [members(self.grid, "here", lambda _: decided, self.control, number) for number in numbers]
+        self.members = [Members(self.grid, "here", lambda _: decided, self.control, number) for number in numbers]
         self.request_queue = RequestQueue()
         self.request_queue.poison_isolation = isolation = poison_isolation()
         vars(isolation)["record_loss"] = partial(self._count_loss, isolation.record_loss)

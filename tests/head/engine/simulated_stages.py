@@ -83,14 +83,6 @@ class Host:
         self.groups = {}
 
 
-class SimulatedLink(Link):
-    """A stage's end of a simulated connection."""
-
-    def __init__(self, control: SimulatedControl, rank: int, read: Callable[[Any], None]) -> None:
-        self.connection: Connection = control.connect(rank, read)
-        super().__init__(self.connection.up.send)
-
-
 class StageProcess:
     """One life of a stage."""
 
@@ -108,7 +100,8 @@ class StageProcess:
         self._world = host.world
         self._groups = host.groups
         self._waiting: deque[Callable[[], None]] = deque()
-        self._link: SimulatedLink | None = None
+        self._connection: Connection | None = None
+        self._link: Link | None = None
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
@@ -140,8 +133,8 @@ class StageProcess:
             return
         self._world.note(f"process of rank {self.rank} ends: {why}")
         self.is_alive = self.is_frozen = False
-        if self._link is not None:
-            self._link.connection.up.send(None)
+        if self._connection is not None:
+            self._connection.up.send(None)
         self._leave()
         self._host.replace(self.rank, code)
 
@@ -167,7 +160,8 @@ class StageProcess:
             return
         self.reported.add("connected")
         self._groups = self._host.groups
-        self._link = SimulatedLink(self._host.control, self.rank, lambda said: self.do(partial(self._read, said)))
+        self._connection = self._host.control.connect(self.rank, lambda said: self.do(partial(self._read, said)))
+        self._link = Link(self._connection.up.send)
         self._heard_ns = self._world.now_ns
         self._watch_head()
         self._say(hello(self.rank, self._host.grid.size, ARCH, wire.StageHost("host", "here")))

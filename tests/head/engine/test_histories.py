@@ -13,11 +13,6 @@ from typing import Any
 import pytest
 
 from ppserve.core.scheduling.request_queue import PoisonIsolation
-from ppserve.core.scheduling.scheduler import Scheduler
-from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.scheduling.slots import MicrobatchSlots
-from ppserve.head.engine.member import EpochLost
-from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
 from tests.slow import quick_first
@@ -26,7 +21,6 @@ pytestmark = pytest.mark.any_worker
 
 NUM_HISTORIES = int(os.environ.get("PPSERVE_HISTORIES", "2000"))
 AT_ONCE = 25
-NEVER_HEAL = range(10, 2_000, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +50,6 @@ def test_a_seed_replays_its_history_exactly() -> None:
     assert History(2).run() != History(3).run()
 
 
-class TriesForEver(Members):
-    """Counts no attempts."""
-
-    def _lose_epoch(self, *lost: Any, is_error: bool = False) -> EpochLost | None:
-        self._attempts = 0
-        return super()._lose_epoch(*lost, is_error=is_error)
-
-
 class RemembersLostSteps(Replica):
     """Waits for the results of an epoch that is lost."""
 
@@ -82,35 +68,9 @@ class ThreeLossesConvict(PoisonIsolation):
         return None
 
 
-class SaysNothingOfProbes(MicrobatchSlots):
-    """Requests that kill, many at once, use up the deaths and the epochs that a server may lose."""
-
-    def lose(self) -> frozenset[str]:
-        requests = super().lose()
-        self.is_unproven = False
-        return requests
-
-
-class HasNoProbes(Replica):
-    def _new_scheduler(self) -> Scheduler:
-        scheduler = super()._new_scheduler()
-        scheduler.slots.__class__ = SaysNothingOfProbes
-        return scheduler
-
-
-class BlamesNobody(Replica):
-    """A request that kills its stage is handed from replica to replica."""
-
-    def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
-        return []
-
-
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
-    "forms for ever": ({"members": TriesForEver}, NEVER_HEAL),
     "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(120)),
-    "many killers end the server": ({"replica": HasNoProbes}, range(150)),
     "remembers lost steps": ({"replica": RemembersLostSteps}, range(60)),
-    "from replica to replica": ({"replica": BlamesNobody}, range(3, 100, 4)),
 }
 """What is planted, and which histories are searched for it."""
 

@@ -7,8 +7,6 @@ import http.client
 import threading
 from collections.abc import Mapping
 
-import pytest
-
 from ppserve.head.observe.pages import MakePage, Page, PageServer, json_page
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -70,17 +68,3 @@ def test_a_page_that_fails_fails_alone_and_tells_nothing() -> None:
 def test_pages_are_not_made_in_the_event_loop() -> None:
     ((_, _, name),) = asked({"/a": json_page(lambda: threading.current_thread().name)}, ("GET", "/a"))
     assert name.startswith(b'"page')
-
-
-@pytest.mark.parametrize("sent", [b"\x16\x03\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 40_000])
-def test_bytes_that_are_no_request_are_refused(sent: bytes) -> None:
-    async def main() -> bytes:
-        server = PageServer({})
-        reader, writer = await asyncio.open_connection("127.0.0.1", await server.start("127.0.0.1", 0))
-        writer.write(sent)
-        answer = await reader.read()
-        writer.close()
-        await server.stop()
-        return answer
-
-    assert asyncio.run(main()).startswith(b"HTTP/1.1 400 ")

@@ -21,12 +21,10 @@ from ppserve.head.api.grpc.calls import LOCAL_PEERS
 from ppserve.head.api.grpc.server import GrpcServer, server_options
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.descriptions import Limits
-from ppserve.head.engine.streams import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import FakeEngine, channel_to, code_of, generation, handler_of, served, stub_of
-from tests.head.api.grpc.asking import failure_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -225,24 +223,6 @@ def test_a_certificate_that_goes_while_it_is_read(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as refusal:
         read_certificates(ServerSettings(tls_cert=Path("gone"), tls_key=Path("gone")))
     assert refusal.value.name == "--tls-cert"
-
-
-async def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
-    engine = FakeEngine(by_hand=True)
-    async with served(engine) as (door, target), channel_to(target) as channel:
-        stub = GenerationServiceStub(channel)
-        running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
-        await engine.until(lambda engine: bool(engine.sinks))
-        async with asyncio.TaskGroup() as group:
-            stopping = group.create_task(door.request_handler.drain(20))
-            while await health_of(channel) == SERVING:
-                await asyncio.sleep(0)
-            refusal = await failure_of(stub.Generate(pb.GenerateRequest()))
-            assert refusal.code() is grpc.StatusCode.UNAVAILABLE
-            assert "shutting down" in str(refusal.details())
-            assert not stopping.done()
-            next(iter(engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
-            assert [message.text async for message in running] == ["A"]
 
 
 @pytest.mark.parametrize(

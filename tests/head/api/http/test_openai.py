@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from ppserve.core.request import Request
-from ppserve.errors import DeadlinePassed, Overloaded, RequestError, StagesLost
-from ppserve.head.engine.streams import Sink
-from tests.fake_engine import FakeEngine
-from tests.head.api.http.asking import Served, served_http
-
-
-@dataclass
-class BusyAtFirst(FakeEngine):
-    """Refuses as often as it is told, then serves."""
-
-    times: int = 0
-
-    def queue_request(self, request: Request, sink: Sink) -> None:
-        self.times -= 1
-        if self.times >= 0:
-            assert self.refusal is not None
-            raise self.refusal
-        self.refusal = None
-        super().queue_request(request, sink)
+from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
+from tests.head.api.http.asking import Served
 
 
 @pytest.fixture
@@ -91,25 +71,6 @@ async def test_an_error_in_mid_stream_raises(served: Served, client: AsyncOpenAI
     await anext(reader)
     with pytest.raises(openai.APIError, match="stage 1 is gone"):
         [chunk async for chunk in reader]
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "seconds"),
-    [(Overloaded("the queue is full", 0.023), 429, "0.023000"), (StagesLost("stage 1 is gone"), 503, "5.000000")],
-)
-async def test_it_comes_back_when_it_was_told_to(
-    error: RequestError, status: int, seconds: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "openai"):
-        async with served_http(BusyAtFirst(refusal=error, times=2)) as served, client_of(served) as client:
-            asking = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
-            while "Retrying request" not in caplog.text:
-                await asyncio.sleep(0.01)
-            if status == 429:
-                await asking
-                assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
-            asking.cancel()
-    assert f"Retrying request in {seconds} seconds" in caplog.text
 
 
 async def test_it_does_not_come_back_when_that_cannot_help(served: Served, client: AsyncOpenAI) -> None:

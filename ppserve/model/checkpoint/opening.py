@@ -56,8 +56,8 @@ def find_model(path: str, weights: bool = True) -> Path:
     if path == "tiny":
         return TINY
     place = Path(os.path.expanduser(path))
-    if not lexists(place) and path in fetching.MODELS:
-        return fetching.fetched(path)
+    if not lexists(place) and path == fetching.NAME:
+        return fetching.fetched()
     if not lexists(place) and hub.is_hub_id(path):
         return hub.fetch(path, weights=weights)
     if not lexists(place):

@@ -1,19 +1,18 @@
 """What `ppserve top` shows: the difference of two readings of a server, as a screen or as one line.
 
-A reading is the topology with its ledger, and the /metrics page.
+A reading is the topology with its ledger, and the figures that the live page shows.
 """
 
 from __future__ import annotations
 
 import http.client
-import math
+import json
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from prometheus_client.parser import text_string_to_metric_families
+from typing import Any
 
 from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.client import Client
@@ -27,80 +26,36 @@ from ppserve.v1 import generation_pb2 as pb
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
 _SMALLEST_BAR = 10
 _LEAST_SHOWN = 0.0005
+_COUNTERS = ("generated_tokens", "prompt_tokens", "requests")
 
 
-Labels = frozenset[tuple[str, str]]
+Figures = Mapping[str, Any]
+"""How loaded a server is, with counters and latencies since its start: its `/state.json`."""
 
 
 class ScrapeFailed(PpserveError):
-    """The page could not be fetched, or is no metrics page."""
+    """The page could not be fetched, or is another."""
 
 
-Buckets = Mapping[float, float]
-"""A histogram: cumulative counts by upper bound, ascending; the last is infinite."""
-
-
-class MetricsReading:
-    """All samples of a page at one moment."""
-
-    def __init__(self, samples: Mapping[str, Mapping[Labels, float]]) -> None:
-        self._samples = samples
-
-    def value(self, name: str) -> float:
-        """The sum of a metric's samples; 0 without any."""
-        return sum(self._samples.get(name, {}).values())
-
-    def mean(self, name: str) -> float:
-        """The mean of a metric's samples; 0 without any."""
-        return self.value(name) / max(1, len(self._samples.get(name, {})))
-
-    def buckets(self, name: str) -> Buckets:
-        """Of a histogram, over all labels but its own."""
-        buckets: dict[float, float] = {}
-        for labels, value in self._samples.get(name + "_bucket", {}).items():
-            bound = float(dict(labels)["le"])
-            buckets[bound] = buckets.get(bound, 0.0) + value
-        return dict(sorted(buckets.items()))
-
-
-def difference(earlier: Buckets, later: Buckets) -> Buckets:
-    """The observations between two readings, or since a restart."""
-    added = {bound: count - earlier.get(bound, 0.0) for bound, count in later.items()}
-    return added if min(added.values(), default=0.0) >= 0 else later
-
-
-def quantile(buckets: Buckets, q: float) -> float | None:
-    """PromQL's histogram_quantile: linear in a bucket. None without observations."""
-    rank = q * buckets.get(math.inf, 0.0)
+def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> float | None:
+    """PromQL's histogram_quantile: linear in a bucket. None without observations. counts: of values up to each
+    bound, and of all."""
+    rank = q * counts[-1]
     low_bound = low_count = 0.0
-    for bound, count in buckets.items():
+    for bound, count in zip(bounds_s, counts, strict=False):
         if count >= rank and count > low_count:
-            if math.isinf(bound):
-                return low_bound
             return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
         low_bound, low_count = bound, count
-    return None
+    return low_bound if counts[-1] > low_count else None
 
 
-def parse_metrics(text: str) -> MetricsReading:
-    """Raises ScrapeFailed with the first bad line."""
-    samples: dict[str, dict[Labels, float]] = {}
-    for line in text.splitlines():
-        try:
-            for family in text_string_to_metric_families(line):
-                for sample in family.samples:
-                    samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-        except ValueError:
-            raise ScrapeFailed(f"not a line of metrics: {line[:80]!r}") from None
-    return MetricsReading(samples)
-
-
-def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
-    """The page at HOST:PORT. Blocks. Raises ScrapeFailed."""
-    url = f"http://{address}/metrics"
+def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
+    """From a server's metrics port. Blocks. Raises ScrapeFailed."""
+    url = f"http://{address}/state.json"
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            return parse_metrics(response.read().decode())
+            figures: Figures = json.load(response)
+            return figures
     except http.client.HTTPException as error:
         raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__})") from None
     except (OSError, ValueError) as error:
@@ -113,18 +68,18 @@ class ServerReading:
 
     at_s: float
     topology: pb.GetTopologyResponse
-    metrics: MetricsReading | None
+    figures: Figures | None
     problem: str = ""
-    """Why the metrics could not be read."""
+    """Why there are no figures."""
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:
-    """metrics: HOST:PORT of the page, or None. Raises CallFailed without an answer."""
+    """metrics: HOST:PORT of the metrics port, or None. Raises CallFailed without an answer."""
     topology = client.topology()
     found, problem = None, ""
     if metrics is not None:
         try:
-            found = fetch_metrics(metrics, timeout_s=2.0)
+            found = fetch_figures(metrics, timeout_s=2.0)
         except ScrapeFailed as failure:
             problem = str(failure)
     return ServerReading(time.monotonic(), topology, found, problem)
@@ -175,33 +130,27 @@ class View:
         return " | ".join([*parts, *self._traffic()])
 
     def _traffic(self) -> list[str]:
-        before, after = self.before.metrics, self.after.metrics
+        before, after = self.before.figures, self.after.figures
         if before is None or after is None:
             problem = self.after.problem or self.before.problem
             return [f"no metrics: {problem}"] if problem else []
         interval_s = max(self.after.at_s - self.before.at_s, 1e-9)
-
-        def per_s(name: str) -> float:
-            # A head that restarted counts from zero again.
-            return max(0.0, after.value(name) - before.value(name)) / interval_s
-
-        def latency(name: str) -> str:
-            seconds = difference(before.buckets(name), after.buckets(name))
-            p50_s = quantile(seconds, 0.5)
-            p99_s = quantile(seconds, 0.99)
-            return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
-
+        # A head that restarted counts from zero again.
+        tokens_s, prompt_s, requests_s = (max(0.0, after[name] - before[name]) / interval_s for name in _COUNTERS)
         return [
-            f"running {after.value('ppserve_requests_running'):.0f}"
-            f"  waiting {after.value('ppserve_requests_waiting'):.0f}"
-            f"  microbatches in flight {after.value('ppserve_microbatches_in_flight'):.0f}"
-            f"  KV {after.mean('ppserve_kv_usage_ratio'):.1%}",
-            f"{per_s('ppserve_generated_tokens_total'):.1f} tok/s"
-            f"  {per_s('ppserve_prompt_tokens_total'):.1f} prompt tok/s"
-            f"  {per_s('ppserve_requests_total'):.2f} req/s"
-            f"  TTFT {latency('ppserve_time_to_first_token_seconds')}"
-            f"  ITL {latency('ppserve_inter_token_latency_seconds')}",
+            f"running {after['running']}  waiting {after['waiting']}"
+            f"  microbatches in flight {after['in_flight']}  KV {after['kv_usage']:.1%}",
+            f"{tokens_s:.1f} tok/s  {prompt_s:.1f} prompt tok/s  {requests_s:.2f} req/s"
+            f"  TTFT {_latency(before['ttft'], after['ttft'])}  ITL {_latency(before['itl'], after['itl'])}",
         ]
+
+
+def _latency(before: Figures, after: Figures) -> str:
+    """The values between two readings, or since a restart."""
+    added = [now - then for now, then in zip(after["counts"], before["counts"], strict=True)]
+    counts = added if min(added) >= 0 else after["counts"]
+    p50_s, p99_s = (quantile(after["bounds_s"], counts, q) for q in (0.5, 0.99))
+    return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
 
 def bar(times: StageTimes, width: int) -> str:

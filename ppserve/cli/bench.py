@@ -132,7 +132,7 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
 @click.command(params=[*CONNECTION])
 @click.option(
     "--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
-    help="The server's metrics page; `none`: only the stages.",
+    help="The server's metrics port; `none`: only the stages.",
 )  # fmt: skip
 @click.option(
     "--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,

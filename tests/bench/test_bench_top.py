@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pty
 import re
@@ -17,19 +16,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.ledger import shares
-from ppserve.bench.top import (
-    MetricsReading,
-    ScrapeFailed,
-    ServerReading,
-    View,
-    bar,
-    fetch_metrics,
-    parse_metrics,
-    quantile,
-)
+from ppserve.bench.top import Figures, ScrapeFailed, ServerReading, View, bar, fetch_figures, quantile
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.v1 import generation_pb2 as pb
@@ -49,15 +38,15 @@ def topology(busy_s: float, host_s: float, idle_s: float, *, live: bool = True) 
     return pb.GetTopologyResponse(stages=stages, transport="shm", epoch=1, microbatches=2, advice="buy a cluster")
 
 
-def page(generated: int, ttfts_s: list[float]) -> MetricsReading:
-    registry = CollectorRegistry()
-    Counter("ppserve_generated_tokens", "", registry=registry).inc(generated)
-    Gauge("ppserve_requests_running", "", registry=registry).set(3)
-    Gauge("ppserve_kv_usage_ratio", "", registry=registry).set(0.125)
-    histogram = Histogram("ppserve_time_to_first_token_seconds", "", buckets=(0.1, 0.2, 0.4), registry=registry)
-    for ttft_s in ttfts_s:
-        histogram.observe(ttft_s)
-    return parse_metrics(generate_latest(registry).decode())
+def latencies(*seconds: float) -> Figures:
+    bounds_s = [0.1, 0.2, 0.4]
+    return {"bounds_s": bounds_s, "counts": [sum(each <= bound for each in seconds) for bound in (*bounds_s, 9)]}
+
+
+def page(generated: int, ttfts_s: list[float]) -> Figures:
+    none = dict.fromkeys(("waiting", "in_flight", "requests", "prompt_tokens"), 0)
+    load = {"running": 3, "kv_usage": 0.125, "generated_tokens": generated}
+    return {**none, **load, "ttft": latencies(*ttfts_s), "itl": latencies()}
 
 
 LOST = View(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
@@ -82,12 +71,6 @@ def test_a_server_that_began_anew_has_no_negative_rates() -> None:
     view = View(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
     assert "  0.0 tok/s" in view.render_line("").replace("|", " ")
     assert next(view.stages)[2].computed_ns == 10**9
-
-
-def test_the_kv_use_of_replicas_is_their_mean() -> None:
-    shares = 'ppserve_kv_usage_ratio{replica="0"} 0.6\nppserve_kv_usage_ratio{replica="1"} 0.7\n'
-    readings = [ServerReading(at_s, topology(1, 1, 1), parse_metrics(shares)) for at_s in (1, 2)]
-    assert "KV 65.0%" in "\n".join(View(*readings).render_screen("here:1", 120))
 
 
 def test_the_screen_says_it_all_and_fits() -> None:
@@ -136,24 +119,20 @@ def test_a_bar_is_as_wide_as_asked_and_true_to_a_cell(stage: StageTimes, width: 
         assert abs(drawn.count(glyphs[kind]) - share * width) <= 1 + 1e-6
 
 
-# ---- the metrics page, as Prometheus's own library writes it ----------------------------------------------------
+# ---- the figures -----------------------------------------------------------------------------------------------
 
 
 def test_quantiles_are_promql_s() -> None:
-    found = {1.0: 1.0, 2.0: 3.0, 4.0: 4.0, math.inf: 4.0}
-    assert [quantile(found, q) for q in (0.25, 0.5, 1.0)] == [1.0, 1.5, 4.0]
-    assert quantile(found | {math.inf: 5.0}, 0.99) == 4.0
+    bounds_s = 1.0, 2.0, 4.0
+    assert [quantile(bounds_s, (1, 3, 4, 4), q) for q in (0.25, 0.5, 1.0)] == [1.0, 1.5, 4.0]
+    assert (quantile(bounds_s, (1, 3, 4, 5), 0.99), quantile(bounds_s, (0, 0, 0, 0), 0.5)) == (4.0, None)
 
 
 def test_pages_that_are_none() -> None:
-    with pytest.raises(ScrapeFailed, match="<html>"):
-        parse_metrics("<html>")
-    with pytest.raises(ScrapeFailed, match="not a line"):
-        parse_metrics("things_total many")
-    with pytest.raises(ScrapeFailed, match=r"127\.0\.0\.1:1/metrics"):
-        fetch_metrics("127.0.0.1:1")
+    with pytest.raises(ScrapeFailed, match=r"127\.0\.0\.1:1/state.json"):
+        fetch_figures("127.0.0.1:1")
     with pytest.raises(ScrapeFailed):
-        fetch_metrics("nonsense")
+        fetch_figures("nonsense")
 
 
 # ---- as a command ----------------------------------------------------------------------------------------------
@@ -167,8 +146,12 @@ def flags(target: str, *arguments: str) -> list[str]:
     ("server", "page", "problem"),
     [
         ("127.0.0.1:1", "none", "no answer from 127.0.0.1:1"),
-        ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/metrics: "),
-        ("{target}", "{target}", "no metrics: http://{target}/metrics: "),  # gRPC's port is no metrics page either
+        ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/state.json: "),
+        (
+            "{target}",
+            "{target}",
+            "no metrics: http://{target}/state.json: ",
+        ),  # gRPC's port is no metrics page either
     ],
 )
 def test_no_server_or_no_page_is_one_line(target: str, server: str, page: str, problem: str) -> None:

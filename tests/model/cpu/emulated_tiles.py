@@ -7,12 +7,14 @@ What stays untested without an AMX machine is that the instructions do what is w
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from ppserve.model.cpu.kernels.amx_tile import AmxTile, TileUnit
-from ppserve.model.cpu.kernels.operations import F32, I8, I16, I32, I64, OPERATIONS
+from ppserve.model.compiled.llvm import call
+from ppserve.model.cpu.kernels.amx_tile import TileUnit
+from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, OPERATIONS
 from ppserve.model.cpu.kernels.products import TILE_CODES
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 
@@ -53,40 +55,36 @@ class EmulatedUnit(TileUnit):
             self.builder.store(self.builder.load(self._word(register, row, word)), place, align=4)
 
     def multiply(self, instruction: str, sums: int, rows: int, weights: int) -> None:
-        builder = self.builder
+        """Of each output as the instruction does: the first inputs of all words, the second and so on."""
+        builder, is_integer = self.builder, instruction == "tdpbusd"
+        kind, inputs = (I32, range(4)) if is_integer else (F32, range(2))
         with cgutils.for_range(builder, I64(16)) as row, cgutils.for_range(builder, I64(WORDS)) as output:
+            parts = [cgutils.alloca_once_value(builder, kind(0)) for _ in inputs]
+            for i in inputs:
+                builder.store(kind(0), parts[i])
             with cgutils.for_range(builder, I64(WORDS)) as k:
                 x = builder.load(self._word(rows, row.index, k.index))
                 w = builder.load(self._word(weights, k.index, output.index))
-                place = self._word(sums, row.index, output.index)
-                builder.store(getattr(self, instruction)(builder.load(place), x, w), place)
+                for i in inputs:
+                    step = self._integers if is_integer else self._bfloat16s
+                    builder.store(step(builder.load(parts[i]), x, w, i), parts[i])
+            place, add = self._word(sums, row.index, output.index), builder.add if is_integer else builder.fadd
+            total = builder.bitcast(builder.load(place), kind)
+            added = add(total, reduce(add, map(builder.load, parts)))
+            builder.store(builder.bitcast(added, I32), place)
 
-    def tdpbssd(self, total, x, w):
-        for shift in (0, 8, 16, 24):
-            values = [self.builder.trunc(self.builder.lshr(word, I32(shift)), I8) for word in (x, w)]
-            first, second = (self.builder.sext(value, I32) for value in values)
-            total = self.builder.add(total, self.builder.mul(first, second))
-        return total
+    def _integers(self, total, x, w, i: int):
+        x, w = (self.builder.trunc(self.builder.lshr(word, I32(8 * i)), I8) for word in (x, w))
+        return self.builder.add(total, self.builder.mul(self.builder.zext(x, I32), self.builder.sext(w, I32)))
 
-    def tdpbf16ps(self, total, x, w):
-        """In float32, but not in the instruction's order of sums."""
-        total = self.builder.bitcast(total, F32)
-        for shift in (0, 16):
-            halves = [self.builder.trunc(self.builder.lshr(word, I32(shift)), I16) for word in (x, w)]
-            first, second = (
-                self.builder.bitcast(self.builder.shl(self.builder.zext(half, I32), I32(16)), F32)
-                for half in halves
-            )
-            total = self.builder.fadd(total, self.builder.fmul(first, second))
-        return self.builder.bitcast(total, I32)
-
-
-class EmulatedTile(AmxTile):
-    unit = EmulatedUnit
+    def _bfloat16s(self, total, x, w, i: int):
+        upper = ((self.builder.shl(word, I32(16)) if i == 0 else word) for word in (x, w))
+        x, w = (self.builder.bitcast(self.builder.and_(word, I32(0xFFFF0000)), F32) for word in upper)
+        return call(self.builder, "llvm.fma.f32", F32, x, w, total)
 
 
 def emulated(kind: MicroKernel) -> MicroKernel:
     """The same micro-kernel without AMX."""
-    name = f"emulated {kind.operation}"
-    OPERATIONS[name], TILE_CODES[name] = OPERATIONS[kind.operation], EmulatedTile
+    name, code = f"emulated {kind.operation}", TILE_CODES[kind.operation]
+    OPERATIONS[name], TILE_CODES[name] = OPERATIONS[kind.operation], type(name, (code,), {"unit": EmulatedUnit})
     return replace(kind, operation=name)

@@ -5,6 +5,7 @@ registers.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from llvmlite import binding, ir
@@ -13,7 +14,6 @@ from ppserve.model.cpu.kernels.amx_tile import AmxTile
 from ppserve.model.cpu.kernels.products import CHOICES, TILE_CODES
 from ppserve.model.cpu.kernels.tile_code import MicroKernel, TileArguments
 
-CPUS = {"portable": "haswell", "avx2": "alderlake", "avx512": "skylake-avx512", "avx512_bf16": "cooperlake"}
 INSTRUCTIONS = {
     "fma": "vfmadd",
     "bf16_fma": "vfmadd",
@@ -22,11 +22,22 @@ INSTRUCTIONS = {
     "int8_dot": "vpdpbusd",
     "int4_pairs": "vpmaddwd",
     "int4_dot": "vpdpbusd",
+    "bf16_tiles": "vfmadd",
+    "int8_tiles": "vpdpbusd",
+}
+CPUS = {
+    "portable": "haswell",
+    "avx2": "alderlake",
+    "avx512": "skylake-avx512",
+    "avx512_bf16": "cooperlake",
+    "amx": "sapphirerapids",
 }
 CASES = [
-    (choice.kind, "cascadelake" if "avx512vnni" in choice.needs else CPUS[choice.variant])
-    for choice in CHOICES
-    if choice.variant != "amx"
+    (
+        replace(of.kind, rows=tuple(rows for rows in of.kind.rows if rows < 16)),  # more are in tiles of AMX
+        "cascadelake" if "avx512vnni" in of.needs else CPUS[of.variant],
+    )
+    for of in CHOICES
 ]
 X86 = "x86_64-unknown-linux-gnu"
 
@@ -89,7 +100,7 @@ def test_other_architectures_get_their_own_vectors() -> None:
     assert sum("fmla" in line for line in loop) % (4 * kind.rows[-1]) == 0
 
 
-@pytest.mark.parametrize(("precision", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbssd")])
+@pytest.mark.parametrize(("precision", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbusd")])
 def test_amx_has_its_instructions(precision: str, instruction: str) -> None:
     kind = next(choice.kind for choice in CHOICES if (choice.precision, choice.variant) == (precision, "amx"))
     text = assembly(kind, "sapphirerapids")

@@ -28,8 +28,9 @@ MOST_ROWS = ROW_COUNTS[-1]
 
 
 def kinds(precision: str) -> list[MicroKernel]:
-    """All that this machine can run."""
-    return micro_kernels(precision, choose({}, features()), features())
+    """All that this machine can run, with and without fetches of AMD's (`MicroKernel.reads_alone`)."""
+    found = micro_kernels(precision, choose({}, features()), features())
+    return found + [replace(kind, reads_alone=not kind.reads_alone) for kind in found if kind.lanes == 16]
 
 
 EVERY = [(precision, kind) for precision in PRECISIONS for kind in kinds(precision)]

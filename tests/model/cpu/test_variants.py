@@ -15,8 +15,9 @@ from ppserve.model.cpu.kernels.variants import NEEDS, VARIABLE, available, choos
 HASWELL = frozenset({"sse2", "avx2", "fma"})
 SKYLAKE = HASWELL | NEEDS["avx512"]
 CASCADE_LAKE = SKYLAKE | {"avx512vnni"}
-ZEN_5 = CASCADE_LAKE | NEEDS["avx512_bf16"] | {"avxvnni"}
-SAPPHIRE_RAPIDS = ZEN_5 | NEEDS["amx"]
+COOPER_LAKE = CASCADE_LAKE | NEEDS["avx512_bf16"]
+ZEN_5 = COOPER_LAKE | {"avxvnni", "sse4a"}
+SAPPHIRE_RAPIDS = COOPER_LAKE | NEEDS["amx"] | {"avxvnni"}
 ALDER_LAKE = HASWELL | {"avxvnni"}
 NEON = frozenset({"neon"})
 
@@ -89,6 +90,11 @@ def test_micro_kernels_by_variant(precision: str, variant: str, found: frozenset
     assert micro_kernels(precision, variant, found)[0].operation == operation
     if precision == "bfloat16":  # which `--dtype auto` takes only where the kernels multiply it as such
         assert multiplies_bfloat16(variant, found) == (operation != "bf16_fma")
+
+
+def test_products_of_one_tile_fetch_unless_the_cpu_is_better_at_it() -> None:
+    assert all(kind.reads_alone == (kind.lanes == 16) for kind in micro_kernels("int8", "avx512", ZEN_5))
+    assert not any(kind.reads_alone for kind in micro_kernels("int8", "amx", SAPPHIRE_RAPIDS))
 
 
 def test_every_precision_runs_everywhere() -> None:

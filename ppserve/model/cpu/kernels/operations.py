@@ -8,7 +8,7 @@
 | `bf16_tiles` | 2 bfloat16 | `tdpbf16ps`: the first inputs of 16 pairs, then the second, then both | AMX-BF16 |
 | `int8_pairs` | 4 int8 | two `vpmaddwd` of int16 pairs, which cannot overflow | |
 | `int8_dot` | 4 int8 | `vpdpbusd`, the rows' values raised by 128 to be unsigned | AVX-VNNI or AVX512-VNNI |
-| `int8_tiles` | 4 int8 | `tdpbssd` | AMX-INT8 |
+| `int8_tiles` | 4 int8 | `tdpbusd`; few rows: `vpdpbusd` | AMX-INT8 |
 | `int4_pairs` | 8 of 4 bits | four `vpmaddwd` of int16 pairs | |
 | `int4_dot` | 8 of 4 bits | two `vpdpbusd`: lower halves of bytes, then the upper | AVX-VNNI or AVX512-VNNI |
 
@@ -71,11 +71,18 @@ def inputs_in_bfloat16(builder, values):
     return round_to_bfloat16(builder, kept, vector(I32, 16))
 
 
-class Operation:
-    """steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
+class Operation(ABC):
+    """For registers of `lanes` elements of 32 bits.
+
+    steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
     inputs: in a word. words: in a chunk. tail_lines: cache lines behind the words of its 16 outputs;
     row_tail_bytes: behind those of a row. raised: what is added to a row's values before they are multiplied.
-    arithmetic: operations with the same name for it give the same bits."""
+    arithmetic: operations with the same name for it give the same bits. unroll: words in one piece of code; in
+    longer pieces LLVM rearranges so that values no longer fit the registers.
+
+    weights: what a step multiplies, made once from <lanes x i32> and used for all rows. row: its counterpart, from
+    the words at a pointer. step: the sums after it.
+    """
 
     arithmetic: str
     steps = 1
@@ -84,6 +91,7 @@ class Operation:
     words = 16
     tail_lines = row_tail_bytes = 0
     raised = 0
+    unroll = 4
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -93,17 +101,6 @@ class Operation:
         """16 consecutive inputs of a row, <16 x float>, as the row's tile holds them. Those of int8 come as whole
         numbers from -127 to 127 with 1.5 * 2**23 added, which leaves them in the low bits."""
         return values
-
-
-class VectorOperation(Operation, ABC):
-    """For registers of `lanes` elements of 32 bits.
-
-    weights: what a step multiplies, made once from <lanes x i32> and used for all rows. row: its counterpart, from
-    the words at a pointer. step: the sums after it. unroll: words in one piece of code; in longer pieces LLVM
-    rearranges so that values no longer fit the registers.
-    """
-
-    unroll = 4
 
     @abstractmethod
     def weights(self, builder, column, step: int): ...
@@ -120,7 +117,7 @@ class VectorOperation(Operation, ABC):
         return splat(builder, builder.load(place, align=4), self.lanes)
 
 
-class Fma(VectorOperation):
+class Fma(Operation):
     arithmetic = "float32"
 
     def weights(self, builder, column, step):
@@ -156,7 +153,7 @@ class BFloat16Fma(Fma):
         return self._word(builder, pointer, 1 - step, F32)
 
 
-class BFloat16Dot(VectorOperation):
+class BFloat16Dot(Operation):
     arithmetic = "bfloat16 pairs"
     inputs = 2
 
@@ -184,7 +181,7 @@ def multiply_pairs(builder, total, row, weights):
     return builder.add(total, builder.add(first, second))
 
 
-class Int8Pairs(VectorOperation):
+class Int8Pairs(Operation):
     """The rows' values come as int16: a word with the first and the third of four, then one with the others."""
 
     arithmetic = "int8"
@@ -210,7 +207,7 @@ class Int8Pairs(VectorOperation):
         return multiply_pairs(builder, total, row, weights)
 
 
-class Int8Dot(VectorOperation):
+class Int8Dot(Operation):
     """The rows' values come as uint8, raised by 128; a sum begins at -128 times that of the output's weights."""
 
     arithmetic = "int8"
@@ -233,7 +230,7 @@ class Int8Dot(VectorOperation):
         return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", total.type, total, row, weights)
 
 
-class Int4(VectorOperation):
+class Int4(Operation):
     """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers, an output's scale
     and, in the upper half, its minimum; behind those of a row the sum of its values, in float32. sums: within a
     group."""
@@ -284,28 +281,29 @@ class Int4Dot(Int4):
         return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", total.type, total, weights, row)
 
 
-class TileOperation(Operation):
-    """For AMX: 16 words of 16 rows into 16 words of 16 outputs by one instruction."""
+class BFloat16Tiles(Operation):
+    """For few rows: sums of the first inputs of pairs, and beside them those of the second."""
 
-    instruction: str
-
-
-class BFloat16Tiles(TileOperation):
     arithmetic = "bfloat16 pairs by AMX"
     inputs = 2
     packed = BFloat16Dot.packed
     instruction = "tdpbf16ps"
 
+    def weights(self, builder, column, step):
+        twice = shuffle(builder, column, [*range(self.lanes)] * 2)
+        shifts = ir.Constant(twice.type, [16] * self.lanes + [0] * self.lanes)
+        bits = builder.and_(builder.shl(twice, shifts), constant(I32, 2 * self.lanes, 0xFFFF0000))
+        return builder.bitcast(bits, vector(F32, 2 * self.lanes))
 
-class Int8Tiles(TileOperation):
-    arithmetic = "int8"
-    sums = I32
-    inputs = 4
-    instruction = "tdpbssd"
+    def row(self, builder, pointer, step):
+        return self.weights(builder, self._word(builder, pointer, 0, I32), step)
 
-    @staticmethod
-    def packed(builder, values):
-        return builder.trunc(builder.bitcast(values, vector(I32, 16)), vector(I8, 16))
+    def step(self, builder, total, row, weights):
+        return call(builder, f"llvm.fma.v{2 * self.lanes}f32", total.type, row, weights, total)
+
+
+class Int8Tiles(Int8Dot):
+    instruction = "tdpbusd"
 
 
 OPERATIONS: dict[str, type[Operation]] = {

@@ -12,8 +12,7 @@ the tile, the threads or where the work was cut. (The micro-kernel of BLIS: Van 
 
 Rows and panels pass in blocks that stay in the caches; a sum that is not complete is stored and loaded again,
 which is exact. While a tile is computed, the panels after it are fetched, so that the arithmetic units do not wait
-for memory. Where a CPU is better at it (AVX-512, few rows) that is left to it: `MicroKernel.by_panel`,
-`fetches_alone`.
+for memory; where a CPU is better at it, that is left to it (`MicroKernel.reads_alone`).
 
 T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 """
@@ -22,7 +21,8 @@ T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from numba import types
 from numba.extending import intrinsic
@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import lanes
 from ppserve.model.compiled.llvm import I64
-from ppserve.model.cpu.kernels.amx_tile import AmxTile
+from ppserve.model.cpu.kernels.amx_tile import AmxTile, BFloat16Tile
 from ppserve.model.cpu.kernels.group_tile import GroupTile
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
@@ -38,7 +38,8 @@ from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel, TileArgument
 from ppserve.model.cpu.kernels.variants import Features, included
 
 TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {
-    **dict.fromkeys(("bf16_tiles", "int8_tiles"), AmxTile),
+    "bf16_tiles": BFloat16Tile,
+    "int8_tiles": AmxTile,
     **dict.fromkeys(("int4_dot", "int4_pairs"), GroupTile),
 }
 
@@ -86,9 +87,8 @@ def multiply_tile(
         y[r, n] = start[r, n] + Σ over 16 * chunks words of x[r] · weights[n]
 
     start_stride: 0 where all rows begin with the same. bias: 0, or an address: then a bias is added to each sum,
-    which for integers is multiplied by the row's and the output's scale before. fetch: unless a tile goes panel by
-    panel (`MicroKernel.by_panel`), it asks for one cache line for every word and panel, `fetch_step` bytes after
-    the one before.
+    which for integers is multiplied by the row's and the output's scale before. fetch: unless a tile goes
+    panel by panel, it asks for a cache line for every word and panel, `fetch_step` bytes after the one before.
     """
 
     def generate(context, builder, signature, arguments):
@@ -122,26 +122,21 @@ def _up_to(rows: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12) if size <= rows)
 
 
-def _few(by_panel: int) -> dict[str, Any]:
-    """Where fetching ahead is worse than none for a tile that is alone: measured on Zen 4."""
-    return {"by_panel": by_panel, "fetches_alone": False}
-
-
 # Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere. Machines with AMX use VNNI for int4:
 # a group's sums are scaled one by one, and AMX would have to store them first.
-_GROUPS: dict[str, Any] = {"chunks_at_once": 128, "fetches_alone": False, "by_panel": 2}
+_GROUPS = {"chunks_at_once": 128}
 
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
 CHOICES = (
-    Choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12), **_few(4))),
+    Choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12))),
     Choice("float32", "portable", MicroKernel("fma", 8, 1, _up_to(6))),
-    Choice("bfloat16", "amx", MicroKernel("bf16_tiles", 16, 2, (16, 32))),
-    Choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12), **_few(6))),
-    Choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12), **_few(4))),
+    Choice("bfloat16", "amx", MicroKernel("bf16_tiles", 16, 2, (1, 2, 4, 16, 32))),
+    Choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12))),
+    Choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12))),
     Choice("bfloat16", "portable", MicroKernel("bf16_fma", 8, 1, _up_to(5))),
-    Choice("int8", "amx", MicroKernel("int8_tiles", 16, 2, (16, 32))),
-    Choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12), by_panel=6), frozenset({"avx512vnni"})),
-    Choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12), by_panel=6)),
+    Choice("int8", "amx", MicroKernel("int8_tiles", 16, 2, (1, 2, 4, 16, 32))),
+    Choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12)), frozenset({"avx512vnni"})),
+    Choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12))),
     Choice("int8", "avx2", MicroKernel("int8_dot", 8, 1, _up_to(6)), frozenset({"avxvnni"})),
     Choice("int8", "portable", MicroKernel("int8_pairs", 8, 1, _up_to(4))),
     Choice("int4", "avx512", MicroKernel("int4_dot", 16, 2, _up_to(5), **_GROUPS), frozenset({"avx512vnni"})),
@@ -154,8 +149,9 @@ CHOICES = (
 
 def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKernel]:
     """Those that a CPU with these features can run and that `variant` includes, the best first."""
+    is_amd = "sse4a" in found
     return [
-        choice.kind
+        replace(choice.kind, reads_alone=is_amd and choice.kind.lanes == PANEL)
         for choice in CHOICES
         if choice.precision == precision and choice.variant in included(variant) and choice.needs <= found
     ]
@@ -227,7 +223,7 @@ def _multiply_block(
     panel_bytes, chunks, y_stride = weights.chunks * kind.chunk_bytes, end_chunk - chunk, 4 * weights.outputs
     chunk_bytes = rows.tile_rows * kind.row_bytes
     bias = weights.bias if end_chunk == weights.chunks else 0
-    fetches = rows.num_rows > rows.tile_rows or kind.fetches_alone
+    fetches = rows.num_rows > rows.tile_rows or not kind.reads_alone
     fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
     for panel in range(first_panel, end_panel, kind.panels):
         at = 4 * PANEL * panel

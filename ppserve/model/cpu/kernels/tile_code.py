@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,10 +27,9 @@ CHUNK_BYTES = PANEL * LINE_BYTES
 class MicroKernel:
     """operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: those of a tile.
     rows: the numbers of rows that a tile may have, ascending. rows_at_once, chunks_at_once: the block of rows that
-    is to stay in the second-level cache while the weights pass by. by_panel: tiles of up to so many rows pass
-    over one panel after the other and fetch nothing ahead, because a CPU reads one stream of memory fastest by
-    itself; at most half of the most rows, so that no product has several such tiles. fetches_alone: whether a
-    larger tile fetches where it is a product's only one."""
+    is to stay in the second-level cache while the weights pass by. reads_alone: whether a product of one tile
+    leaves fetching to the CPU, and with few rows, of which no product has several tiles, reads one panel after the
+    other: faster on AMD's CPUs, slower on Intel's (docs/performance.md)."""
 
     operation: str
     lanes: int
@@ -39,8 +37,7 @@ class MicroKernel:
     rows: tuple[int, ...]
     rows_at_once: int = 192
     chunks_at_once: int = 64
-    by_panel: int = 0
-    fetches_alone: bool = True
+    reads_alone: bool = False
 
     def tile_rows(self, num_rows: int) -> int:
         """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
@@ -48,14 +45,9 @@ class MicroKernel:
         return min(size for size in self.rows if size * num_tiles >= num_rows)
 
     @property
-    def inputs(self) -> int:
-        """Inputs in a word."""
-        return OPERATIONS[self.operation].inputs
-
-    @property
     def chunk_inputs(self) -> int:
         """Inputs in a chunk."""
-        return OPERATIONS[self.operation].words * self.inputs
+        return OPERATIONS[self.operation].words * OPERATIONS[self.operation].inputs
 
     @property
     def chunk_bytes(self) -> int:
@@ -76,7 +68,7 @@ class MicroKernel:
     @property
     def is_integer(self) -> bool:
         """Whether rows are rounded to int8, each with a scale."""
-        return self.inputs >= 4
+        return OPERATIONS[self.operation].inputs >= 4
 
     @property
     def has_groups(self) -> bool:
@@ -130,9 +122,9 @@ class Code:
         call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
-class TileCode(Code, ABC):
-    """Emits the code of one micro-kernel's tiles. Columns: the vector registers beside each other in a row of
-    sums.
+class VectorTile(Code):
+    """Emits the code of one micro-kernel's tiles: each word of a row is broadcast and multiplied into one word of
+    several panels' outputs. Columns: the vector registers beside each other in a row of sums.
     """
 
     def __init__(self, builder, kind: MicroKernel, arguments: TileArguments) -> None:
@@ -147,9 +139,19 @@ class TileCode(Code, ABC):
     def sums_in_memory(self) -> ir.Type:
         return self.operation.sums
 
-    @abstractmethod
     def tile(self, num_rows: int) -> None:
         """The code of a tile of so many rows, where the builder stands."""
+        builder, arguments = self.builder, self.arguments
+        if self.kind.reads_alone and 2 * num_rows <= self.kind.rows[-1]:
+            with cgutils.for_range(builder, I64(self.kind.panels)) as panel:
+                weights = self.nth(arguments.weights, arguments.panel_bytes, panel.index)
+                offset = builder.mul(panel.index, I64(4 * PANEL))
+                start, y = builder.add(arguments.start, offset), builder.add(arguments.y, offset)
+                self._panels(num_rows, [weights], [], start, y)
+        else:
+            panels, fetch = self.each_panel(arguments.weights), self.each_panel(arguments.fetch)
+            self._panels(num_rows, panels, fetch, arguments.start, arguments.y)
+        self.finish(num_rows)
 
     def each_panel(self, address):
         return [self.nth(address, self.arguments.panel_bytes, panel) for panel in range(self.kind.panels)]
@@ -177,23 +179,6 @@ class TileCode(Code, ABC):
         scale = builder.fmul(row_scale, output_scale)
         value = builder.sitofp(total, floats)
         return call(builder, f"llvm.fma.v{self.kind.lanes}f32", floats, value, scale, bias)
-
-
-class VectorTile(TileCode):
-    """Each word of a row is broadcast and multiplied into one word of several panels' outputs."""
-
-    def tile(self, num_rows: int) -> None:
-        builder, arguments = self.builder, self.arguments
-        if num_rows > self.kind.by_panel:
-            panels, fetch = self.each_panel(arguments.weights), self.each_panel(arguments.fetch)
-            self._panels(num_rows, panels, fetch, arguments.start, arguments.y)
-        else:
-            with cgutils.for_range(builder, I64(self.kind.panels)) as panel:
-                weights = self.nth(arguments.weights, arguments.panel_bytes, panel.index)
-                offset = builder.mul(panel.index, I64(4 * PANEL))
-                start, y = builder.add(arguments.start, offset), builder.add(arguments.y, offset)
-                self._panels(num_rows, [weights], [], start, y)
-        self.finish(num_rows)
 
     def _panels(self, num_rows: int, panels, fetch, start, y) -> None:
         """The sums of some panels next to each other, from those at `start` to those at `y`. fetch: what is asked

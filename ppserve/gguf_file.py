@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, reason
+from ppserve.files import file_size, read_start, reason
 
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -22,8 +21,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, ARRAY = 8, 9
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A tensor that the header lists."""
 
     name: str
@@ -35,10 +33,14 @@ class TensorInfo:
     """In the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
+class GGUFHeader(NamedTuple):
     values: dict[str, Any]
     tensors: list[TensorInfo]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it begins as one: a file may have any name."""
+    return path.is_file() and read_start(path, 4) == MAGIC
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -68,14 +70,12 @@ class _Cursor:
         return struct.unpack(f"<{count}{form}", self.bytes(count * struct.calcsize(form)))
 
     def text(self) -> str:
-        (length,) = self.numbers("Q")
-        return self.bytes(length).decode()
+        return self.bytes(*self.numbers("Q")).decode()
 
     def value(self, kind: int) -> Any:
         if kind != ARRAY:
             return self.values(kind, 1)[0]
-        (inner,), (count,) = self.numbers("I"), self.numbers("Q")
-        return self.values(inner, count)
+        return self.values(*self.numbers("I"), *self.numbers("Q"))
 
     def values(self, kind: int, count: int) -> list[Any]:
         if kind == TEXT:
@@ -100,7 +100,7 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise ValueError(f"an alignment of {alignment}")
     begin = math.ceil(cursor.at / alignment) * alignment
-    return GGUFHeader(values, [replace(tensor, offset=begin + tensor.offset) for tensor in tensors])
+    return GGUFHeader(values, [tensor._replace(offset=begin + tensor.offset) for tensor in tensors])
 
 
 def _tensor(cursor: _Cursor) -> TensorInfo:

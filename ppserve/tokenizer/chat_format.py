@@ -11,7 +11,7 @@ import msgspec
 
 from ppserve.errors import CheckpointError
 from ppserve.files import TINY, checked, read_bytes, read_json
-from ppserve.gguf_file import read_header
+from ppserve.gguf_file import is_gguf, read_header
 
 MAX_TEMPLATE_BYTES = 1 << 20
 GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
@@ -40,7 +40,7 @@ class _ChatConfig(msgspec.Struct, frozen=True):
 def read_chat_format(path: str) -> ChatFormat:
     """That of the model at `path`. Raises CheckpointError."""
     given = TINY if path == "tiny" else Path(path).expanduser()
-    if given.suffix == ".gguf":
+    if is_gguf(given):
         return _of_gguf(given)
     return _of_directory(given.parent if given.is_file() else given)
 

@@ -11,6 +11,7 @@ import tiktoken
 
 from ppserve.errors import CheckpointError
 from ppserve.files import TINY, within
+from ppserve.gguf_file import is_gguf
 from ppserve.tokenizer.formats import (
     gpt2_tokenizer,
     read_gguf,
@@ -51,13 +52,12 @@ def load_tokenizer(
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
-    tokenizer = read_gguf(given) if given.suffix == ".gguf" else _read_directory(directory)
+    tokenizer = read_gguf(given) if is_gguf(given) else _read_directory(directory)
     if tokenizer is not None:
         # Special tokens are never found in text: the model may lack them.
-        highest = tokenizer.highest_encoded_id()
-        if vocab_size is not None and highest >= vocab_size:
-            problem = f"token id {highest} is beyond the model's {vocab_size} tokens"
-            raise CheckpointError(tokenizer.source, problem)
+        last = tokenizer.highest_encoded_id()
+        if vocab_size is not None and last >= vocab_size:
+            raise CheckpointError(tokenizer.source, f"token id {last} is beyond the model's {vocab_size} tokens")
         return tokenizer
     problem = f"{directory}: none of {', '.join(READERS)}"
     try:

@@ -47,7 +47,7 @@ def test_sentencepiece_falls_back_to_bytes(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     types = [2, 3, 3, *[6] * 256, *[1] * len(words)]
     scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -4.0, -5.0]
-    path = write(tmp_path / "m.gguf", "llama", tokens, types, token_scores=scores)
+    path = write(tmp_path / "sha256-of-it", "llama", tokens, types, token_scores=scores)
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("ab ab\u00e9")
     assert [tokenizer.token_bytes(i) for i in ids] == [b" ab", b" ab", b"\xc3", b"\xa9"]

@@ -24,14 +24,11 @@ from ppserve.model.checkpoint import FourBits
 from ppserve.model.checkpoint.config_json import declared, family_of
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.settings import settled
-from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
+from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
-DTYPES_BY_TYPE: dict[int, torch.dtype] = {
-    Type.F32: torch.float32,
-    Type.F16: torch.float16,
-    Type.BF16: torch.bfloat16,
-}
+DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
+MAX_DIMENSIONS = 4
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
@@ -185,15 +182,14 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
         problem = f"has the type {name}; served are {', '.join(TYPES)}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
     numbers_per_block, block_bytes = gguf.GGML_QUANT_SIZES[Type(tensor.type)]
-    *outer, width = tensor.shape
+    *outer, width = tensor.shape if 0 < len(tensor.shape) <= MAX_DIMENSIONS else (0,)
     row_bytes, remainder = divmod(width * block_bytes, numbers_per_block)
     end = tensor.offset + math.prod(outer) * row_bytes
     if not row_bytes or remainder or end > len(content) or tensor.offset % 4:
         place = f"byte {tensor.offset} of {len(content)}: is the file whole?"
-        problem = f"of the shape {tensor.shape} cannot begin at {place}"
+        problem = f"of the shape {shown(tensor.shape)} cannot begin at {place}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
     blocks = content[tensor.offset : end].reshape(*outer, row_bytes)
-    dtype = DTYPES_BY_TYPE.get(tensor.type, torch.float32)
-    is_plain = tensor.type in DTYPES_BY_TYPE
-    numbers = torch.from_numpy(blocks).view(dtype) if is_plain else Quantized(blocks, Type(tensor.type))
-    return StoredTensor(path, tensor.name, tensor.shape, str(dtype).removeprefix("torch."), numbers)
+    dtype = DTYPES_BY_TYPE.get(tensor.type)
+    numbers = torch.from_numpy(blocks).view(DTYPES[dtype]) if dtype else Quantized(blocks, Type(tensor.type))
+    return StoredTensor(path, tensor.name, tensor.shape, dtype or "float32", numbers)

@@ -54,13 +54,3 @@ def test_a_token_that_is_wrong_missing_or_there_twice_and_another_text_or_log_pr
 ) -> None:
     assert check(recorded(tmp_path / "wrong", ids, text, logprob)).wrong == 1
     assert check(recorded(tmp_path / "right", [1, 2, 3], text="abc")).is_clean
-
-
-def test_the_pause_is_the_longest_after_each_fault(tmp_path: Path) -> None:
-    lines = ['{"t": 0, "what": "begin", "caller": 0, "kind": "undisturbed"}']
-    times = [0.0, 1.0, 1.5, 5.5, 6.0, 8.0]
-    lines += [f'{{"t": {t}, "what": "tokens", "caller": 0, "tokens": [], "text": ""}}' for t in times]
-    lines[4:4] = ['{"t": 2.0, "what": "fault"}']
-    lines[7:7] = ['{"t": 7.0, "what": "fault"}']
-    (tmp_path / "record").write_text("\n".join(lines) + "\n")
-    assert check(tmp_path / "record").pauses == [4.0, 2.0]

@@ -115,21 +115,6 @@ def describe(rank: int, size: int, path: str, tensor: int, pipeline: int) -> dic
     return seen
 
 
-def live_again(rank: int, size: int, paths: list[str]) -> list[int]:
-    """Lives of one process: each with a new world, the last two groups of one and the same world."""
-    sums = []
-    for path in paths:
-        join(rank, size, path)
-        for _ in range(2):
-            ps.initialize_model_parallel(1, size)
-            sums.append(sum_over(ps.get_pipeline_model_parallel_group(), rank))
-            ps.destroy_model_parallel()
-        ps.initialize_model_parallel(1, size)
-        leave()
-        ps.destroy_model_parallel()  # after the default group is gone: forgets, and does not raise
-    return sums
-
-
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with World(4) as world:
@@ -148,8 +133,6 @@ def test_real_worlds(world: World, size: int, tmp_path: Path) -> None:
     assert [d["is_pipeline_last_stage"] for d in line] == [r == size - 1 for r in range(size)]
     everybody = sum(10**r for r in range(size))
     assert [d["sums"] for d in line] == [(10**r, 10**r, everybody) for r in range(size)]
-    lives = world.run(live_again, size, [str(tmp_path / "life1"), str(tmp_path / "life2")], size=size)
-    assert lives == [[everybody] * 4] * size
 
 
 @pytest.mark.slow

@@ -133,23 +133,6 @@ def test_a_closed_pipeline_holds_no_weights() -> None:
 # ---- refusals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "fields"),
-    [
-        ({"temperature": -1}, ["sampling.temperature"]),
-        ({"top_p": 0}, ["sampling.top_p"]),
-        ({"max_tokens": -1}, ["stop.max_tokens"]),
-        ({"logit_bias": {10**9: 1.0}}, ["sampling.logit_bias"]),
-    ],
-)
-def test_what_the_server_refuses_is_refused_by_name(
-    two_stages: Pipeline, options: dict[str, Any], fields: list[str]
-) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        two_stages.generate("Once", **options)
-    assert [violation.field.partition("[")[0] for violation in refusal.value.violations] == fields
-
-
 def test_one_bad_prompt_of_several_leaves_nothing_running(two_stages: Pipeline) -> None:
     with pytest.raises(InvalidRequest, match="vocabulary"):
         two_stages.complete_all([[1, 2], [10**9]], max_tokens=100)

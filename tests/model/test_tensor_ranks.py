@@ -32,7 +32,6 @@ from tests.model.checkpoint.writers import WRITERS, random_tensors
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
-from tests.model.test_ladder import SHAPES
 from tests.stage.test_gather import cut_of
 from tour.dimensions import Travels
 
@@ -132,19 +131,6 @@ def test_any_number_of_ranks_has_the_bits_of_one(
     cut = TensorPipeline(checkpoint, split, count, make)
     assert same(answers(Pipeline(checkpoint, "2", backend=make(), num_sequences=2)), answers(cut))
     cut.close()
-
-
-@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES)
-def test_the_ladder_of_equality_over_tensor_ranks(arch: Architecture) -> None:
-    """What is the reference's on one rank (`test_ladder`) has the same bits on two, in one stage and in two."""
-    checkpoint, ids = RandomCheckpoint(arch), prompt(30)
-    whole = Pipeline(checkpoint, str(arch.num_layers), num_sequences=1)
-    expected = whole.hidden(ids, 30), whole.generate(ids, 6)
-    for split in {str(arch.num_layers), f"{arch.num_layers - 1},1" if arch.num_layers > 1 else "1"}:
-        cut = TensorPipeline(checkpoint, split, 2, BACKENDS["float32"], 1)
-        assert torch.equal(cut.hidden(ids, 11), expected[0])
-        assert cut.generate(ids, 6) == expected[1]
-        cut.close()
 
 
 class Counted:

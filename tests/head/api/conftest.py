@@ -11,7 +11,7 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import FakeEngine, handler_of, stub_of
 from tests.fake_engine import served as served_grpc
-from tests.head.api.http.asking import Served, served_http
+from tests.head.api.http.asking import TEMPLATE, Served, served_http
 
 
 @pytest.fixture
@@ -31,9 +31,11 @@ async def stub(engine: FakeEngine) -> AsyncIterator[GenerationServiceStub]:
 
 
 @pytest.fixture(scope="module")
-async def http_server() -> AsyncIterator[Served]:
+async def http_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Of a file's tests: uvicorn takes 0.2 s to stop."""
-    async with served_http() as served:
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    async with served_http(chat_template=path) as served:
         yield served
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -51,19 +50,6 @@ async def test_leaving_early_ends_the_request_and_is_logged_as_that(
     assert engine.cancelled == {engine.requests[0].id}
     assert ["answered" in caplog.text, "cancelled" in caplog.text] == [False, True]
     assert request_handler.num_open_streams == 0
-
-
-async def test_streams_that_outlast_the_drain_are_ended(
-    engine: FakeEngine, request_handler: RequestHandler, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.by_hand = True
-    running = asyncio.create_task(text_of(request_handler))
-    await engine.until(lambda engine: bool(engine.sinks))
-    await request_handler.drain(0.01)
-    assert caplog.text.count("ended 1 streams") == 1
-    with pytest.raises(Draining, match="before this request was through"):
-        await running
-    assert len(engine.cancelled) == 1
 
 
 async def test_long_texts_are_tokenized_and_back(request_handler: RequestHandler) -> None:

@@ -59,13 +59,6 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     assert names == {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "head"}
 
 
-def test_rows_say_all_three_dimensions(tmp_path):
-    Trace(RankGrid(2, 2, 1), tmp_path / "trace.json").stop()
-    events = json.loads((tmp_path / "trace.json").read_text())
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["replica 0 stage 0 (2 tensor ranks)", "replica 1 stage 0 (2 tensor ranks)", "head"]
-
-
 def test_a_file_stops_at_its_limit_and_one_cut_off_before_lacks_only_its_bracket(tmp_path):
     path = tmp_path / "trace.json"
     trace = Trace(RankGrid(1, 1, 2), path, max_bytes=200_000)

@@ -14,8 +14,15 @@ from typing import Any
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.tls import Certificates, read_certificates
+from ppserve.head.api.tls import read_certificates
 from tests.fake_engine import FakeEngine, handler_of
+
+TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+{% if message.role != 'critic' %}{{ message.role[0] }}{% endif %}:{{ message.content }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}a:{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,6 @@ class Served:
 
     engine: FakeEngine
     handler: RequestHandler
-    certificates: Certificates | None
     port: int
     counted: Counter[tuple[str, int]]
     """Answers, by path and status."""
@@ -93,11 +99,10 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     counted: Counter[tuple[str, int]] = Counter()
     handler = handler_of(engine, parsed)
     handler.set_serving(True)
-    certificates = read_certificates(parsed)
-    server = HttpServer(handler, lambda *answer: counted.update([answer]), certificates)
+    server = HttpServer(handler, lambda *answer: counted.update([answer]), read_certificates(parsed))
     port = await server.start(parsed.host, parsed.http_port)
     try:
-        yield Served(engine, handler, certificates, port, counted)
+        yield Served(engine, handler, port, counted)
     finally:
         await handler.drain(0)
         await server.stop()

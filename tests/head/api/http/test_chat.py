@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,9 @@ import pytest
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
-from tests.head.api.http.asking import Served, served_http
+from tests.head.api.http.asking import TEMPLATE, Served, served_http
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = """\
-{% for message in messages %}
-{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
-{% if message.role != 'critic' %}{{ message.role[0] }}{% endif %}:{{ message.content }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}a:{% endif %}"""
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -29,14 +22,6 @@ UNSERVED: dict[str, object] = {
     "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
     "best_of": 2, "bad_words": ["no"],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-async def http_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    path = tmp_path_factory.mktemp("template") / "chat.jinja"
-    path.write_text(TEMPLATE)
-    async with served_http(chat_template=path) as served:
-        yield served
 
 
 async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served) -> None:
@@ -172,7 +157,7 @@ async def test_without_a_template_the_reason_is_told() -> None:
         assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
 
 
-@pytest.mark.parametrize("content", [b"{% for %}", b"\xff\xfe", None])
+@pytest.mark.parametrize("content", [b"{% for %}", b"{{ " + b"(" * 5000, b"{% tool %}", b"\xff\xfe", None])
 def test_files_that_are_no_template(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "chat.jinja"
     if content is not None:

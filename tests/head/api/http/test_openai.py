@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
+from ppserve.errors import Overloaded, StagesLost
 from tests.head.api.http.asking import Served
-
-
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(served) as client:
-        yield client
-
-
-def client_of(served: Served, **settings: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(**{"base_url": f"http://127.0.0.1:{served.port}/v1", "api_key": "none", **settings})
 
 
 async def test_the_blocking_client_and_further_fields(served: Served) -> None:
@@ -43,7 +31,7 @@ async def test_the_blocking_client_and_further_fields(served: Served) -> None:
 
 
 async def test_errors_are_its_classes(served: Served) -> None:
-    async with client_of(served, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.completions.create(model="fake", prompt="a", top_p=7)
         assert (wrong.value.param, wrong.value.code, wrong.value.type) == (
@@ -60,21 +48,3 @@ async def test_errors_are_its_classes(served: Served) -> None:
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="fake", prompt="a")
         assert set(served.counted.values()) == {1}, "something was asked again"
-
-
-async def test_an_error_in_mid_stream_raises(served: Served, client: AsyncOpenAI) -> None:
-    served.engine.break_error = StagesLost("stage 1 is gone")
-    served.engine.break_after = 3
-    served.engine.num_breaks = 1
-    stream = await client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True)
-    reader = aiter(stream)
-    await anext(reader)
-    with pytest.raises(openai.APIError, match="stage 1 is gone"):
-        [chunk async for chunk in reader]
-
-
-async def test_it_does_not_come_back_when_that_cannot_help(served: Served, client: AsyncOpenAI) -> None:
-    served.engine.refusal = DeadlinePassed("too late")
-    with pytest.raises(openai.InternalServerError):
-        await client.completions.create(model="fake", prompt="a")
-    assert served.counted == {("/v1/completions", 504): 1}

@@ -1,9 +1,8 @@
-"""The HTTP server: the paths that do not generate, keys, names, TLS, its address, its bounds."""
+"""The HTTP server: the paths that do not generate, keys, names, TLS, its bounds."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import ssl
 from contextlib import suppress
@@ -12,13 +11,11 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ppserve.errors import ConfigError
 from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.api.http.responses import HttpError, status_of
-from ppserve.head.api.http.server import HttpServer
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import CARD, EOS, FakeEngine, handler_of
+from tests.fake_engine import CARD, EOS
 from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import Served, raw, served_http
 from tests.head.api.test_request_handler import PARENT
@@ -58,19 +55,6 @@ async def test_paths_and_methods_that_there_are_not(served: Served) -> None:
     assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
     named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
     assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)
-
-
-async def test_an_address_that_cannot_be_bound() -> None:
-    async with served_http() as served:
-        for host, port, flag, problem in (
-            ("127.0.0.1", served.port, "--http-port", "address already in use"),
-            ("192.0.2.1", 0, "--host", "cannot assign"),
-        ):
-            second = HttpServer(handler_of(FakeEngine()), lambda path, status: None)
-            with pytest.raises(ConfigError, match=problem) as refusal:
-                await second.start(host, port)
-            assert refusal.value.name == flag
-            await second.stop()
 
 
 # ---- who asks -----------------------------------------------------------------------------------------
@@ -137,21 +121,6 @@ async def test_tls_and_mutual_tls(tmp_path: Path) -> None:
         assert served.engine.requests[0].caller.startswith("certificate:")
         assert await ask(served, anonymous) == b""
         assert len(served.engine.requests) == 1
-
-        stays = await asyncio.open_connection("127.0.0.1", served.port, ssl=known)
-        (tmp_path / "new").mkdir()
-        make_certificates(tmp_path / "new")
-        for name in ("leaf.pem", "leaf.key", "ca.pem"):
-            shutil.copy(tmp_path / "new" / name, tmp_path / name)
-        assert served.certificates is not None
-        served.certificates.read()
-        newly_known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-        newly_known.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
-        assert b"200 OK" in await ask(served, newly_known)
-        assert await ask(served, known) == b""
-        stays[1].write(request)
-        assert b"200 OK" in await stays[0].read()
-        stays[1].close()
 
 
 ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"

@@ -56,15 +56,16 @@ class CheckpointError(UsageError):
 
 
 class RequestError(PpserveError):
-    """A request that is refused, or ends, with a gRPC status."""
+    """A request that is refused, or ends, with a status of gRPC and one of HTTP."""
 
     status = "INTERNAL"
     """The name of a gRPC status code."""
+    http_status = 500
     reason = "INTERNAL"
     """The stable identifier that clients may switch on (`ErrorInfo.reason`)."""
 
-    def __init_subclass__(cls, status: str = status, reason: str = reason) -> None:
-        cls.status, cls.reason = status, reason
+    def __init_subclass__(cls, status: str = status, http_status: int = http_status, reason: str = reason) -> None:
+        cls.status, cls.http_status, cls.reason = status, http_status, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Violation:
     problem: str
 
 
-class InvalidRequest(RequestError, status="INVALID_ARGUMENT", reason="INVALID_REQUEST"):
+class InvalidRequest(RequestError, status="INVALID_ARGUMENT", http_status=400, reason="INVALID_REQUEST"):
     """One or more request fields are outside what the server accepts."""
 
     def __init__(self, violations: list[Violation]) -> None:
@@ -85,7 +86,7 @@ class InvalidRequest(RequestError, status="INVALID_ARGUMENT", reason="INVALID_RE
         self.violations = violations
 
 
-class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
+class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", http_status=429, reason="QUEUE_FULL"):
     """The queue is full, or the wait would outlast the caller's deadline."""
 
     def __init__(self, problem: str, retry_after_s: float) -> None:
@@ -93,23 +94,23 @@ class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", reason="QUEUE_FULL")
         self.retry_after_s = retry_after_s
 
 
-class Draining(RequestError, status="UNAVAILABLE", reason="DRAINING"):
+class Draining(RequestError, status="UNAVAILABLE", http_status=503, reason="DRAINING"):
     """The server is shutting down and takes no new requests."""
 
 
-class StagesLost(RequestError, status="UNAVAILABLE", reason="STAGES_LOST"):
+class StagesLost(RequestError, status="UNAVAILABLE", http_status=503, reason="STAGES_LOST"):
     """A stage died and is not replaced: the stream cannot continue on this server."""
 
 
-class DeadlinePassed(RequestError, status="DEADLINE_EXCEEDED", reason="DEADLINE_EXCEEDED"):
+class DeadlinePassed(RequestError, status="DEADLINE_EXCEEDED", http_status=504, reason="DEADLINE_EXCEEDED"):
     """The caller's deadline passed before the request finished."""
 
 
-class Forbidden(RequestError, status="PERMISSION_DENIED", reason="FORBIDDEN"):
+class Forbidden(RequestError, status="PERMISSION_DENIED", http_status=403, reason="FORBIDDEN"):
     """The call asks for something that no caller may do here."""
 
 
-class Unauthenticated(RequestError, status="UNAUTHENTICATED", reason="UNAUTHENTICATED"):
+class Unauthenticated(RequestError, status="UNAUTHENTICATED", http_status=401, reason="UNAUTHENTICATED"):
     """The call carries no accepted API key."""
 
 

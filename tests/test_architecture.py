@@ -243,7 +243,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
-    "ppserve/*.py": (1_056, 1_010),
+    "ppserve/*.py": (1_057, 1_010),
     "ppserve/core/*.py": (1_067, 1_000),
     "ppserve/core/scheduling/*.py": (1_871, 1_871),
     "ppserve/core/ledger/*.py": (850, 850),
@@ -252,7 +252,7 @@ BUDGET = {
     "ppserve/stage/*.py": (1_249, 1_249),
     "ppserve/stage/transport/*.py": (926, 926),
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_684, 2_684),
-    "ppserve/head/api/**/*.py": (2_769, 2_600),
+    "ppserve/head/api/**/*.py": (2_757, 2_600),
     "ppserve/head/observe/*.py": (763, 763),
     "ppserve/model/*.py": (1_532, 1_532),
     "ppserve/model/compiled/*.py": (588, 588),

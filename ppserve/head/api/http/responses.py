@@ -16,14 +16,6 @@ from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestEr
 
 encode = msgspec.json.Encoder().encode
 
-_STATUSES = {
-    "INVALID_ARGUMENT": 400,
-    "UNAUTHENTICATED": 401,
-    "RESOURCE_EXHAUSTED": 429,
-    "INTERNAL": 500,
-    "UNAVAILABLE": 503,
-    "DEADLINE_EXCEEDED": 504,
-}
 # A server that drains or lost its stages is replaced at an unknown time.
 _RETRY_UNAVAILABLE_S = 5.0
 
@@ -64,28 +56,24 @@ class HttpError(RequestError, status="INVALID_ARGUMENT"):
         self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.code = code  # the HTTP status
+        self.http_status = code
         self.reason = reason
         self.param = param  # the wrong field
         self.headers = headers or {}  # of the answer
 
 
 def error_response(error: RequestError) -> Response:
-    return JsonResponse(error_json(error), status_of(error), dict(_headers_of(error)))
+    return JsonResponse(error_json(error), error.http_status, dict(_headers_of(error)))
 
 
 def error_json(error: RequestError) -> bytes:
     """For programs: `code` is our `reason` in lower case, and does not change."""
-    status, param = status_of(error), getattr(error, "param", "")
+    status, param = error.http_status, getattr(error, "param", "")
     if isinstance(error, InvalidRequest):
         param = error.violations[0].field
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     told = {"message": str(error), "type": kind, "param": param or None, "code": error.reason.lower()}
     return encode({"error": told})
-
-
-def status_of(error: RequestError) -> int:
-    return error.code if isinstance(error, HttpError) else _STATUSES[error.status]
 
 
 def _headers_of(error: RequestError) -> Mapping[str, str]:
@@ -99,7 +87,7 @@ def _headers_of(error: RequestError) -> Mapping[str, str]:
             return {"x-should-retry": "false"}
         case Overloaded(retry_after_s=seconds):
             return _retry_after(seconds)
-    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else {}
+    return _retry_after(_RETRY_UNAVAILABLE_S) if error.http_status == 503 else {}
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:

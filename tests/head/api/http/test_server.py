@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from ppserve.head.api.http.bodies import MAX_BODY_BYTES
-from ppserve.head.api.http.responses import HttpError, status_of
+from ppserve.head.api.http.responses import HttpError
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import CARD, EOS
@@ -137,7 +137,7 @@ async def test_bodies_have_a_limit(served: Served) -> None:
     assert b" 413 " in await reader.readline()
     writer.close()
     assert (await served.ask("/health")).status == 200
-    assert status_of(served.engine.refused[0]) == 413
+    assert served.engine.refused[0].http_status == 413
     assert isinstance(served.engine.refused[0], HttpError)
     assert served.engine.refused[0].status == "INVALID_ARGUMENT", "a mistake of the caller, in metrics as well"
 

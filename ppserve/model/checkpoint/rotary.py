@@ -23,8 +23,8 @@ def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: i
     for name, value in scaling.items():
         if name not in KNOWN:
             raise CheckpointError(path, "is not a parameter that is served", field=f"rope_scaling.{shown(name)}")
-        if isinstance(value, int | float) and not 0 < value < math.inf:
-            raise CheckpointError(path, f"is {shown(value)}, not above 0", field=f"rope_scaling.{name}")
+        if isinstance(value, int | float) and not 1e-6 <= value <= 1e12:
+            raise CheckpointError(path, f"is {shown(value)}, not from 1e-6 to 1e12", field=f"rope_scaling.{name}")
     if head_size % 2:
         raise CheckpointError(path, f"is {head_size}: rotary positions turn pairs of features", field="head_dim")
     try:

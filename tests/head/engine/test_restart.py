@@ -21,7 +21,7 @@ class Calm(History):
     """Nothing goes wrong but what the test wants."""
 
     def __init__(self, num_replicas: int, formed: bool = True) -> None:
-        super().__init__(3, num_replicas=num_replicas)
+        super().__init__(1 + num_replicas)  # a seed with as many
         self._tick()
         if formed:
             self.wait_for(self.engine.formed)

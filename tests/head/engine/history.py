@@ -42,7 +42,7 @@ _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
 
 class History:
-    """One seed, one history. replica, ...: subclasses, to plant a defect.
+    """One seed, one history. num_replicas: None = by the seed. replica, ...: subclasses, to plant a defect.
 
     never_heals: in one of 32, links between stages never come back, or the stages of one rank always die.
     """
@@ -51,6 +51,7 @@ class History:
         self,
         seed: int,
         replica: type[Replica] = Replica,
+        num_replicas: int | None = None,
         poison_isolation: type[PoisonIsolation] = PoisonIsolation,
     ) -> None:
         self.world = world = World(seed)
@@ -59,7 +60,7 @@ class History:
         self.never_heals = seed % 32 == 10
         self.num_stages = self.random.choice((1, 2, 2, 3))
         # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
-        self.num_replicas = 2 if seed % 4 == 3 else 1
+        self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
         self.grid = RankGrid(2 if seed % 8 in (5, 7) else 1, self.num_replicas, self.num_stages)
         speculate = self.random.choice((0, 0, None, 1, 4))
         places = self.random.choice((3, 16))

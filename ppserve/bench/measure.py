@@ -91,7 +91,7 @@ class ClosedLoop:
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """Sends questions for so long, and appends answers as they come."""
+        """Sends questions for so long, and appends answers as they come. Cancelling it cancels requests."""
         ends_s = time.perf_counter() + duration_s
 
         async def call_in_turn() -> None:
@@ -160,8 +160,7 @@ class Measurement:
     answers: list[Answer]
     duration_s: float
     """From the first request to the last answer."""
-    ledger: tuple[StageTimes, ...]
-    """The stages' time meanwhile."""
+    ledger: tuple[StageTimes, ...]  # the stages' time meanwhile
     client_cpu_s: float  # the load generator's own
     was_interrupted: bool  # by Ctrl-C
 

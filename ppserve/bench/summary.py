@@ -40,7 +40,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run's figures, by vLLM's names. Throughputs are per second."""
+    """One run's figures, by vLLM's names. Throughputs are per second, latencies of successes."""
 
     served: Served
     max_concurrency: int | None

@@ -27,7 +27,7 @@ _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
 _SMALLEST_BAR = 10
 _LEAST_SHOWN = 0.0005
 _COUNTERS = ("generated_tokens", "prompt_tokens", "requests")
-
+_FIGURES = {*_COUNTERS, "running", "waiting", "in_flight", "kv_usage", "ttft", "itl"}
 
 Figures = Mapping[str, Any]
 """How loaded a server is, with counters and latencies since its start: its `/state.json`."""
@@ -55,7 +55,9 @@ def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
             figures: Figures = json.load(response)
-            return figures
+        if not isinstance(figures, dict) or not figures.keys() >= _FIGURES:
+            raise ValueError("is not the page of a ppserve server")
+        return figures
     except http.client.HTTPException as error:
         raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__})") from None
     except (OSError, ValueError) as error:
@@ -69,8 +71,7 @@ class ServerReading:
     at_s: float
     topology: pb.GetTopologyResponse
     figures: Figures | None
-    problem: str = ""
-    """Why there are no figures."""
+    problem: str = ""  # why there are no figures
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:

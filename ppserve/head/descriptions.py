@@ -61,7 +61,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Others count as these. Ten seconds of waiting raise a request by one.
+# Priorities beyond count as these. Ten seconds of waiting raise a request by one.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 
@@ -92,7 +92,7 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """The same where requests with seeds have the same tokens and log-probabilities."""
+        """Equal fingerprints: the same request and seed has the same tokens and log-probabilities."""
         kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
         return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
 

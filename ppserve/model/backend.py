@@ -94,7 +94,7 @@ class MLPWeights:
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x))."""
+"""(T, D) hidden states x, in `Precision.hidden`, to x + attention(norm(x)) or x + mlp(norm(x))."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """(R, D) hidden states to float32 logits (R, v) of the rank's ids."""

@@ -135,7 +135,7 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of one token, and of the `num_top` likeliest (ties: lower id first)."""
+    """Log-probabilities of one token and of the `num_top` likeliest (ties: lower id first)."""
     normalizer = log_normalizer(logits_V)
     top = most_likely(logits_V, min(num_top, len(logits_V))) if num_top else ()
     alternatives = tuple((int(i), float(logits_V[i]) - normalizer) for i in top)
@@ -157,7 +157,7 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from. logits_v: of ids from `first` on."""
+    """The scores to draw from, with bias, penalties and bans. logits_v: of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (params.logit_bias or params.needs_history or banned):

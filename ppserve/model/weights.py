@@ -92,7 +92,7 @@ class WeightReader:
         return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, self._is_rms)
 
     def linear(self, *outputs: Outputs) -> Linear:
-        """Outputs of one linear layer, or of several with the same inputs."""
+        """Outputs of one linear layer, or of several with the same inputs, one after the other."""
         name = outputs[0][0]
         biases = [
             self._stored(f"{name}.bias", TensorPart((own,)))

@@ -76,7 +76,7 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ends this process with the thread of `parent_pid` that started it. Only on Linux."""
+    """Ends this process with the thread that started it, at once if `parent_pid` has ended. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -113,7 +113,7 @@ def die_with_launcher() -> None:
 
 
 def open_many_files() -> None:
-    """Raises the soft limit: clients must not take a stage's descriptors."""
+    """Raises the soft limit of open files: clients must not take a stage's descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -176,12 +176,12 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """At most its part of the whole and of what is free: others may load yet."""
+    """A stage's bytes beside its weights, of `own_bytes`: its part of all, at most of what is free."""
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """The only words that torch's, cuBLAS's and Triton's errors share."""
+    """Whether a GPU's memory was too small: torch, cuBLAS and Triton share only these words."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
@@ -214,7 +214,7 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Beyond its share of cores, a container's threads are held back."""
+    """Cores for this process: beyond its share, a container's threads are held back."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit

@@ -76,7 +76,7 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
 ) -> dict[int, PartCosts]:
-    """By number of tensor ranks, for what is auto. tensor: which rank this is."""
+    """By number of tensor ranks, if `--parallel` or `--layers` is auto. tensor: which rank this is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
     # Too many stages for the model: the head says so.
     divisible = 1 < grid.pipeline <= arch.num_layers
@@ -96,7 +96,7 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Seconds of each part in this step. Of several tensor ranks it waits for none."""
+    """Seconds of each part in this step, measured once a machine. Waits for no other tensor rank."""
     path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)

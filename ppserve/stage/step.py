@@ -19,7 +19,7 @@ from ppserve.stage.transport.gather import NoTensorLink, TensorLink
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result. hidden_TD: after its last layer, even where none are sent."""
+    """A step's result. hidden_TD: after its last layer; the last stage sends them nowhere."""
 
     result: StepResult
     hidden_TD: torch.Tensor
@@ -59,7 +59,7 @@ class Stage:
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Once per plan, in order: it may arrive during another. Raises TransportError."""
+        """Once per plan, in order, before its `step`: it may arrive during another. Raises TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 

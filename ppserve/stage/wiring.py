@@ -38,7 +38,7 @@ class Wiring(Protocol):
     """The maker of a stage's wires, those of one epoch at a time."""
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        """Collective. Raises TransportError or RuntimeError; `leave_epoch` is due."""
+        """Collective. Raises TransportError or RuntimeError; even then `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
         """Releases what the newest wires were made from. May be called twice."""

@@ -39,7 +39,7 @@ class Tokenizer:
         """One more than the highest id; 0 where no token is a text."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Plain text's ids. Raises only ValueError. continues: after a special token."""
+        """Ids of text, never special ones. Raises only ValueError. continues: after a special token."""
         library = self._continuing if continues else self._library
         try:
             return list(library.encode(text, add_special_tokens=False).ids)
@@ -64,7 +64,7 @@ class Tokenizer:
         return self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special tokens are left out."""
+        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -21,6 +22,7 @@ from ppserve.bench.ledger import shares
 from ppserve.bench.top import Figures, ScrapeFailed, ServerReading, View, bar, fetch_figures, quantile
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
+from ppserve.head.observe.metrics import Metrics
 from ppserve.v1 import generation_pb2 as pb
 from tests.bench.answers import LEDGER, times_of
 from tests.commands import run
@@ -86,9 +88,8 @@ def test_the_screen_says_it_all_and_fits() -> None:
     assert "\n".join(LOST.render_screen("here:1", 120)).count("LOST") == 1
     assert (bar(LEDGER[0], 10), bar(times_of(0, {}, 0), 5)) == ("██████fh··", "·····")
     alone = pb.GetTopologyResponse(stages=[pb.Stage(live=True)], transport="local", microbatches=1, epoch=1)
-    view = View(ServerReading(1, alone, None), ServerReading(2, alone, None))
-    line = "ppserve here:1   1 stage over local, up to 1 microbatch, epoch 1"
-    assert view.render_screen("here:1", 120)[0] == line
+    line, *_ = View(ServerReading(1, alone, None), ServerReading(2, alone, None)).render_screen("here:1", 120)
+    assert line == "ppserve here:1   1 stage over local, up to 1 microbatch, epoch 1"
 
 
 def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
@@ -129,10 +130,17 @@ def test_quantiles_are_promql_s() -> None:
 
 
 def test_pages_that_are_none() -> None:
-    with pytest.raises(ScrapeFailed, match=r"127\.0\.0\.1:1/state.json"):
-        fetch_figures("127.0.0.1:1")
-    with pytest.raises(ScrapeFailed):
-        fetch_figures("nonsense")
+    for address in ("127.0.0.1:1", "nonsense"):
+        with pytest.raises(ScrapeFailed, match=address):
+            fetch_figures(address)
+
+
+@pytest.mark.parametrize("page", [b"[]", b'{"running": 1}', b"<p>"])
+def test_another_server_s_page_is_refused(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Metrics(1, 1).read_load().keys() >= EXAMPLE.after.figures.keys()
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(page))
+    with pytest.raises(ScrapeFailed, match="here:1/state"):
+        fetch_figures("here:1")
 
 
 # ---- as a command ----------------------------------------------------------------------------------------------
@@ -147,11 +155,8 @@ def flags(target: str, *arguments: str) -> list[str]:
     [
         ("127.0.0.1:1", "none", "no answer from 127.0.0.1:1"),
         ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/state.json: "),
-        (
-            "{target}",
-            "{target}",
-            "no metrics: http://{target}/state.json: ",
-        ),  # gRPC's port is no metrics page either
+        # gRPC's port is no metrics page either
+        ("{target}", "{target}", "no metrics: http://{target}/state.json: "),
     ],
 )
 def test_no_server_or_no_page_is_one_line(target: str, server: str, page: str, problem: str) -> None:

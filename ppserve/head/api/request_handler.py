@@ -126,7 +126,7 @@ class RequestHandler:
                 self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica until it serves again. pauses: even if no other does. Raises RequestError."""
+        """Restart a replica; return when it serves again. pauses: even if no other does. Raises RequestError."""
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
             await asyncio.sleep(_RESTART_CHECK_S)

@@ -202,7 +202,7 @@ class Members:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
-        """within_ns: then it is cut off. Raises WireError, and then changes nothing."""
+        """within_ns: after so long in this state it is cut off. Raises WireError, and then changes nothing."""
         self[rank].check_move(state)
         due_ns = now_ns + within_ns if within_ns else 0
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)

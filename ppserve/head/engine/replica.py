@@ -116,7 +116,7 @@ class Replica:
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
     def note_demand(self, exists: bool) -> None:
-        """exists: the server has work, so waiting stages have bubbles."""
+        """exists: the server has work, so waiting stages have bubbles; else they are idle."""
         if exists:
             self._account.demand_began(self._clock())
         else:

@@ -127,7 +127,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """The scheduler does not know a `finish` of STOP_STRING yet."""
+        """What an event brings the caller. The scheduler does not know a `finish` of STOP_STRING yet."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s

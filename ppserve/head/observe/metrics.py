@@ -259,7 +259,7 @@ def _total(metric: Family) -> float:
 
 
 def _latency(histogram: Histogram) -> dict[str, list[float]]:
-    """How many values were at most each bound, over all labels."""
+    """How many values were at most each bound, over all labels; the last counts all."""
     counts: dict[float, int] = {}
     for sample in (sample for family in histogram.collect() for sample in family.samples):
         if sample.name.endswith("_bucket"):

@@ -184,7 +184,7 @@ def keep_first(typing, value, count, other):
 
 
 def _reduction(combination):
-    """Reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    """Reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: joins two halves."""
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):
@@ -207,7 +207,7 @@ max_lanes = _reduction(lambda builder: lambda a, b: builder.select(builder.fcmp_
 
 @intrinsic
 def _times_power_of_two(typing, value, shifted):
-    """value * 2**n, for n + 1.5 * 2**23 in `shifted`: its low bits are n."""
+    """value * 2**n, -126 <= n <= 127. shifted: n + 1.5 * 2**23, whose low bits are n."""
 
     def generate(context, builder, signature, arguments):
         value, shifted = arguments

@@ -48,7 +48,7 @@ class Operators:
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
-        """slots_T: block * block size + offset, int32; -1 for none."""
+        """Keeps the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
         is_kept_T = slots_T >= 0
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):

@@ -74,7 +74,7 @@ class Transport(Protocol):
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """In plans' order. As many as the ring holds arrive ahead."""
+        """Prepares for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """The hidden states (T, D) of this step, which was posted, once they are there.
@@ -93,7 +93,7 @@ class Transport(Protocol):
         """Send a row over every link, so that connections exist. Collective."""
 
     def interrupt(self) -> None:
-        """By another thread: all waits end with TransportError. `close` is still due."""
+        """By another thread: all waits end with TransportError. `close` is still due; after it, does nothing."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""

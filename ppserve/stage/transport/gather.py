@@ -36,10 +36,10 @@ from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 class TensorLink(Gather, Protocol):
-    """A stage's gather for one epoch. After a TransportError only `close` is of use."""
+    """A stage's gather for one epoch, for one thread. After a TransportError only `close` is of use."""
 
     def interrupt(self) -> None:
-        """By another thread: all waits end with TransportError. `close` is still due."""
+        """By another thread, until `close`, which is still due: all waits end with TransportError."""
 
     def close(self) -> None:
         """Ends the other ranks' waits. May be called twice."""

@@ -1,14 +1,12 @@
 """The order of waiting requests, what each may need, and how fast requests are computed.
 
-Waiting requests that a lost or drained replica gave back go first, in the order of their first admission. Others
-are ordered by
+Requests that a replica gave back go first, in the order of their first admission. Others are ordered by
 
-1. priority, higher first. Each priority class is represented by its first request in the order of 2 and 3, whose
-   class rises by one for every AGING_S seconds that it has waited. So the lowest class is served too,
-   and a long line of one caller's own requests gains nothing;
-2. the tokens that its caller will have been served after its answer, fewest first (virtual token counters, Sheng
-   et al., "Fairness in Serving Large Language Models", arXiv 2401.00588); a caller that was idle starts at the
-   smallest counter of the callers with requests, so being idle earns no advantage;
+1. priority, higher first. A class is represented by its first request in the order of 2 and 3. It rises by one
+   for every AGING_S seconds that this request has waited, so the lowest class is served too;
+2. the tokens that its caller will have been served after its answer, fewest first (virtual token counters,
+   Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588). An idle caller starts at the
+   smallest counter of the callers with requests, so it gains nothing by being idle;
 3. arrival.
 """
 
@@ -39,20 +37,17 @@ def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, b
 
 def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
     """Raises InvalidRequest for a request that fits the context, but not an empty server."""
-    num_prompt, num_sequences = len(request.prompt_ids), request.num_sequences
+    num_prompt = len(request.prompt_ids)
     positions = max(num_prompt, num_prompt + request.stop.max_tokens - 1)
-    needed = worst_case_blocks(num_prompt, positions, num_sequences, config.block_size)
+    needed = worst_case_blocks(num_prompt, positions, request.num_sequences, config.block_size)
     if needed > num_blocks:
         problem = f"needs {needed} KV blocks, the server has {num_blocks}"
         raise InvalidRequest([Violation("stop.max_tokens", problem)])
 
 
 class Throughput:
-    """Tokens computed (prompt and decode alike) per second with steps in flight; idle time does not count.
-
-    Requests reserve tokens for their max_tokens and mostly end sooner, so the share that they use is measured too.
-    Old measurements lose weight, so that predictions follow the load.
-    """
+    """Tokens computed per second with steps in flight, and the share of reserved tokens that requests use. Old
+    measurements lose weight."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -66,7 +61,6 @@ class Throughput:
         self._since = now
 
     def committed(self, num_tokens: int, now: float, *, pipeline_empty: bool) -> None:
-        """A step has returned."""
         elapsed = max(0.0, now - self._since) if self._since is not None else 0.0
         fade = 0.5 ** (elapsed / HALF_LIFE_S)
         self._tokens = self._tokens * fade + num_tokens
@@ -74,24 +68,24 @@ class Throughput:
         self._since = None if pipeline_empty else now
 
     def request_ended(self, reserved_tokens: int, used_tokens: int) -> None:
-        """An admitted request ended, not because it was late. used_tokens: of the reserved ones."""
+        """An admitted request ended in time. used_tokens: of the reserved ones."""
         self._reserved_tokens = self._reserved_tokens * MEMORY_OF_ENDS + reserved_tokens
         self._used_tokens = self._used_tokens * MEMORY_OF_ENDS + used_tokens
 
     def seconds_for(self, reserved_tokens: int) -> float | None:
-        """Predicted time for requests that reserve so many tokens; None while too little has been measured."""
+        """Predicted time for requests that reserve so many tokens; None while too little is measured."""
         if self._seconds < MIN_EVIDENCE_S or self._tokens <= 0:
             return None
-        used_share = self._used_tokens / self._reserved_tokens if self._reserved_tokens else 1.0
+        used_share = 1.0
+        if self._reserved_tokens:
+            used_share = self._used_tokens / self._reserved_tokens
         return reserved_tokens * used_share * self._seconds / self._tokens
 
 
 @dataclass(slots=True)
 class _Account:
-    """A caller: its virtual token counter, and how many requests it has."""
-
-    served: float = 0.0
-    num_live: int = 0
+    served: float = 0.0  # tokens: its virtual counter
+    num_live: int = 0  # requests that have not ended
 
 
 class FairQueue:
@@ -110,7 +104,6 @@ class FairQueue:
         return entry.key in self._given_back or entry.key in self._arrived
 
     def push(self, entry: SequenceGroup) -> None:
-        """Append a request."""
         account = self._accounts.setdefault(entry.request.caller, _Account())
         if account.num_live == 0:
             self._raise_floor()
@@ -120,15 +113,16 @@ class FairQueue:
 
     def give_back(self, entries: Iterable[SequenceGroup]) -> None:
         """Put requests that were admitted before to the front."""
-        entries = sorted([*self._given_back.values(), *entries], key=lambda entry: entry.admitted_s or 0.0)
+        entries = [*self._given_back.values(), *entries]
+        entries.sort(key=lambda entry: entry.admitted_s or 0.0)
         self._given_back = {entry.key: entry for entry in entries}
 
     def first(self, now: float, suspects: Container[str] = ()) -> SequenceGroup | None:
-        """The request to admit next, which stays in the queue until `remove`. suspects: they are passed over."""
+        """The request to admit next, suspects apart. It stays in the queue until `remove`."""
         for entry in self._given_back.values():
             if entry.key not in suspects:
                 return entry
-        # A class is raised by the request whose turn it is, not by its oldest, which may be behind newer ones.
+        # A class is represented by the request whose turn it is, which may not be its oldest.
         turns: dict[int, SequenceGroup] = {}
         for entry in self._first_of_callers():
             other = turns.setdefault(entry.request.priority, entry)
@@ -160,20 +154,22 @@ class FairQueue:
     @property
     def num_tokens(self) -> int:
         """The most tokens of all waiting requests."""
-        return sum(entry.num_tokens for entry in chain(self._given_back.values(), self._arrived.values()))
+        entries = chain(self._given_back.values(), self._arrived.values())
+        return sum(entry.num_tokens for entry in entries)
 
     def tokens_ahead(self, request: Request) -> int:
-        """The most tokens of the waiting requests before a new one. Callers take turns: before a caller's n-th
-        request of a class go at most n of every other caller."""
-        ahead = list(self._given_back.values())
+        """The most tokens of the waiting requests before a new one."""
+        arrived = self._arrived.values()
+        higher = [entry for entry in arrived if entry.request.priority > request.priority]
+        ahead = [*self._given_back.values(), *higher]
+        own = [entry for entry in arrived if entry.request.priority == request.priority]
+        # Before a caller's n-th request of a class go at most n of every other caller.
         turns: Counter[str] = Counter()
-        own = [entry for entry in self._arrived.values() if entry.request.priority == request.priority]
         turn = 1 + sum(entry.request.caller == request.caller for entry in own)
         for entry in own:
             turns[entry.request.caller] += 1
             if turns[entry.request.caller] <= turn:
                 ahead.append(entry)
-        ahead += [entry for entry in self._arrived.values() if entry.request.priority > request.priority]
         return sum(entry.num_tokens for entry in ahead)
 
     def charge(self, caller: str, num_tokens: int) -> None:
@@ -181,7 +177,7 @@ class FairQueue:
         self._accounts[caller].served += num_tokens
 
     def end_request(self, caller: str) -> None:
-        """One of a caller's live requests ended. Of too many idle callers, the one served least is forgotten."""
+        """One of a caller's live requests ended. Too many idle callers: forget the one served least."""
         self._raise_floor()
         account = self._accounts[caller]
         account.num_live -= 1
@@ -191,5 +187,6 @@ class FairQueue:
             del self._accounts[min(idle, key=lambda other: self._accounts[other].served)]
 
     def _raise_floor(self) -> None:
-        """Raise the counter at which idle callers start to the smallest of the callers with live requests."""
-        self._floor = max(self._floor, min((a.served for a in self._accounts.values() if a.num_live), default=0.0))
+        """Idle callers start at the smallest counter of the callers with live requests."""
+        live = [account.served for account in self._accounts.values() if account.num_live]
+        self._floor = max(self._floor, min(live, default=0.0))

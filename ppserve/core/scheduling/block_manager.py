@@ -9,8 +9,7 @@ A block is in exactly one state:
 free + cached + held == total, always. If no block is free, the least recently used cached one is evicted.
 
 A digest names the content of a full block: SHA-256 over the digest of the block before it and its own token ids,
-so equal digests mean equal prefixes. It is not `hash()`, because a collision would give one caller another
-caller's conversation.
+so equal digests mean equal prefixes. A collision would give one caller another's conversation.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class BlockManager:
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
 
     def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
-        """A table of `num_blocks` that begins with `shared`; None, and nothing changes, if it does not fit."""
+        """A table of `num_blocks` that begins with `shared`; None if it does not fit."""
         assert sequence_id not in self._tables, sequence_id
         num_fresh = num_blocks - len(shared)
         assert num_fresh >= 0, (num_blocks, shared)
@@ -79,24 +78,24 @@ class BlockManager:
         return table
 
     def release(self, sequence_id: int) -> None:
-        """Free a sequence's blocks, last ones first, so that the first blocks of a prefix are evicted last."""
+        # Last ones first, so that the first blocks of a prefix are evicted last.
         for block in reversed(self._tables.pop(sequence_id)):
             self._drop_reference(block)
 
     def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable | None:
-        """Let a table begin with these blocks instead of its own, which are freed. Returns the table; None, and
-        nothing changes, if others have its own blocks too."""
-        own, rest = self._tables[sequence_id][: len(shared)], self._tables[sequence_id][len(shared) :]
+        """Let a table begin with these blocks instead of its own; None if others have its own too."""
+        table = self._tables[sequence_id]
+        own = table[: len(shared)]
         if any(self._references[block] > 1 for block in own):
             return None
         for block, other in zip(own, shared, strict=True):
             self._add_reference(other)
             self._drop_reference(block)
-        self._tables[sequence_id] = shared + rest
-        return shared + rest
+        self._tables[sequence_id] = shared + table[len(shared) :]
+        return self._tables[sequence_id]
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `match` find a full, held block. If another block has this content already, nothing changes."""
+        """Let `match` find a full, held block, unless it finds one with this content already."""
         assert self._references[block] > 0, block
         if digest not in self._block_of and block not in self._digest_of:
             self._block_of[digest] = block
@@ -110,14 +109,12 @@ class BlockManager:
         self._cached.clear()
 
     def forget_contents_of(self, sequence_id: int) -> None:
-        """`match` no longer finds the blocks of this sequence."""
         for block in self._tables[sequence_id]:
             digest = self._digest_of.pop(block, None)
             if digest is not None:
                 del self._block_of[digest]
 
     def _take_block(self) -> int:
-        """A free block, or the cached one that was used least recently."""
         if self._free:
             block = self._free.pop()
         else:
@@ -144,11 +141,10 @@ class BlockManager:
 class PrefixCache:
     """Finds and publishes the blocks of prefixes that several sequences share. Its unit is the full block.
 
-    A sequence's block can be found by others as soon as the step that fills it is *scheduled*, because steps that
-    read the block run later. So of many equal prompts that arrive together, the second shares blocks of the first.
-    A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence would
-    have computed. Blocks of generated tokens are shared too: the next turn of a conversation finds them. Where
-    prefixes are shared per caller, the digest names the caller.
+    Others can find a block as soon as the step that fills it is *scheduled*, because steps that read it run later.
+    So of many equal prompts that arrive together, the second shares blocks of the first. A shared block holds
+    exactly the keys and values that the sequence would have computed. Blocks of generated tokens are shared too:
+    the next turn of a conversation finds them. If callers share no prefixes, the digest names the caller.
     """
 
     def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:
@@ -157,19 +153,17 @@ class PrefixCache:
         self._per_caller = per_caller
 
     def find(self, sequence: Sequence) -> BlockTable:
-        """Cached blocks that a sequence may begin with.
-
-        They never cover all of its tokens, because the last must be computed to draw. There are none when its
-        prompt is scored, because scores need the logits of every position.
-        """
+        """Cached blocks that a sequence may begin with: never all of its tokens, as the last must be computed to
+        draw; none when its prompt is scored, as scores need the logits of every position."""
         if not self._enabled or sequence.wants_scores:
             return ()
         return self._blocks.match(self._digests(sequence, len(sequence.token_ids) - 1))
 
     def offer(self, sequence: Sequence) -> None:
-        """Publish the blocks that will be full of known tokens when the steps scheduled so far have run."""
+        """Publish the blocks that the steps scheduled so far fill with known tokens."""
         num_tokens = min(sequence.scheduled, len(sequence.token_ids))
-        if num_tokens // self._blocks.block_size == sequence.num_published or not self._enabled:
+        num_full = num_tokens // self._blocks.block_size
+        if num_full == sequence.num_published or not self._enabled:
             return
         digests = self._digests(sequence, num_tokens)
         for i in sequence.publish(len(digests)):

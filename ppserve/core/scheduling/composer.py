@@ -1,12 +1,11 @@
 """Composes a step: which sequences are in it, and how many tokens of each.
 
-Decodes are spread evenly over the m slots: a step takes 1/m of all decoding sequences (those in flight count as
-well), those that returned first, and leaves the rest to the next slot. Tokens of prompts and replays then fill the
-step up to a budget: the configured `prefill_chunk`, or, if it is automatic,
+A step takes 1/m of all decoding sequences, in flight or not, where there are m slots: those that returned first.
+Then tokens of prompts and replays fill it up to a budget: the configured `prefill_chunk`, or, if it is automatic,
 
-- 1/(3m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
-  makes enough chunks for every stage, and many short ones are not all put into the first slot;
-- never more than the predicted time allows, so that decodes in the same step are not delayed for long.
+- 1/(3m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that a long prompt
+  makes a chunk for every stage, and many short ones do not all go into the first slot;
+- never more than the predicted time allows, so that decodes in the same step wait little.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from typing import NamedTuple
 from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.scheduling.sequence import Sequence
 
-# Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
+# Tokens. Smaller chunks are not worth a step of their own; such prompts are short.
 MIN_CHUNK = 64
 # Tokens. Without a cost model, the only bound on how long a prompt delays decodes.
 MAX_CHUNK_BESIDE_DECODES = 256
-# Tokens of prompts that a step with decodes takes at least, even if it is predicted to be too slow.
+# Tokens of prompts that a step with decodes takes, even if it is predicted to be too slow.
 MIN_CHUNK_BESIDE_DECODES = 16
 # The rounds of all slots over which pending tokens are spread.
 SPREAD_ROUNDS = 3
-# Bounds of the predicted time of a step with prompt tokens: while nothing decodes, and beside decodes. There it
-# may also take so many times as long as its decodes alone.
+# Bounds of the predicted time of a step with prompt tokens.
 MAX_SECONDS_ALONE = 0.16
 MAX_SECONDS_BESIDE_DECODES = 0.08
+# Beside decodes it may also take so many times as long as they do alone.
 MAX_STRETCH = 2.0
 
 
@@ -65,13 +64,13 @@ class Composer:
         """The sequences of the next step; empty when there is nothing to do.
 
         ready: the running sequences with known tokens to schedule, in order of their turn. Those with one token
-        decode; those with more compute a prompt, or are computed again after a loss.
+        decode; the others compute a prompt, or are computed again.
         """
         ready = list(ready)
-        decoding = [sequence for sequence in ready if sequence.remaining == 1 and sequence.is_ready]
-        filling = [sequence for sequence in ready if sequence.remaining > 1 and sequence.is_ready]
+        decoding = [s for s in ready if s.remaining == 1 and s.is_ready]
+        filling = [s for s in ready if s.remaining > 1 and s.is_ready]
         num_decoding = num_running - (len(ready) - len(decoding))  # those in flight too
-        picks = [Pick(sequence, 1) for sequence in decoding[: -(-num_decoding // num_slots)]]
+        picks = [Pick(s, 1) for s in decoding[: -(-num_decoding // num_slots)]]
         if prompts := in_turns(filling):
             self._fill(picks, prompts, num_decoding > 0, num_slots)
         return picks
@@ -81,15 +80,18 @@ class Composer:
         for pick in picks:
             size = _joined(size, pick.sequence, pick.num_tokens)
         budget = self._token_budget(prompts, beside_decodes, num_slots)
-        limit_s, at_least = self._time_limit_s(size, beside_decodes), MIN_CHUNK_BESIDE_DECODES
+        limit_s = self._time_limit_s(size, beside_decodes)
+        at_least = MIN_CHUNK_BESIDE_DECODES
         for sequence in prompts:
             most = min(sequence.remaining, budget)
-            num_tokens = max(self._most_within(limit_s, size, sequence, most), min(at_least, most))
+            num_tokens = self._most_within(limit_s, size, sequence, most)
+            num_tokens = max(num_tokens, min(at_least, most))
             if num_tokens == 0:
                 return
             picks.append(Pick(sequence, num_tokens))
             size = _joined(size, sequence, num_tokens)
-            budget, at_least = budget - num_tokens, 0
+            budget -= num_tokens
+            at_least = 0
 
     def _token_budget(self, prompts: list[Sequence], beside_decodes: bool, num_slots: int) -> int:
         """How many prompt tokens the step may take, apart from the bound on its time."""
@@ -112,25 +114,26 @@ class Composer:
         return max(MAX_SECONDS_BESIDE_DECODES, stretched_s)
 
     def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
-        """How many tokens of a sequence, up to `most`, a step can take that is predicted to end in time."""
+        """How many tokens of a sequence, up to `most`, a step can take and end in time."""
 
         def seconds(num_tokens: int) -> float:
             return slowest_s(self._costs, _joined(size, sequence, num_tokens))
 
-        return most if seconds(most) <= limit_s else bisect_right(range(1, most), limit_s, key=seconds)
+        if seconds(most) <= limit_s:
+            return most
+        return bisect_right(range(1, most), limit_s, key=seconds)
 
 
 def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
-    """The size of the step with the next `num_tokens` tokens of a sequence. The LM head computes every row of a
-    scored prompt, otherwise only the row of the last known token."""
+    """The size of the step with the next `num_tokens` tokens of a sequence."""
+    # The LM head computes every row of a scored prompt, else only that of the last known token.
     sampled = num_tokens if sequence.wants_scores else int(num_tokens >= sequence.remaining)
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
 def in_turns(filling: Iterable[Sequence]) -> list[Sequence]:
-    """One prompt of each caller, then the second of each, and so on; in each round those with at most MIN_CHUNK
-    tokens left go first. So a caller's first prompt waits for at most one prompt of every other caller. Prompts of
-    one caller keep their order."""
+    """One prompt of each caller in its order, then the second of each, and so on; in each round those with at most
+    MIN_CHUNK tokens left first."""
     turns: Counter[str] = Counter()
     ranked = []
     for sequence in filling:

@@ -18,13 +18,13 @@ class SchedulerConfig:
     max_queue_tokens: int = 1_048_576  # of all requests waiting: prompt + max_tokens, times n
     max_model_len: int = 1024
     block_size: int = 16
-    prefill_chunk: int | None = None  # prompt tokens per step; None = automatic, up to max_auto_chunk
+    prefill_chunk: int | None = None  # prompt tokens per step; None = automatic
     max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
     prefix_cache: bool = True
-    per_caller: bool = False  # callers share no prefixes: a cached one tells what another has asked
+    per_caller: bool = False  # callers share no cached prefixes
     eos_ids: tuple[int, ...] = ()
     speculate: int | None = 0  # draft tokens in every slice that decodes; None = as many as pay
-    runs_ahead: bool = False  # one rank computes all of the model, so the next step may be sent ahead
+    runs_ahead: bool = False  # the next step may be sent ahead
     replica: int = 0
 
     @property

@@ -1,16 +1,15 @@
 """The request queue: all open requests, those that wait, and which replica takes the next one.
 
-Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
-steps are each replica's own (`scheduler`). Laws
+All replicas share the queue, fairness, admission, deadlines and the isolation of poison requests. Each replica has
+its own blocks, slots and steps (`scheduler`). Laws
 
-- A submitted request is admitted, waits or is refused: with InvalidRequest if it could not run on an empty server,
-  with Overloaded if the queue is full, or if by the measured throughput its answer would miss its deadline.
+- A submitted request is admitted, waits or is refused: with InvalidRequest if it does not fit an empty server,
+  with Overloaded if the queue is full or its answer is predicted to miss its deadline.
 - Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
-- Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
-  requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
-  saves, and a replica that is much busier than another does not get every request with a common prefix.
-- Requests that a lost or drained replica gives back keep their tokens and are computed again, before all others.
-- A suspect runs alone in the replica that died with it. Other replicas run all but suspects (`PoisonIsolation`).
+- A request goes to the replica with room where, with it, fewest tokens are left to compute. Its prefix that is
+  cached there is not counted: so it attracts requests, but not to a replica that is much busier.
+- Requests that a replica gives back keep their tokens and are computed again, before all others.
+- A suspect runs alone in the replica that died with it. Other replicas run all but suspects.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGr
 from ppserve.errors import DeadlinePassed, Overloaded, RequestError, RequestFailed
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# With fewer running sequences one more makes all of them together faster, so no answer's time is predicted.
+# With fewer running sequences, one more raises the throughput, so no answer's time is predicted.
 _MANY_RUNNING = 8
-# Predicted times are multiplied by this: under overload, requests that are admitted later take half of the steps,
-# and admitted requests are as late as the prediction allows.
+# Predicted times are multiplied by this: under overload, requests admitted later take half of the steps.
 _MARGIN = 2.5
 
 SUSPICIOUS_LOSSES = 2
@@ -38,17 +36,16 @@ _CONVICTING_LOSSES = 4
 
 
 class PoisonIsolation:
-    """The requests that may kill stages: the number of losses of each, and the suspects. Requests are named by id.
+    """The requests, by id, that may kill stages: how many losses each has seen, and the suspects.
 
-    The loss of a stage does not show which request caused it, so everything in flight is computed again. A request
-    that was in flight at two losses, and gained no token between them, becomes a suspect. Suspects run alone, one
-    after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect fails if,
-    while it ran alone, the same rank failed twice in the same way, or ranks failed four times. So a request fails
-    at its fourth loss at the earliest. If no rank failed, as when a network is cut, no request is to blame.
+    A loss does not show which request caused it, so everything in flight is computed again. A request that was
+    in flight at two losses, with no token between them, becomes a suspect. Suspects run alone, one after the
+    other, while other requests wait. A token clears a suspect. A suspect fails if, while it ran alone, the same
+    rank failed twice in the same way, or ranks failed four times: at its fourth loss at the earliest.
+    If no rank failed, as when a network is cut, no request is to blame.
 
-    If an epoch is lost before any of its steps returned, the next one begins with a probe, a step without a
-    request. If the probe returns, the stages work, however many requests kill them, and restarts are counted anew.
-    If a stage dies of it, no request is to blame.
+    After an epoch in which no step returned, the next one begins with a probe, a step without a request. If it
+    returns, the stages work, and restarts are counted anew. If a stage dies of it, no request is to blame.
     """
 
     def __init__(self) -> None:
@@ -66,10 +63,8 @@ class PoisonIsolation:
         return request_id in self._losses
 
     def record_loss(self, in_flight: Set[str], failed: Set[Hashable]) -> str | None:
-        """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
-
-        failed: each by its place in the pipeline and how it failed.
-        """
+        """Ranks failed with these requests in flight. Returns the culprit, if it is certain.
+        failed: each by its place in the pipeline and how it failed."""
         lone = self.lone
         if not failed:
             return None
@@ -102,20 +97,14 @@ class RequestScheduler(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
-
     @property
     def may_admit(self) -> bool: ...
-
     @property
     def is_busy(self) -> bool: ...
-
     @property
     def tokens_left(self) -> int: ...
-
     def tokens_with(self, group: SequenceGroup) -> int | None: ...
-
     def admit(self, group: SequenceGroup) -> None: ...
-
     def drop(self, sequence: Sequence) -> None: ...
 
 
@@ -155,10 +144,10 @@ class RequestQueue:
     # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Admit or queue a request. Raises InvalidRequest (it can never run), DeadlinePassed, or Overloaded (it
-        cannot run now)."""
+        """Admit or queue a request. Raises InvalidRequest, DeadlinePassed or Overloaded."""
         config = self._schedulers[0].config
-        check_possible(request, config, min(scheduler.num_blocks for scheduler in self._schedulers))
+        num_blocks = min(scheduler.num_blocks for scheduler in self._schedulers)
+        check_possible(request, config, num_blocks)
         self.admit(now)
         group = SequenceGroup(request, self._next_sequence_id, config, now)
         tokens_ahead = self.queue.tokens_ahead(request)
@@ -169,7 +158,7 @@ class RequestQueue:
         problem = self._late(group, tokens_ahead, now, fits)
         if problem is None and not fits:
             problem = self._full(config)
-        if problem is not None:
+        if problem:
             self.queue.remove(group)
             self.queue.end_request(request.caller)
             raise problem
@@ -181,13 +170,12 @@ class RequestQueue:
             self._start(*assignment, now)
 
     def abort(self, request_id: str, reason: FinishReason, index: int | None = None) -> list[SequenceEvent]:
-        """End a request now, or one of its answers, whatever its state. Nothing happens if it is unknown or has
-        ended."""
+        """End a request, or one of its answers. Nothing happens if it is unknown or has ended."""
         group = self.groups.get(request_id)
         if group is None:
             return []
-        ending = [sequence for sequence in group.live if index is None or sequence.index == index]
-        return [self.end_sequence(sequence, group, finish=reason) for sequence in ending]
+        ending = [s for s in group.live if index is None or s.index == index]
+        return [self.end_sequence(s, group, finish=reason) for s in ending]
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End every request whose deadline has passed."""
@@ -196,7 +184,8 @@ class RequestQueue:
         requests = [g.request for g in self.groups.values()]
         deadlines = sorted((r.deadline_s, r.id) for r in requests if r.deadline_s is not None)
         overdue = [key for deadline_s, key in deadlines if deadline_s <= now]
-        self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
+        later = deadlines[len(overdue) :]
+        self._next_deadline_s = later[0][0] if later else math.inf
         return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
 
     def fail_request(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
@@ -226,8 +215,7 @@ class RequestQueue:
         self._may_fit = True
 
     def _end_request(self, group: SequenceGroup, was_late: bool) -> None:
-        """All sequences of a request have ended. One that missed its deadline is not counted in the throughput: it
-        was cut short, so overload would look like short answers."""
+        # A late request was cut short: overload would look like short answers.
         if group.admitted_s is not None and not was_late:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:
@@ -252,15 +240,12 @@ class RequestQueue:
         return _overloaded(problem, answer_s / 2)
 
     def _answer_s(self, group: SequenceGroup, tokens_ahead: int, fits: bool) -> float | None:
-        """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown.
-
-        Every running sequence gets a token per step. So until the request has its own tokens, each of the others
-        gets at most as many, after what is left of its prompt.
-        """
+        """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown."""
         running = [sequence for key in self._homes for sequence in self.groups[key].live]
         if len(running) < _MANY_RUNNING:
             return None if fits else self._throughput.seconds_for(tokens_ahead)
         tokens = tokens_ahead + group.num_tokens
+        # Each computes the rest of its prompt, and gets a token per step, so at most as many as this request.
         for sequence in running:
             known = len(sequence.token_ids)
             most = min(group.request.stop.max_tokens, max(0, sequence.max_positions - known))
@@ -270,8 +255,10 @@ class RequestQueue:
 
     def _full(self, config: SchedulerConfig) -> Overloaded | None:
         """The refusal of the latest request, which would wait, if the queue was full before it."""
-        num_others, num_tokens = len(self.queue) - 1, self.queue.num_tokens
-        if num_others < config.max_queue and (num_others == 0 or num_tokens <= config.max_queue_tokens):
+        num_others = len(self.queue) - 1
+        num_tokens = self.queue.num_tokens
+        tokens_fit = num_others == 0 or num_tokens <= config.max_queue_tokens
+        if num_others < config.max_queue and tokens_fit:
             return None
         problem = f"{num_others} requests are waiting, with this one of {num_tokens} tokens"
         return _overloaded(problem, self._throughput.seconds_for(num_tokens // 2))
@@ -295,8 +282,8 @@ class RequestQueue:
             return None
         group = self._next_group(schedulers, now)
         if group is not None:
-            tokens = {scheduler: scheduler.tokens_with(group) for scheduler in self._allowed(group, schedulers)}
-            places = {scheduler: num_tokens for scheduler, num_tokens in tokens.items() if num_tokens is not None}
+            tokens = {s: s.tokens_with(group) for s in self._allowed(group, schedulers)}
+            places = {s: num_tokens for s, num_tokens in tokens.items() if num_tokens is not None}
             if places:
                 return group, min(places, key=places.__getitem__)
         self._may_fit = False
@@ -310,10 +297,10 @@ class RequestQueue:
         return self.queue.first(now, self.poison_isolation.suspects)
 
     def _allowed(self, group: SequenceGroup, schedulers: list[RequestScheduler]) -> list[RequestScheduler]:
-        """Those of the replicas that may run the request. A lone suspect waits for the replica that died with it,
-        unless that does not come back, or another has nothing to lose."""
+        """Where the request may run: a lone suspect on the replica that died with it, or idle ones."""
         own = group.replica
-        if group.key != self.poison_isolation.lone or all(s.config.replica != own for s in self._schedulers):
+        is_gone = all(s.config.replica != own for s in self._schedulers)
+        if is_gone or group.key != self.poison_isolation.lone:
             return schedulers
         return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
 
@@ -348,15 +335,16 @@ class RequestQueue:
     def token_drawn(self, group: SequenceGroup) -> None:
         """A sequence of this request has one token more."""
         self.queue.charge(group.request.caller, 1)
-        is_watched = self.poison_isolation.watches(group.key)
-        if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):  # it did not cause the loss
+        if not self.poison_isolation.watches(group.key):
+            return
+        if all(len(s.token_ids) > s.loss_mark for s in group.live):
             self.poison_isolation.clear(group.key)
             self.retry_admission()
 
     def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
-        """Ranks of a replica failed with steps of these requests in flight. A request that is certain to have
-        killed them fails."""
-        culprit = self.poison_isolation.record_loss(self.groups.keys() & set(in_flight), failed)
+        """Ranks failed with steps of these requests in flight. The culprit fails, if it is certain."""
+        open_requests = self.groups.keys() & set(in_flight)
+        culprit = self.poison_isolation.record_loss(open_requests, failed)
         self.retry_admission()
         if culprit is None:
             return []

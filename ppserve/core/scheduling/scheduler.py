@@ -1,21 +1,20 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-There is one scheduler per replica. It runs on the head and is told everything: results, losses and the time.
-Requests come from the request queue, which all replicas share. It reads no clock and does no I/O.
+Each replica has a scheduler, on the head. It is told results, losses and the time, and does no I/O. Its requests
+come from the request queue, which all replicas share.
 
 Laws
-- A token is scheduled after it has returned to the head, with two exceptions. A draft token may be in a step
-  before, but what was computed from a wrong one is dropped, and the right token's step writes its keys and values
-  anew. And where one rank computes all of the model, its next step is sent ahead, without the tokens (`slots`).
-- Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
-  block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
-- The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
+- A token is scheduled after it has returned to the head. One exception is a draft token: what was computed from a
+  wrong one is dropped, and the right token's step writes its keys and values anew. The other: where one rank
+  computes all of the model, its next step is sent ahead, without the tokens (`slots`).
+- Stages run steps in order. So a prompt's next chunk may be scheduled while the one before is in flight, a block
+  may be shared once the step that fills it is scheduled, and a freed block may be reused at once.
+- The most blocks that a request can need are reserved at admission, so no sequence waits for a block.
 - When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
 - Every sequence has one terminal event.
 
-The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each
-plan in the book of steps before it asks for the next. It calls `commit` for every result of the last stage that is
-in the book, and `give_back` when a stage is lost.
+The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None. It enters each plan
+in the book of steps, and calls `commit` for every result of the last stage that is in the book.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class Scheduler:
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
         self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
-        # The running sequences, in order of admission, and those of them that have known tokens to schedule, in
-        # order of their turn: at admission, or when the latest token returned.
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}  # in order of admission
+        # Those that have known tokens to schedule: first those that were admitted, or got a token, first.
         self._ready: dict[int, Sequence] = {}
         self._blocks = blocks
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
@@ -81,12 +79,13 @@ class Scheduler:
         lone = self.request_queue.lone_at(self)
         if lone is None:
             self._share_beginnings()
-            picks = self._composer.compose(self._ready.values(), self.num_running, self.slots.num_slots)
+            ready = self._ready.values()
+            picks = self._composer.compose(ready, self.num_running, self.slots.num_slots)
             return self._speculation.add_drafts(picks, self._running)
         if self.slots.hold_others_than(lone):
             return []
-        ready = [sequence for sequence in self._ready.values() if sequence.request.id == lone]
-        return self._composer.compose(ready, len(ready), 1)
+        alone = [s for s in self._ready.values() if s.request.id == lone]
+        return self._composer.compose(alone, len(alone), 1)
 
     def _share_beginnings(self) -> None:
         """Requests that were admitted together, as after a loss, compute a common prefix only once."""
@@ -110,7 +109,7 @@ class Scheduler:
         return self.slots.add_step(owned)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
+        """Apply the last stage's result of a step. Ignores one of an older epoch or an unknown step."""
         owned = self.slots.remove_step(result)
         if owned is None:
             return []
@@ -141,7 +140,8 @@ class Scheduler:
     ) -> Iterator[SequenceEvent]:
         group = self.request_queue.groups[sequence.request.id]
         scores = scored.logprobs if scored else ()
-        if len(scores) != len(piece.targets) or not all(math.isfinite(score.logprob) for score in scores):
+        are_finite = all(math.isfinite(score.logprob) for score in scores)
+        if len(scores) != len(piece.targets) or not are_finite:
             yield from self._not_finite(group)
             return
         sequence.commit_slice(piece, scores)
@@ -163,15 +163,15 @@ class Scheduler:
             self._ready[sequence.id] = sequence
 
     def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
-        """The request's end, with all its sequences: its caller is told of the first error."""
+        """The request's end, with all its sequences."""
+        # Their KV may hold non-finite values: never share it.
         for sequence in group.live:
-            self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
+            self._blocks.forget_contents_of(sequence.id)
         return self.request_queue.fail_request(group, "the model's output is not finite")
 
     def _drawn(
         self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
     ) -> SequenceEvent:
-        """The sequence's next token."""
         end = sequence.commit_token(token_id)
         self.request_queue.token_drawn(group)
         event = group.event(sequence, token_id, logprobs, end)
@@ -182,14 +182,15 @@ class Scheduler:
     # Steps that are sent ahead
 
     def _schedule_ahead(self) -> StepPlan | None:
-        """A step with one token of each sequence for which the step in flight draws; see `slots`. None where a
-        prompt, draft tokens or a waiting request should be in the next step."""
+        """A step with one token of each sequence for which the step in flight draws; see `slots`. None if others
+        should come next: a prompt, draft tokens or a waiting request."""
         if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
             return None
         parts = self.slots.only_step
         drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
         makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
-        if self._ready or makes_room or any(piece.num_draft_tokens for _, piece in parts):
+        has_drafts = any(piece.num_draft_tokens for _, piece in parts)
+        if self._ready or makes_room or has_drafts:
             return None
         if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
             return None
@@ -199,9 +200,10 @@ class Scheduler:
         return self.slots.add_step(owned, is_ahead=True)
 
     def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
-        """Whether a slice that was sent ahead is needed by nobody: its sequence has ended, and what it writes is
-        not in a block that others may share."""
-        return not sequence.is_live and piece.start >= sequence.num_published * self.config.block_size
+        """Whether nobody needs a slice that was sent ahead: its sequence has ended, and others may not share the
+        block that it writes."""
+        num_shared = sequence.num_published * self.config.block_size
+        return not sequence.is_live and piece.start >= num_shared
 
     def _is_unneeded(self, sequence: Sequence, piece: Slice) -> bool:
         """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
@@ -213,44 +215,47 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether there may be room for a request: it needs a place, and a block."""
-        return self.is_open and len(self._running) < self.config.max_num_seqs and self._blocks.num_free > 0
+        """Whether there may be room for a request."""
+        has_place = len(self._running) < self.config.max_num_seqs
+        return self.is_open and has_place and self._blocks.num_free > 0
 
     def tokens_with(self, group: SequenceGroup) -> int | None:
-        """Tokens left to compute with this request, those of it that are known and not cached; None if there is no
-        room for it."""
+        """Tokens left to compute, with this request's known ones that are not cached; None: no room for it."""
         live = group.live
         if len(self._running) + len(live) > self.config.max_num_seqs:
             return None
-        num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
+        num_prompt = len(group.request.prompt_ids)
+        block_size = self.config.block_size
         known = self._prefix_cache.find(live[0])
-        needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
+        needed = worst_case_blocks(num_prompt, live[0].max_positions, len(live), block_size)
         if not self._blocks.fits(needed - len(known), known):
             return None
-        return self.tokens_left + sum(len(s.token_ids) for s in live) - len(known) * self.config.block_size
+        num_new = sum(len(s.token_ids) for s in live) - len(known) * block_size
+        return self.tokens_left + num_new
 
     def admit(self, group: SequenceGroup) -> None:
-        """Start a request that has room."""
         self.slots.cancel_ahead(self._is_unneeded)
         leader, *siblings = group.live
+        block_size = self.config.block_size
         known = self._prefix_cache.find(leader)
-        cached_tokens = len(known) * self.config.block_size
+        cached_tokens = len(known) * block_size
         self._start(leader, known, cached_tokens)
-        num_shared = (len(group.request.prompt_ids) - 1) // self.config.block_size
+        num_shared = (len(group.request.prompt_ids) - 1) // block_size
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared], cached_tokens, leader)
 
     def _start(
         self, sequence: Sequence, shared: BlockTable, cached_tokens: int, leader: Sequence | None = None
     ) -> None:
-        table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
+        num_blocks = self._blocks.blocks_for(sequence.max_positions)
+        table = self._blocks.try_allocate(sequence.id, num_blocks, shared)
         assert table is not None, "the fit was checked"
         sequence.start(cached_tokens)
         sequence.use_blocks(table, len(shared), leader)
         self._running[sequence.id] = self._ready[sequence.id] = sequence
 
     def drop(self, sequence: Sequence) -> None:
-        """End a running sequence. Steps in flight may still write its blocks, before any later step does."""
+        """End a running sequence. Steps in flight may still write its blocks."""
         sequence.move_to(SequenceStatus.ENDED)
         self._remove(sequence)
         self.slots.cancel_ahead(self._is_unused)
@@ -262,19 +267,19 @@ class Scheduler:
         self._blocks.release(sequence.id)
 
     def give_back(self) -> frozenset[str]:
-        """Close, and return all requests to the queue. The result: ids of those that had steps in flight."""
+        """Close, and return all requests to the queue. Returns the ids of those in flight."""
         self.is_open = False
         in_flight = self.slots.lose()
         self._blocks.forget_contents()
-        groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running.values()}
+        keys = dict.fromkeys(s.request.id for s in self._running.values())
         for sequence in list(self._running.values()):
             self._remove(sequence)
             sequence.give_back()
-        self.request_queue.give_back(groups.values())
+        self.request_queue.give_back(self.request_queue.groups[key] for key in keys)
         return in_flight
 
     def open(self, epoch: int) -> None:
-        """The first epoch, or the next one after `give_back`, has formed: requests may be admitted."""
+        """An epoch has formed: requests may be admitted."""
         self.slots.begin_epoch(epoch)
         self.is_open = True
         self.request_queue.retry_admission()
@@ -293,7 +298,7 @@ class Scheduler:
     @property
     def tokens_left(self) -> int:
         """To compute until all running sequences have their longest answers."""
-        return sum(sequence.max_positions - sequence.computed for sequence in self._running.values())
+        return sum(s.max_positions - s.computed for s in self._running.values())
 
     @property
     def num_blocks(self) -> int:

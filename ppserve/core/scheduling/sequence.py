@@ -1,11 +1,11 @@
 """A sequence: the progress of one of a request's answers, and the events it causes.
 
 A sequence knows its tokens (prompt, resumed and drawn), how many positions were put into steps (`scheduled`), and
-for how many of these the result has returned (`computed`). It is ready when `known > scheduled`. Whether that
-means a prompt, a chunk, a decode or a replay makes no difference.
+for how many of these the result has returned (`computed`). It is ready when `known > scheduled`, whether that
+means a prompt, a chunk, a decode or a replay.
 
-Draft tokens, which may follow the known ones, are in slices alone. Where one stage is all, a step may be sent
-ahead: it takes the next token before that is drawn. Then `scheduled` is one more than the known tokens.
+Draft tokens are in slices alone. Where one rank computes all of the model, a step may be sent ahead: it takes the
+next token before that is drawn. Then `scheduled` is one more than the known tokens.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
      ▲ └────────end──────┼──▶ ENDED
@@ -47,7 +47,7 @@ NEXT: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class InvalidTransition(Exception):
-    """A sequence was asked to make a move that `NEXT` does not allow; nothing was changed."""
+    """`NEXT` does not allow the move; nothing was changed."""
 
     def __init__(self, sequence_id: int, old: SequenceStatus, new: SequenceStatus) -> None:
         super().__init__(f"sequence {sequence_id}: {old} -> {new}")
@@ -60,7 +60,8 @@ class SequenceEvent:
     request_id: str
     index: int  # of the request's answers
     sequence_id: int
-    offset: int  # of the token in the whole answer, resumed tokens included; without a token, the answer's length
+    offset: int
+    """Of the token in the answer, resumed tokens included; without a token, the answer's length."""
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -68,7 +69,7 @@ class SequenceEvent:
     finish: FinishReason | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
-    admitted_s: float | None = None  # when the request left the queue, on the head's clock; None if it never did
+    admitted_s: float | None = None  # on the head's clock; None: it never left the queue
     replica: int | None = None  # the latest to compute it
 
     @property
@@ -94,16 +95,18 @@ class Sequence:
         self.num_published = 0  # leading blocks that others may find
         self.leader: Sequence | None = None  # for n > 1, until the first slice: it fills the first blocks
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
-        is_first = index == (request.resume_index or 0)
-        self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
-        self._block_size, self._eos_ids = config.block_size, config.eos_ids
+        is_first = index == (request.resume_index or 0) and not request.resume_ids
+        self.wants_scores = is_first and request.output.prompt_logprobs is not None
+        self._block_size = config.block_size
+        self._eos_ids = config.eos_ids
         # Why it ends without a draw: it is only scored, or resumed complete.
         self.known_end = self._end_after(self.token_ids[-1]) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
         self._digests: list[bytes] = []
-        banned, banned_before = request.banned(self._eos_ids), len(request.prompt_ids) + request.stop.min_tokens
-        self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before if banned else 0)
+        banned = request.banned(self._eos_ids)
+        banned_before = len(request.prompt_ids) + request.stop.min_tokens if banned else 0
+        self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before)
 
     @property
     def num_generated(self) -> int:
@@ -133,27 +136,30 @@ class Sequence:
     @property
     def max_positions(self) -> int:
         """The most positions that may need keys and values; the last drawn token is never computed."""
-        return max(len(self.token_ids), len(self.request.prompt_ids) + self.request.stop.max_tokens - 1)
+        num_prompt = len(self.request.prompt_ids)
+        return max(len(self.token_ids), num_prompt + self.request.stop.max_tokens - 1)
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change the status as `NEXT` allows. Raises InvalidTransition."""
+        """Raises InvalidTransition."""
         if status not in NEXT[self.status]:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
     def start(self, cached_tokens: int) -> None:
-        """Run. cached_tokens: of the prompt, found in the prefix cache."""
+        """cached_tokens: of the prompt, found in the prefix cache."""
         self.move_to(SequenceStatus.RUNNING)
         if not self.loss_mark:
             self.cached_tokens = cached_tokens
 
     def use_blocks(self, block_table: tuple[int, ...], num_shared: int, leader: Sequence | None = None) -> None:
-        """Begin behind the first `num_shared` of these blocks, which the leader or steps in flight fill."""
-        self.block_table, self.num_published, self.leader = block_table, num_shared, leader
+        """Begin behind the first `num_shared` of these blocks, which others fill."""
+        self.block_table = block_table
+        self.num_published = num_shared
+        self.leader = leader
         self.scheduled = self.computed = num_shared * self._block_size
 
     def publish(self, num_blocks: int) -> range:
-        """Others may find its first blocks from now on. Returns the indices of those that were not published."""
+        """Others may find its first blocks from now on. Returns the indices of the new ones."""
         newly_published = range(self.num_published, num_blocks)
         self.num_published = num_blocks
         return newly_published
@@ -163,19 +169,22 @@ class Sequence:
         while len(self._digests) < num_blocks:
             start = len(self._digests) * self._block_size
             parent = self._digests[-1] if self._digests else salt
-            self._digests.append(block_digest(parent, self.token_ids[start : start + self._block_size]))
+            token_ids = self.token_ids[start : start + self._block_size]
+            self._digests.append(block_digest(parent, token_ids))
         return self._digests[:num_blocks]
 
     def schedule(self, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> Slice:
-        """Put the next `num_tokens` known tokens into a step, and draft tokens after them. The scheduler must
-        commit it later."""
-        start, end = self.scheduled, self.scheduled + num_tokens
+        """Put the next `num_tokens` known tokens into a step, and draft tokens after them."""
         assert 0 < num_tokens <= self.remaining, (self.id, num_tokens)
+        start = self.scheduled
+        end = start + num_tokens
         token_ids = (*self.token_ids[start:end], *draft_ids)
-        draw = self._next_draw() if end == len(self.token_ids) and self.known_end is None else None
+        draws = end == len(self.token_ids) and self.known_end is None
+        draw = self._next_draw() if draws else None
         targets = self.request.prompt_ids[start + 1 : end + 1] if self.wants_scores else ()
         num_scored = self.request.output.prompt_logprobs or 0
-        self.scheduled, self.leader = end, None
+        self.scheduled = end
+        self.leader = None
         table = self._blocks_until(start + len(token_ids))
         return Slice(self.id, start, token_ids, table, draw, targets, num_scored, len(draft_ids))
 
@@ -190,14 +199,14 @@ class Sequence:
         return self.block_table[: -(-position // self._block_size)]
 
     def _next_draw(self) -> Draw:
-        """The draw after the known tokens; always the same object where it needs no history."""
+        """The draw after the known tokens; the same object where it needs no history."""
         if not self.request.sampling.needs_history:
             return self._draw
         prompt_ids = self.request.prompt_ids
-        return replace(self._draw, prompt_ids=prompt_ids, output_ids=tuple(self.token_ids[len(prompt_ids) :]))
+        output_ids = tuple(self.token_ids[len(prompt_ids) :])
+        return replace(self._draw, prompt_ids=prompt_ids, output_ids=output_ids)
 
     def cancel_ahead(self) -> None:
-        """The step that was sent ahead is cancelled."""
         self.scheduled = min(self.scheduled, len(self.token_ids))
 
     def commit_slice(self, piece: Slice, scores: Seq[TokenLogprobs]) -> None:
@@ -232,7 +241,9 @@ class Sequence:
         """The prompt's scores, once all are there; nothing after that."""
         if not self.wants_scores or self.computed < len(self.request.prompt_ids):
             return ()
-        scores, self.scores, self.wants_scores = tuple(self.scores), [], False
+        scores = tuple(self.scores)
+        self.scores = []
+        self.wants_scores = False
         return scores
 
 
@@ -241,16 +252,17 @@ class SequenceGroup:
 
     def __init__(self, request: Request, first_id: int, config: SchedulerConfig, submitted_s: float) -> None:
         """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
-        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
+        resumed = request.resume_index
+        indices = range(request.num_sequences) if resumed is None else [resumed]
         self.request = request
-        self.sequences = [Sequence(first_id + i, request, index, config) for i, index in enumerate(indices)]
+        self.sequences = [Sequence(first_id + i, request, k, config) for i, k in enumerate(indices)]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time
         self.replica: int | None = None  # the latest to compute it
-        self.num_tokens = len(self.sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
+        most_tokens = len(request.prompt_ids) + request.stop.max_tokens
+        self.num_tokens = len(self.sequences) * most_tokens
 
     def place(self, replica: int, now: float) -> None:
-        """A replica computes it from now on."""
         self.replica = replica
         if self.admitted_s is None:
             self.admitted_s = now
@@ -285,10 +297,9 @@ class SequenceGroup:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens of all its sequences so far, the common prompt counted each time."""
+        """Tokens of all its sequences, each with the common prompt."""
         return sum(len(s.token_ids) for s in self.sequences)
 
     @property
     def live(self) -> list[Sequence]:
-        """Sequences that have had no terminal event yet."""
         return [s for s in self.sequences if s.is_live]

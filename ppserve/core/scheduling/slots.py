@@ -1,9 +1,8 @@
 """The slots: how many steps may be in flight, and which sequences each of them holds.
 
 There are as many slots as the P stages, or one more. With P slots a step is sent only when an earlier one has
-returned, so whatever delays one stage (the return of tokens, a chunk of a prompt) delays all. One slot more gives
-the stages a step to compute meanwhile. But then every step is smaller, and each round pays the fixed cost of one
-step more.
+returned, so what delays one stage (the return of tokens, a chunk of a prompt) delays all. With one slot more the
+stages have a step to compute meanwhile. But each step is smaller, and a round pays for one more.
 
 Per step of the busiest stage, let c be the part of its computation that does not depend on the step's size (mostly
 reading weights), o its other work (inputs, sending) and w its wait. One more slot costs (c + o) / P per step and
@@ -11,11 +10,11 @@ saves at most w. So there are P + 1 slots while
 
     w > (c + o) / P.
 
-The wait with P slots cannot be seen while there are P + 1, so it is measured again from time to time.
+With P + 1 slots that wait cannot be seen, so it is measured again from time to time.
 
 Where one rank computes all of the model, it knows what it has drawn before the head does. So one further step may
-be sent ahead (`StepPlan.is_ahead`), before the step in flight has drawn its tokens. If an answer ends with that
-token, its slice is computed but not used. If all end, or a request is admitted, the step is cancelled.
+be sent ahead (`StepPlan.is_ahead`). If an answer ends with the token drawn before, its slice is not used. If all
+end, or a request is admitted, the step is cancelled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OwnedSlices = tuple[tuple[Sequence, Slice], ...]
 """The slices of a step, each with its sequence."""
 
 PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
-"""The only slice of a probe: one token, computed while nothing that its block holds can be used."""
+"""The only slice of a probe: one token, computed while no block's content can be used."""
 
 
 class MicrobatchSlots:
@@ -42,8 +41,9 @@ class MicrobatchSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots  # how many steps may be in flight, but for one that is sent ahead
         self.epoch = 0
-        # No step returned in this epoch, nor in the one before. Then a probe goes first (`PoisonIsolation`).
-        self.is_unproven, self._has_returned = False, True
+        # No step returned in this epoch, nor in the one before: a probe goes first (`PoisonIsolation`).
+        self.is_unproven = False
+        self._has_returned = True
         self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
         self._cancelled: set[int] = set()  # still in flight
         self._newly_cancelled: list[int] = []
@@ -54,11 +54,9 @@ class MicrobatchSlots:
         return len(self._steps)
 
     def resize(self, num_slots: int) -> None:
-        """Steps above the new number finish."""
         self.num_slots = num_slots
 
     def begin_epoch(self, epoch: int) -> None:
-        """The first epoch, or the next one after `lose`, has formed."""
         assert epoch >= self.epoch, (epoch, self.epoch)
         self.epoch = epoch
 
@@ -68,8 +66,7 @@ class MicrobatchSlots:
 
     @property
     def only_step(self) -> OwnedSlices:
-        """The slices of the only step in flight; empty if there are others, also cancelled ones: then it is not
-        certain which step the stage computes last."""
+        """The slices of the only step in flight; empty if there are others, also cancelled ones."""
         if len(self._steps) != 1 or self._cancelled:
             return ()
         ((_, owned),) = self._steps.values()
@@ -95,7 +92,8 @@ class MicrobatchSlots:
         self._cancelled.discard(result.step_id)
         if result.step_id not in self._steps:
             return None
-        self.is_unproven, self._has_returned = False, True
+        self.is_unproven = False
+        self._has_returned = True
         return self._steps.pop(result.step_id)[1]
 
     def cancel_ahead(self, is_unused: Callable[[Sequence, Slice], bool]) -> None:
@@ -111,14 +109,17 @@ class MicrobatchSlots:
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Steps that were cancelled since the last call."""
-        cancelled, self._newly_cancelled = tuple(self._newly_cancelled), []
+        cancelled = tuple(self._newly_cancelled)
+        self._newly_cancelled.clear()
         return cancelled
 
     def lose(self) -> frozenset[str]:
         """Forget the steps in flight. Returns the ids of their requests."""
         self.epoch += 1
-        self.is_unproven, self._has_returned = not self._has_returned, False
-        requests = frozenset(s.request.id for _, owned in self._steps.values() for s, _ in owned if s.is_live)
+        self.is_unproven = not self._has_returned
+        self._has_returned = False
+        sequences = [s for _, owned in self._steps.values() for s, _ in owned]
+        requests = frozenset(s.request.id for s in sequences if s.is_live)
         self._steps.clear()
         self._cancelled.clear()
         self._newly_cancelled.clear()
@@ -129,7 +130,7 @@ MEASURED_STEPS = 64
 """Steps of each stage by which the wait is measured."""
 HELD_STEPS = 16 * MEASURED_STEPS
 """Steps for which P + 1 slots are kept before the wait is measured again."""
-# P + 1 slots begin only where the wait exceeds their cost by this factor, and stay while it exceeds the cost.
+# P + 1 slots begin where the wait exceeds their cost by this factor, and stay while it exceeds the cost.
 HYSTERESIS = 1.25
 
 
@@ -143,7 +144,7 @@ class _MeasuredSteps:
     other_s: float = 0.0
 
     def add(self, at: StepStamps, last_sent_ns: int) -> None:
-        """One step more. last_sent_ns: when the stage was done with the step before."""
+        """last_sent_ns: when the stage was done with the step before."""
         free_ns = max(last_sent_ns, at.planned)
         self.num_steps += 1
         self.waited_s += (free_ns - last_sent_ns + at.received - at.awaited) / 1e9
@@ -164,10 +165,10 @@ class SlotCount:
         self._last_sent_ns: list[int | None] = [None] * num_stages  # None where the next step does not count
 
     def observe(self, result: StepResult, was_full: bool) -> int:
-        """A stage's next result. was_full: all slots were in use when the step was sent. Returns the number of
-        slots from now on."""
-        stage, at = result.stage, result.stamps
-        last_ns, self._last_sent_ns[stage] = self._last_sent_ns[stage], at.sent if was_full else None
+        """A stage's next result. Returns the number of slots. was_full: all were in use when it was sent."""
+        stage = result.stage
+        last_ns = self._last_sent_ns[stage]
+        self._last_sent_ns[stage] = result.stamps.sent if was_full else None
         if self._num_stages == 1 or last_ns is None or not was_full:
             return self.num_slots
         self._steps_left -= stage == self._num_stages - 1
@@ -176,7 +177,7 @@ class SlotCount:
         if self.num_slots > self._num_stages:
             self._change(self._num_stages)
         else:
-            self._times[stage].add(at, last_ns)
+            self._times[stage].add(result.stamps, last_ns)
             if min(times.num_steps for times in self._times) >= MEASURED_STEPS:
                 self._change(self._num_stages + self._one_more_pays())
         return self.num_slots
@@ -193,7 +194,7 @@ class SlotCount:
         return times.waited_s > cost_s * (1.0 if self._had_one_more else HYSTERESIS)
 
     def _change(self, num_slots: int) -> None:
-        """Steps in flight were sent with the old number, so the next ones of each stage tell nothing."""
+        # Steps in flight were sent with the old number, so the next ones of each stage tell nothing.
         self._had_one_more = self.num_slots > self._num_stages
         self.num_slots = num_slots
         self._steps_left = HELD_STEPS if num_slots > self._num_stages else num_slots + 1

@@ -1,17 +1,16 @@
 """Draft tokens: tokens that are computed before they are known, as further rows of a sequence's step.
 
 A step of few rows takes hardly longer with one row more, because most of its time goes into reading weights. So a
-step that decodes may take tokens that are likely to follow. They change no token: each is drawn from the model as
-it would be without them, and a draft token that equals the token drawn before it saves a step. What was computed
-after a wrong one is dropped.
+step that decodes may take tokens that are likely to follow. Each token is drawn from the model as without them. A
+draft token that equals the token drawn before it saves a step; what was computed after a wrong one is dropped.
 
 A draft token is added while the step is then likely to bring more tokens per second:
 
     probability / row_s  >  tokens / step_s
 
-probability: that it and all before it are right, by the drafter's measured acceptance. row_s and step_s: what the
-row adds, and what the step takes, by the cost model. tokens: expected of the step so far. Draft tokens are made
-only where one sequence runs, or fewer than stages: with more of them other sequences fill the steps.
+probability: that it and all before it are right, by the measured acceptance. row_s, step_s: what the row adds and
+what the step takes, by the cost model. tokens: expected of the step so far. Draft tokens are made only where one
+sequence runs, or fewer than stages: with more, other sequences fill the steps.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from ppserve.core.scheduling.sequence import Sequence
 
 # Most draft tokens of a sequence in one step.
 MAX_DRAFT_TOKENS = 15
-# Less likely draft tokens are not made. The cost model does not see that a row takes energy and work of the head,
-# and that a step with draft tokens cannot be sent ahead.
+# Rows also take energy and the head's time, and a step with draft tokens cannot be sent ahead.
 MIN_PROBABILITY = 0.25
 
 
@@ -52,8 +50,7 @@ class Speculation:
         self._drafters: dict[int, PromptLookup] = {}  # by sequence
 
     def add_drafts(self, picks: list[Pick], running: Mapping[int, Sequence]) -> list[Pick]:
-        """The picks of a step with draft tokens; unchanged where it has tokens of prompts. running: all running
-        sequences, by id."""
+        """The picks of a step with draft tokens; unchanged where it has tokens of prompts."""
         if any(sequence.remaining > 1 or sequence.known_end for sequence, *_ in picks):
             return picks
         drafted, num_rows = [], len(picks)
@@ -75,46 +72,47 @@ class Speculation:
             return ()
         drafter = self._drafter_of(sequence, running)
         step_s, row_s = self._seconds(len(sequence.token_ids))
-        probability, num_expected, draft_ids = 1.0, 1.0, list[int]()
-        while len(draft_ids) < limit and (found := drafter.draft(sequence.token_ids, draft_ids)) is not None:
+        probability = num_expected = 1.0
+        draft_ids: list[int] = []
+        while len(draft_ids) < limit and (found := drafter.draft(sequence.token_ids, draft_ids)):
             probability *= found.probability
             pays = probability >= MIN_PROBABILITY and probability * step_s > num_expected * row_s
             if self._forced is None and not pays:
                 break
             draft_ids.append(found.token_id)
-            step_s, num_expected = step_s + row_s, num_expected + probability
+            step_s += row_s
+            num_expected += probability
         return tuple(draft_ids)
 
     def _drafter_of(self, sequence: Sequence, running: Mapping[int, Sequence]) -> PromptLookup:
         if sequence.id not in self._drafters:
-            self._drafters = {i: drafter for i, drafter in self._drafters.items() if i in running}
+            self._drafters = {i: d for i, d in self._drafters.items() if i in running}
             self._drafters[sequence.id] = self._new_drafter(sequence)
         return self._drafters[sequence.id]
 
     def _seconds(self, num_tokens: int) -> tuple[float, float]:
-        """What a step with the last of so many tokens takes on its way through all stages, and what a row adds."""
+        """What all stages take for a step with the last of so many tokens, and what a row adds."""
         one = StepSize().with_slice(num_tokens - 1, 1, 1)
         two = StepSize().with_slice(num_tokens - 1, 2, 2)
         step_s, longer_s = (sum(cost.seconds(size) for cost in self._costs) for size in (one, two))
         return step_s, longer_s - step_s
 
 
-# Longer matches are hardly better: the latest place where three tokens match is mostly the right one.
+# Longer matches are hardly better.
 MAX_MATCH = 3
-# How often a draft token is right before there is experience, by the length of the match, and the weight of the
-# newest experience: about the last 16 count.
+# How often a draft token is right, by the length of the match, before it is measured.
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
+# The weight of the newest measurement: about the last 16 count.
 _NEWEST = 1 / 16
 # Tokens that are learned in one call: all requests wait while the engine learns a prompt.
 MAX_LEARNED = 256
 
 
 class PromptLookup:
-    """Makes draft tokens for one sequence. Finds the latest earlier place where the last tokens, up to MAX_MATCH,
-    stand too, and drafts what followed there.
+    """Drafts what followed the latest earlier place of a sequence's last tokens, at most MAX_MATCH of them.
 
-    Every known token tells whether it would have been drafted, also while none is asked for. So the acceptance is
-    measured for this very text. Time and memory are constant per token.
+    Every known token tells whether it would have been drafted, so the acceptance is measured for this very text.
+    Time and memory are constant per token.
     """
 
     def __init__(self, _sequence: Sequence | None = None) -> None:
@@ -127,11 +125,14 @@ class PromptLookup:
         self._learn(token_ids)
         if self._num_learned < len(token_ids):
             return None
-        match = self._longest_match((*token_ids[-MAX_MATCH:], *draft_ids)[-MAX_MATCH:])
-        return DraftToken(self._followers[match], self._hit_rates[len(match)]) if match else None
+        tail = (*token_ids[-MAX_MATCH:], *draft_ids)[-MAX_MATCH:]
+        match = self._longest_match(tail)
+        if not match:
+            return None
+        return DraftToken(self._followers[match], self._hit_rates[len(match)])
 
     def _learn(self, token_ids: Seq[int]) -> None:
-        """The next tokens not seen yet: whether each would have been drafted, and what followed what."""
+        """Of the next tokens: whether each would have been drafted, and what followed what."""
         until = min(len(token_ids), self._num_learned + MAX_LEARNED)
         for place in range(self._num_learned, until):
             token_id = token_ids[place]

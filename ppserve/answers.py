@@ -138,7 +138,7 @@ def _join(chunks: Sequence[Chunk]) -> Chunk:
     )
 
 
-# ---- reading what was asked -------------------------------------------------------------------------------
+# ---- reading what was asked ----
 
 _KINDS = get_type_hints(Options)
 

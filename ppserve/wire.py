@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-# ---- before anything else ---------------------------------------------------------------------------
+# ---- before anything else ----
 
 
 class Challenge(_Message, frozen=True, tag=True):
@@ -60,7 +60,7 @@ class Refused(_Message, frozen=True, tag=True):
     may_retry: bool
 
 
-# ---- stage → head ---------------------------------------------------------------------------------
+# ---- stage → head ----
 
 
 class StageHost(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class Failed(_Message, frozen=True, tag=True):
     reason: str
 
 
-# ---- keeper → stage ---------------------------------------------------------------------------------
+# ---- keeper → stage ----
 
 
 class Meeting(_Message, frozen=True, tag=True):
@@ -203,7 +203,7 @@ class Start(_Message, frozen=True, tag=True):
     meeting: Meeting | None = None
 
 
-# ---- head → stage ---------------------------------------------------------------------------------
+# ---- head → stage ----
 
 
 class Assign(_Message, frozen=True, tag=True):

@@ -53,8 +53,7 @@ class Servers:
     async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
         """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.
 
-        Closing is not cancelled: an interrupted gRPC server may never stop. Its connections end with the process
-        anyway.
+        Closing is not cancelled: an interrupted gRPC server may never stop.
         """
         await self._handler.drain(timeout_s, at_once)
         closing = asyncio.ensure_future(self._stop())

@@ -115,8 +115,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
 
 
 def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
-    """The head is packed for products: a copy, also where it is the embedding. int8 matrices have a scale for each
-    output. Beside int4 matrices the head is int8."""
+    """The head is packed for products: a copy, also where it is the embedding. Beside int4 it is int8."""
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
         return stage_params(arch, layout) * element
@@ -132,14 +131,12 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
 
 def render(model: str, plan: Forecast) -> str:
     arch, intent, balances = plan.arch, plan.intent, plan.balance
+    heading = ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens")
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
         f" {numbers(intent.dtype, intent.quantization, intent.kv_dtype)}, context {plan.max_model_len}",
         "",
-        *table(
-            ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens"),
-            *map(_row, plan.stages),
-        ),
+        *table(heading, *map(_row, plan.stages)),
         "",
         _render_capacity(plan),
         f"predicted balance: decode {balances['decode']:.0%}, prefill {balances['prefill']:.0%},"

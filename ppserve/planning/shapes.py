@@ -79,11 +79,8 @@ def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
 
 
 def compare(arch: Architecture, intent: Intent, world_size: int, under: Conditions | None) -> list[Prospect]:
-    """One of each shape, the fastest first where `under` says how fast ranks are; what does not fit comes last.
-
-    intent: its number of stages, of tensor ranks, and its split are not used. Raises ConfigError where no shape
-    fits.
-    """
+    """One of each shape: the fastest first, if `under` says how fast ranks are, and what does not fit last.
+    intent: without its stages, tensor ranks and split. Raises ConfigError where no shape fits."""
     found = [_prospect(arch, intent, grid, under) for grid in shapes(world_size, arch)]
     if not any(each.fits for each in found):
         raise ConfigError("--model", f"no shape of {world_size} ranks holds it")
@@ -96,10 +93,10 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
         return Prospect(grid, plan)
     workload = intent.expect
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
-    seconds = [
-        under.stage_s(stage.layout, step) + num_gathers(stage.layout) * under.latency_s for stage in plan.stages
-    ]
-    fitting = max(1, plan.tightest.max_tokens // min(workload.prompt + workload.new, plan.max_model_len))
+    layouts = [stage.layout for stage in plan.stages]
+    seconds = [under.stage_s(at, step) + num_gathers(at) * under.latency_s for at in layouts]
+    num_tokens = min(workload.prompt + workload.new, plan.max_model_len)
+    fitting = max(1, plan.tightest.max_tokens // num_tokens)
     replicas = min(grid.data, workload.callers)
     slots = min(grid.pipeline, max(1, workload.callers // replicas), fitting)
     return_s = under.return_s + (grid.pipeline - 1) * under.latency_s
@@ -117,11 +114,8 @@ def round_seconds(stage_s: Sequence[float], slots: int, return_s: float) -> floa
 
 
 def num_gathers(layout: StageLayout) -> int:
-    """How often in a step the tensor ranks of a stage wait for each other's results.
-
-    The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
-    result, the head its draws.
-    """
+    """How often in a step the tensor ranks of a stage wait for each other: once for the embedding and the head's
+    draws, twice for each attention (its heads, its result) and MLP (its inner rows, its result)."""
     return (layout.num_tensor > 1) * (layout.is_first + 2 * layout.num_sublayers + layout.is_last)
 
 

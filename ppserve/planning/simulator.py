@@ -1,10 +1,8 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
 What steps take is read from a running server (`/costs.json`), and divided into a layer's costs and the LM head's.
-
-Callers have one request at a time, all of one size. Stages run steps in the order in which these are sent and
-always take the predicted time, so all times of a step are known when it is sent. What happens in the order of
-time is what the head receives: requests and results. The head is one thread.
+Callers have one request at a time, all of one size. Stages run steps in order, in the predicted time, so all times
+of a step are known when it is sent. The head is one thread. It receives requests and results in the order of time.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ class CostSheet:
     max_chunk: int
     """Prompt tokens that the server puts into a step at most."""
     num_tensor: int = 1
-    """Tensor ranks of each stage; with several, the costs include the time in which they wait for each other."""
+    """Tensor ranks of each stage; the costs include their waiting for each other."""
 
     def stage(self, arch: Architecture, layout: StageLayout) -> Coefficients:
-        """The cost of a stage on such ranks. Raises ConfigError for a number of tensor ranks without costs."""
+        """The cost of a stage on such ranks. Raises ConfigError for tensor ranks without costs."""
         if self.num_tensor not in (1, layout.num_tensor):
             problem = f"it is of a server with {self.num_tensor} tensor ranks in each stage"
             raise ConfigError("--costs", f"{problem}, and says nothing of {layout.num_tensor}")
@@ -72,40 +70,41 @@ def read_costs(path: Path) -> CostSheet:
     ...], "tensor": 1, "max_chunk": 128, "overheads": {"head_s": ..., ...}}. Raises ConfigError."""
     try:
         sheet = json.loads(path.read_text())
-        split = Split.parse(",".join(str(float(entry["layers"])) for entry in sheet["stages"]))
-        stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in sheet["stages"]]
-        num_steps = min(int(entry["steps"]) for entry in sheet["stages"])
-        overheads = OverheadTimes(**{name: float(seconds) for name, seconds in sheet["overheads"].items()})
-        max_chunk, num_tensor = int(sheet["max_chunk"]), int(sheet["tensor"])
-        if not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers) or min(max_chunk, num_tensor) < 1:
+        entries = sheet["stages"]
+        split = Split.parse(",".join(str(float(entry["layers"])) for entry in entries))
+        stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in entries]
+        num_steps = min(int(entry["steps"]) for entry in entries)
+        overheads = OverheadTimes(**{name: float(s) for name, s in sheet["overheads"].items()})
+        max_chunk = int(sheet["max_chunk"])
+        num_tensor = int(sheet["tensor"])
+        fits = all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers)
+        if not fits or min(max_chunk, num_tensor) < 1:
             raise ValueError(f"layers {split}, max_chunk {max_chunk}, tensor {num_tensor}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
-    return CostSheet(*_divided(stages, stage_layouts(split)), overheads, max_chunk, num_tensor)
+    layer, head = _divided(stages, stage_layouts(split))
+    return CostSheet(layer, head, overheads, max_chunk, num_tensor)
 
 
 def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
-    """A layer and the head. What the last stage takes beyond its layers is the head; the others have only layers.
-
-    A lone stage's cost per sampled row is the head, and the rest is its layers.
-    """
+    """A layer and the head: what the last stage takes beyond its layers; of a lone one, its sampled rows."""
     others = list(zip(stages, layouts, strict=True))[: max(1, len(stages) - 1)]
     num_layers = sum(layout.layer_weights for _, layout in others)
     num_attentions = sum(len(layout.attentions) for _, layout in others)
-    # In decode every row is sampled, so the fit cannot separate the two; before the last stage they are added.
+    # In decode every row is sampled, so the fit cannot separate the two.
     rows_s = sum(cost.row for cost, _ in others) + sum(cost.sample for cost in stages[:-1])
     layer = Coefficients(
         step=sum(cost.step for cost, _ in others) / num_layers,
         row=rows_s / num_layers,
         key=sum(cost.key for cost, _ in others) / num_attentions,
     )
-    last, own = stages[-1], layouts[-1].layer_weights
-    head = Coefficients(
-        step=max(0.0, last.step - layer.step * own), sample=max(0.0, last.sample + last.row - layer.row * own)
-    )
-    return layer, head
+    last = stages[-1]
+    own = layouts[-1].layer_weights
+    step_s = last.step - layer.step * own
+    sample_s = last.sample + last.row - layer.row * own
+    return layer, Coefficients(step=max(0.0, step_s), sample=max(0.0, sample_s))
 
 
 @dataclass(slots=True)
@@ -136,13 +135,15 @@ class Outcome:
 
 
 class Simulator:
-    """A replica without stages. As in a server, its scheduler learns the costs of steps from their results."""
+    """A replica without stages. Its scheduler learns the costs of steps from their results."""
 
     def __init__(
         self, stages: Sequence[Coefficients], overheads: OverheadTimes, config: SchedulerConfig, num_blocks: int
     ) -> None:
-        self._stages, self._overheads = stages, overheads
-        self._steps, self._costs = Steps(len(stages)), [StageCost() for _ in stages]
+        self._stages = stages
+        self._overheads = overheads
+        self._steps = Steps(len(stages))
+        self._costs = [StageCost() for _ in stages]
         blocks = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(replace(config, speculate=0), blocks, self._costs)
         self._slots = None if config.microbatches else SlotCount(self._costs)
@@ -157,8 +158,9 @@ class Simulator:
         self._outcome = Outcome()
 
     def run(self, num_requests: int, prompt_tokens: int, new_tokens: int, callers: int) -> Outcome:
-        """What comes of so many equal requests. A caller sends its next one when it has the answer to the last."""
-        num_sent, head_free_s = 0, 0.0
+        """A caller sends its next request when it has the answer to the last."""
+        num_sent = 0
+        head_free_s = 0.0
         self._account.demand_began(0)
         for _ in range(callers):
             self._receive(0.0, None)
@@ -175,7 +177,8 @@ class Simulator:
                 self._scheduler.request_queue.submit(request, now_s)
             head_free_s = self._fill_pipeline(now_s)
         self._account.demand_ended(round(head_free_s * _NS))
-        self._outcome.wall_s, self._outcome.stages = head_free_s, self._account.settled()
+        self._outcome.wall_s = head_free_s
+        self._outcome.stages = self._account.settled()
         return self._outcome
 
     def _receive(self, at_s: float, result: StepResult | None) -> None:
@@ -187,25 +190,29 @@ class Simulator:
         self._scheduler.request_queue.admit(now_s)
         while (plan := self._scheduler.schedule(now_s)) is not None:
             now_s += self._overheads.head_s
-            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), self._scheduler.slots.num_slots)
+            num_slots = self._scheduler.slots.num_slots
+            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), num_slots)
             self._account.dispatched(step)
             self._send(plan, now_s)
         return now_s
 
     def _send(self, plan: StepPlan, now_s: float) -> None:
-        """The step's way through the stages."""
-        over, last, size = self._overheads, len(self._stages) - 1, StepSize.from_plan(plan)
+        over = self._overheads
+        last = len(self._stages) - 1
+        size = StepSize.from_plan(plan)
         planned_s = arrives_s = now_s + over.control_s
         for stage, cost in enumerate(self._stages):
             awaited_s = max(self._free_s[stage], planned_s) + over.prepare_s
             begun_s = max(awaited_s, arrives_s)
             ended_s = begun_s + cost.seconds(size)
             sent_s = ended_s + (over.sending_s if stage < last else 0.0)
-            self._free_s[stage], arrives_s = sent_s, sent_s + over.transfer_s
+            self._free_s[stage] = sent_s
+            arrives_s = sent_s + over.transfer_s
             times_s = (planned_s, awaited_s, begun_s, begun_s, ended_s, sent_s)
             stamps = StepStamps(*(round(at_s * _NS) for at_s in times_s))
-            drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices for _ in piece.draws)
-            result = StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if stage == last else ())
+            drawing = plan.slices if stage == last else ()
+            drawn = tuple(Drawn(piece.sequence_id, 0) for piece in drawing for _ in piece.draws)
+            result = StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn)
             self._receive(sent_s + over.return_s, result)
 
     def _commit(self, result: StepResult, now_s: float) -> None:
@@ -221,7 +228,6 @@ class Simulator:
                 self._note(event, now_s)
 
     def _note(self, event: SequenceEvent, now_s: float) -> None:
-        """What happened to a sequence. When it has ended, its caller sends the next request."""
         if event.token_id is not None:
             self._times_s[event.request_id].append(now_s)
         if event.is_terminal:
@@ -233,8 +239,10 @@ class Simulator:
 
 
 def render_outcome(figures: dict[str, Any]) -> str:
-    """As text. figures: those of an outcome."""
-    lines = table(*((name, f"{value:.4g}") for name, value in figures.items() if name != "stages"), left=1)
-    kinds, stages = ("busy", *CAUSES), enumerate(figures["stages"])
+    """figures: those of an outcome."""
+    rows = [(name, f"{value:.4g}") for name, value in figures.items() if name != "stages"]
+    lines = table(*rows, left=1)
+    kinds = ("busy", *CAUSES)
+    stages = enumerate(figures["stages"])
     shares = [(str(number), *(f"{stage[kind]:.0%}" for kind in kinds)) for number, stage in stages]
     return "\n".join([*lines, "", *table(("stage", *kinds), *shares)])

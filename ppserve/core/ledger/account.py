@@ -1,11 +1,11 @@
 """The time account of the ledger: where every nanosecond of every stage went.
 
 Each stage's time since the start is cut, without gaps or overlaps, into spans of one kind: busy (by phase),
-bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall holds by construction.
+bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall.
 
-A span is *settled* (its kind is final) once all results that decide its kind have been reported. Each stage's
-spans are settled in order of time; results of different stages may arrive in any order. When a stage is lost, the
-time from its last report until the pipeline has formed again is `host` if the server has work, else idle.
+A span is *settled* (its kind is final) once all results that decide its kind have been reported, in order of time
+at each stage; results of stages may arrive in any order. When a stage is lost, the time from its last report until
+the pipeline has formed again is `host` if the server has work, else idle.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -60,7 +60,7 @@ class StageTimes:
 
     @property
     def busy_share(self) -> float:
-        """Of the time with work, as `bubble_share` is; 0 without any."""
+        """Of the time with work; 0 without any."""
         return self.computed_ns / (self.demand_ns or 1)
 
     @property
@@ -93,7 +93,7 @@ class Settled:
 
 
 def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
-    """Stamps of a stage whose clock shows `offset_ns` more than the head's."""
+    """Stamps of a stage whose clock is `offset_ns` ahead of the head's."""
     return StepStamps(*(at - offset_ns for at in astuple(stamps)))
 
 
@@ -133,10 +133,10 @@ class _Timeline:
 
 
 class TimeAccount:
-    """Busy, bubble and idle time of every stage. The replica calls it; it reads stamps from the book of steps."""
+    """Busy, bubble and idle time of every stage. Stamps come from the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
-        """observer: called with every span when it is settled, in order of time for each stage."""
+        """observer: called with every settled span, in order of time for each stage."""
         self.steps = steps
         self.num_stages = steps.num_stages
         self._observer = observer
@@ -148,7 +148,7 @@ class TimeAccount:
         self._recent = RecentDelays(8 * self.num_stages)
         self._timelines = [_Timeline(started_ns) for _ in range(self.num_stages)]
 
-    # ---- events -------------------------------------------------------------------------------------
+    # ---- events ----
 
     def demand_began(self, now_ns: int) -> None:
         """The server has work. Idempotent."""
@@ -159,7 +159,6 @@ class TimeAccount:
         self._change(now_ns, False, self._live)
 
     def dispatched(self, step: Step) -> None:
-        """The head sent a step."""
         self.demand_began(step.woken_ns)
         unsettled = _Unsettled(step, self._last_returned, self.num_stages)
         self._unsettled[step.plan.step_id] = unsettled
@@ -194,7 +193,7 @@ class TimeAccount:
         """All stages are ready again. Idempotent."""
         self._change(now_ns, self._demand, True)
 
-    # ---- figures ------------------------------------------------------------------------------------
+    # ---- figures ----
 
     def settled(self) -> tuple[StageTimes, ...]:
         """Every stage's settled time. Stages may be settled up to different moments."""
@@ -203,9 +202,9 @@ class TimeAccount:
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
         """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
 
-        The kind of time that is not settled yet is estimated. Where an estimate proves wrong, the figure that was
-        given out is kept, and later time is counted elsewhere until the two agree. So a figure differs from the
-        truth by at most the time that was not settled at earlier snapshots, usually the length of a step.
+        The kind of unsettled time is estimated. If the estimate was wrong, the figure that was given out is kept,
+        and later time is counted elsewhere until the two agree. So a figure is wrong by at most the time that was
+        not settled at earlier snapshots, usually a step.
         """
         return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
 
@@ -219,12 +218,14 @@ class TimeAccount:
         for span in self._estimate(stage, now_ns):
             owed[span.kind] += span.end - span.start
         owed = {kind: ns for kind, ns in owed.items() if ns > 0}
-        total, left = sum(owed.values()), new_ns
+        total = sum(owed.values())
+        left = new_ns
         for kind, ns in owed.items():
             share = ns * new_ns // total
             exported[kind] += share
             left -= share
-        for kind, ns in owed.items():  # what rounding down has left: less than a nanosecond for each kind
+        # Rounding down leaves less than a nanosecond of each kind.
+        for kind, ns in owed.items():
             if left and ns * new_ns % total:
                 exported[kind] += 1
                 left -= 1
@@ -237,26 +238,27 @@ class TimeAccount:
         waiting = IMBALANCE if self.steps.fills_pipeline else FILL_DRAIN
         head = timeline.queue[0] if timeline.queue else None
         if not isinstance(head, _Unsettled):
-            kind = IDLE if not timeline.demand else waiting if timeline.live else HOST
-            return list(cut(start, now_ns, [(now_ns, kind)]))
+            kind = waiting if timeline.live else HOST
+            return list(cut(start, now_ns, [(now_ns, kind if timeline.demand else IDLE)]))
         before = head.step.stamps(stage - 1) if stage else None
         here = before.ended if before else head.step.sent_ns if stage == 0 else now_ns
         return list(cut(start, now_ns, [(here, waiting), (now_ns, head.step.plan.phase)]))
 
-    # ---- settling -----------------------------------------------------------------------------------
+    # ---- settling ----
 
     def _change(self, at: int, demand: bool, live: bool) -> None:
         if (demand, live) == (self._demand, self._live):
             return
-        self._demand, self._live = demand, live
-        change = _Change(at, self._demand, self._live, self._last_returned)
+        self._demand = demand
+        self._live = live
+        change = _Change(at, demand, live, self._last_returned)
         for timeline in self._timelines:
             timeline.queue.append(change)
         for stage in range(self.num_stages):
             self._settle_from(stage)
 
     def _settle_from(self, stage: int) -> None:
-        """Settles what can be settled at `stage`, then at the stages whose waits depend on it."""
+        """Settles what can be settled at `stage`, then at the stages that depend on it."""
         while self._settle_stage(stage):
             stage = (stage + 1) % self.num_stages
 
@@ -296,7 +298,8 @@ class TimeAccount:
 
     def _wait(self, stage: int, unsettled: _Unsettled, stamps: StepStamps, end: int) -> list[Span]:
         """The stage's wait for a step, from its cursor to `end`."""
-        timeline, step = self._timelines[stage], unsettled.step
+        timeline = self._timelines[stage]
+        step = unsettled.step
         at = timeline.cursor
         spans = list(cut(at, end, [(timeline.sent, TRANSFER)]))
         arisen_here = list(spans)
@@ -310,8 +313,9 @@ class TimeAccount:
         if stage:
             link = [(stamps.awaited, HOST), (stamps.received, TRANSFER), (end, HOST)]
         else:
-            returned = [(trigger.step.returned_ns, TOKEN_RETURN)] if trigger and trigger.step.returned_ns else []
-            link = [*returned, (step.woken_ns, FILL_DRAIN), (end, HOST)]
+            link = [(step.woken_ns, FILL_DRAIN), (end, HOST)]
+            if trigger and trigger.step.returned_ns:
+                link.insert(0, (trigger.step.returned_ns, TOKEN_RETURN))
         linked = list(cut(_end(spans, at), end, link))
         if step.fills_pipeline:
             self._recent.add(arisen_here + linked)
@@ -320,7 +324,6 @@ class TimeAccount:
         return spans + linked
 
     def _settle_change(self, stage: int, change: _Change) -> None:
-        """Settles the time up to a change of the server's state."""
         timeline = self._timelines[stage]
         if not timeline.demand:
             tail = [(change.at, IDLE)]
@@ -335,7 +338,8 @@ class TimeAccount:
         for span in cut(timeline.cursor, change.at, tail):
             self._settle(stage, span, None)
         timeline.cursor = max(timeline.cursor, change.at)
-        timeline.demand, timeline.live = change.demand, change.live
+        timeline.demand = change.demand
+        timeline.live = change.live
 
     def _settle(self, stage: int, span: Span, step_id: int | None) -> None:
         self._timelines[stage].settled[span.kind] += span.end - span.start

@@ -1,4 +1,4 @@
-"""Advice from the ledger, in one sentence: which cause wastes most time, and what would reduce it."""
+"""One sentence of advice from the ledger: which cause wastes most time, and what would reduce it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import PartCosts, balance, split_by_cost
 
-# Below these there is no advice: the largest cause's share of the time, the time measured per stage, and the gain
-# in balance of another split.
-_WORTHWHILE_SHARE = 0.05
-_MIN_DEMAND_NS = 2_000_000_000
-_WORTHWHILE_GAIN = 0.01
+# There is advice from these on.
+_WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time
+_MIN_DEMAND_NS = 2_000_000_000  # time with work, of each stage
+_WORTHWHILE_GAIN = 0.01  # in balance, by another split
 
 _REMEDIES = {
     FILL_DRAIN: "fewer sequences are ready than there are stages; more concurrent requests would fill them",
@@ -26,10 +25,7 @@ _REMEDIES = {
 
 
 def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], microbatches: int) -> str:
-    """One sentence; empty when the pipeline is well used or was measured for too short a time.
-
-    microbatches: steps that may be in flight at once.
-    """
+    """Empty when the pipeline is well used or was measured too shortly. microbatches: the most in flight."""
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
         return ""

@@ -15,9 +15,9 @@ A stage waits for its next step b. The cause is decided by where b was at each m
 Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
 
 As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
-there are stages when b was sent. In a full pipeline a delay keeps its cause as it moves from stage to stage with
-its step: if the stage before had itself waited for w ns, then w ns of this stage's wait have the same causes. Only
-the rest is `imbalance`. So stages of equal speed show no imbalance, whatever else delays them.
+there are stages when b was sent. In a full pipeline a delay keeps its cause from stage to stage: if the stage
+before had waited for w ns, then w ns of this stage's wait have the same causes. Only the rest is `imbalance`. So
+stages of equal speed show none.
 
 The stages form a ring through the head: the stage before the first is the last, with the step that triggered b.
 A delay can circulate in this ring after its cause is gone. When it re-enters stage 0 it is attributed again, in
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A step at a stage: the wait before it, without gaps, and the computation (begun to ended, nanoseconds)."""
+    """A step at a stage, in nanoseconds: the wait before it, without gaps, and the computation."""
 
     wait: tuple[Span, ...]
     begun: int
@@ -75,7 +75,7 @@ class UpstreamWait:
     shared: tuple[Span, ...]
     """The stage before waited too."""
     inherited: tuple[Span, ...]
-    """It computed; this part is as long as it had waited before this wait began, and has the same causes."""
+    """It computed. This part has the length and the causes of its own wait before."""
     excess: tuple[Span, ...]
     """It computed for longer than that."""
 
@@ -103,14 +103,13 @@ def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> Upstr
 
 def clip(spans: Iterable[Span], start: int, end: int) -> list[Span]:
     """The parts of `spans` within [start, end)."""
-    return [Span(max(s.start, start), min(s.end, end), s.kind) for s in spans if s.end > start and s.start < end]
+    inside = [s for s in spans if s.end > start and s.start < end]
+    return [Span(max(s.start, start), min(s.end, end), s.kind) for s in inside]
 
 
 class RecentDelays:
-    """Delays that arose in a full pipeline, by cause, as moving sums over about `num_steps` steps.
-
-    Inherited delays are not counted: only those that arose at the stage itself.
-    """
+    """Delays that arose in a full pipeline at the stage itself, by cause, as moving sums over about `num_steps`
+    steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps

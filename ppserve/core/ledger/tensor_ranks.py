@@ -1,8 +1,8 @@
 """The results of a stage's tensor ranks as one: the ledger, like the scheduler, knows stages.
 
-A stage computes a step from when its first rank begins to when its last has ended. What a rank does not compute
-of that time it waits for the others: inside gathers, before it begins or after it has ended. The stage waits as
-long as its ranks do on average, so computing and waiting are the whole step, for the stage and for each rank.
+A stage computes a step from when its first rank begins to when its last has ended. The rest of that time a rank
+waits for the others: inside gathers, before it begins or after it has ended. A stage waits as long as its ranks do
+on average, so computing and waiting are the whole step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TensorRanks:
         self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
 
     def add_result(self, result: StepResult) -> StepResult | None:
-        """Adds a rank's result, whose `stage` is the rank's place in the replica. When all ranks of its stage
-        have reported, returns the stage's result, whose `stage` is the stage; else None."""
+        """Adds a rank's result, whose `stage` is its place in the replica. Returns the stage's result once all
+        of its ranks have reported."""
         stage, tensor = divmod(result.stage, self._num_tensor)
         if self._num_tensor == 1:
             return result
@@ -37,17 +37,18 @@ class TensorRanks:
         return self._together(stage, [came[rank] for rank in range(self._num_tensor)])
 
     def lost(self) -> None:
-        """The epoch is lost: what has not come will not come."""
+        """The epoch is lost: no result of it will come."""
         self._came.clear()
 
     def owing(self, step_id: int, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage that have not reported a step. Which of them the others wait for is not known."""
+        """The ranks of a stage that have not reported a step."""
         came = self._came.get((step_id, stage), {})
         return tuple(rank for rank in range(self._num_tensor) if rank not in came)
 
     def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
         first = min(ranks, key=lambda rank: rank.stamps.begun).stamps
-        ended, sent = max(rank.stamps.ended for rank in ranks), max(rank.stamps.sent for rank in ranks)
+        ended = max(rank.stamps.ended for rank in ranks)
+        sent = max(rank.stamps.sent for rank in ranks)
         # A rank may begin before another has ended the step before: that time is that step's.
         begun = max(first.begun, self._ended[stage])
         self._ended[stage] = ended

@@ -132,8 +132,7 @@ def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
 
 
 def in_turns(filling: Iterable[Sequence]) -> list[Sequence]:
-    """One prompt of each caller in its order, then the second of each, and so on; in each round those with at most
-    MIN_CHUNK tokens left first."""
+    """One prompt of each caller, then the second of each, and so on; in each round short ones first."""
     turns: Counter[str] = Counter()
     ranked = []
     for sequence in filling:

@@ -240,7 +240,7 @@ class RequestQueue:
         return _overloaded(problem, answer_s / 2)
 
     def _answer_s(self, group: SequenceGroup, tokens_ahead: int, fits: bool) -> float | None:
-        """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown."""
+        """Predicted time until the answer is complete, or begins if few sequences run; None = unknown."""
         running = [sequence for key in self._homes for sequence in self.groups[key].live]
         if len(running) < _MANY_RUNNING:
             return None if fits else self._throughput.seconds_for(tokens_ahead)

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-Each replica has a scheduler, on the head. It is told results, losses and the time, and does no I/O. Its requests
-come from the request queue, which all replicas share.
+Each replica has one, on the head. It is told results, losses and the time, and does no I/O. Requests come from the
+request queue, which all replicas share.
 
 Laws
 - A token is scheduled after it has returned to the head. One exception is a draft token: what was computed from a
@@ -109,7 +109,7 @@ class Scheduler:
         return self.slots.add_step(owned)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Apply the last stage's result of a step. Ignores one of an older epoch or an unknown step."""
+        """Apply the last stage's result of a step, unless it is of an older epoch or unknown."""
         owned = self.slots.remove_step(result)
         if owned is None:
             return []
@@ -182,8 +182,8 @@ class Scheduler:
     # Steps that are sent ahead
 
     def _schedule_ahead(self) -> StepPlan | None:
-        """A step with one token of each sequence for which the step in flight draws; see `slots`. None if others
-        should come next: a prompt, draft tokens or a waiting request."""
+        """A step with one token of each sequence for which the step in flight draws; see `slots`. None if prompts,
+        drafts or a waiting request come next."""
         if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
             return None
         parts = self.slots.only_step
@@ -200,8 +200,7 @@ class Scheduler:
         return self.slots.add_step(owned, is_ahead=True)
 
     def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
-        """Whether nobody needs a slice that was sent ahead: its sequence has ended, and others may not share the
-        block that it writes."""
+        """Whether a slice that was sent ahead is of an ended sequence, and writes no block that others share."""
         num_shared = sequence.num_published * self.config.block_size
         return not sequence.is_live and piece.start >= num_shared
 
@@ -234,6 +233,7 @@ class Scheduler:
         return self.tokens_left + num_new
 
     def admit(self, group: SequenceGroup) -> None:
+        """Start a request that has room."""
         self.slots.cancel_ahead(self._is_unneeded)
         leader, *siblings = group.live
         block_size = self.config.block_size

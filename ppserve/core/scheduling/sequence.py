@@ -152,7 +152,7 @@ class Sequence:
             self.cached_tokens = cached_tokens
 
     def use_blocks(self, block_table: tuple[int, ...], num_shared: int, leader: Sequence | None = None) -> None:
-        """Begin behind the first `num_shared` of these blocks, which others fill."""
+        """Begin behind the first `num_shared` of them, which others fill."""
         self.block_table = block_table
         self.num_published = num_shared
         self.leader = leader

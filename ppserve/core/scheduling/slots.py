@@ -57,6 +57,7 @@ class MicrobatchSlots:
         self.num_slots = num_slots
 
     def begin_epoch(self, epoch: int) -> None:
+        """The epoch has formed."""
         assert epoch >= self.epoch, (epoch, self.epoch)
         self.epoch = epoch
 

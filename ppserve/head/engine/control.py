@@ -90,8 +90,7 @@ class _Peer:
 class SocketControlPlane:
     """The head's sockets: they accept connections from ranks, and exchange frames with them.
 
-    A connection is a stranger's until it says Hello: it proves to know the secret, and names a rank that exists
-    and is not connected. Strangers are few, and their frames short.
+    A connection is a stranger's until its Hello proves to know the secret, and names a rank that is not connected.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """The members: every rank's state, and the current epoch. Policy only: messages and the time are arguments.
 
 An epoch is one life of the pipeline between losses. It is lost when a rank is lost or reports a failed transport,
-also while it is forming. The surviving ranks are told to leave it. A rank that has left keeps its weights and is
-LOADED again; the next epoch forms when every rank is LOADED. So no epoch forms with a rank that is dead, or that
-still waits for another in the epoch before.
+also while it is forming. Then the surviving ranks leave it, keep their weights and are LOADED again. The next
+epoch forms when every rank is LOADED, so never with a rank that is dead or still waits in the epoch before.
 
-A rank whose message asks for a change of state that `member` does not have loses its connection. A pipeline that
-will not form again raises UsageError if the operator's configuration is at fault, else StagesLost.
+A rank that asks for an invalid change of state (`member`) loses its connection. A pipeline that will not form
+again raises UsageError if the operator's configuration is at fault, else StagesLost.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ _FORM_WITHIN_NS = 30_000_000_000
 _REJOIN_WITHIN_NS = 600_000_000_000
 # When a keeper dies, torchrun stops all ranks, so the head drains; that one never returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A stage that leaves may have to finish a step, or a wait in gloo that has a timeout. One that was only forming
-# has no step, and gloo's connect cannot be interrupted: restarting the process is faster.
+# A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
 _LEAVE_WITHIN_NS = 25_000_000_000
+# One that was only forming has no step, and gloo's connect cannot be interrupted: restarting it is faster.
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# From a loss to the next epoch: a network that fails at once is not retried without a pause, and the end of a dead
-# stage's connection arrives first. Each failed attempt doubles it: ten outlast a minute without a link.
+# From a loss to the next epoch; each failed attempt doubles it: ten outlast a minute without a link.
 _SETTLE_NS = 200_000_000
 _SETTLE_AT_MOST_NS = 20_000_000_000
 # After so many failed attempts in a row all processes restart, or the server ends.
@@ -72,7 +70,7 @@ class Members:
         control: ControlPlane,
         replica: int = 0,
     ) -> None:
-        """grid: the world's, with `replica` for members. machine: the head's, with its clock."""
+        """grid: the world's. machine: the head's, with its clock."""
         self.grid = grid
         self.replica = replica
         self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
@@ -182,7 +180,8 @@ class Members:
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; else None."""
-        if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
+        limit_ns = _CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS
+        if now_ns - self._heard_ns[member.rank] > limit_ns:
             return "frozen"
         if member.due_ns and now_ns > member.due_ns:
             return "late" if member.state is StageState.FORMING else "stuck"
@@ -194,7 +193,8 @@ class Members:
 
     def is_healthy(self, now_ns: int) -> bool:
         """Whether every rank serves and was heard lately: by a hanging engine, none."""
-        return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
+        oldest_ns = min(self._heard_ns.values())
+        return self.formed and now_ns - oldest_ns < _HEALTHY_WITHIN_NS
 
     # ---- changes of state ----
 
@@ -256,7 +256,8 @@ class Members:
             loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
             self.num_blocks = count_blocks(decision, loaded)
         self.epoch += 1
-        self._forming, self._worked = True, False
+        self._forming = True
+        self._worked = False
         self._send_form(self.first, 0, now_ns)
 
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
@@ -282,11 +283,11 @@ class Members:
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
             return None
-        self.formed, self._forming = True, False
+        self.formed = True
+        self._forming = False
         return ready
 
     def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> EpochLost | None:
-        """A rank has left the epoch, which is lost if the rank was not told to."""
         is_in_epoch = member.state in (StageState.FORMING, *_QUICK)
         if broken.epoch != self.epoch or not is_in_epoch:
             return None
@@ -298,7 +299,8 @@ class Members:
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
         """rank: as in `EpochLost`. is_error: not a death, which its keeper counts."""
-        was_formed, was_forming = self.formed, self._forming
+        was_formed = self.formed
+        was_forming = self._forming
         if not (was_formed or was_forming):
             return None
         self.formed = self._forming = False
@@ -323,7 +325,8 @@ class Members:
                 self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps this round trip. Ranks on the head's machine have its clock."""
+        """Keeps a round trip. Ranks on the head's machine have its clock."""
         if member.hello is not None and member.hello.host.machine != self._machine:
-            measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
-            self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])
+            offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
+            trips = (*member.round_trips, (now_ns - beat.echo_ns, offset_ns))
+            self._update(member.rank, round_trips=trips[-_NUM_ROUND_TRIPS:])

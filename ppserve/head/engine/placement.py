@@ -77,8 +77,8 @@ def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
 
 
 def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
-    """The address by which others reach each rank. grid: the world's. Raises ConfigError. A stage on the head's
-    host may have found the head by loopback. Other hosts reach it where they found the head."""
+    """The address by which others reach each rank. A stage that found the head by loopback is on its host: others
+    reach it where they found the head. grid: the world's. Raises ConfigError."""
     if len({hello.host.machine for hello in hellos}) == 1:
         return (LOOPBACK,) * len(hellos)
     heads = [hello.host.head_address for hello in hellos if not is_loopback(hello.host.head_address)]

@@ -263,8 +263,8 @@ class Replica:
         self._in_flight = self.give_back()
 
     def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
-        """Records which requests were in flight once the failed rank is known: one that kills stages must not end
-        another replica too. failure: in one word. Raises StagesLost for a stage that dies of every request."""
+        """Records which requests were in flight, once the failed rank is known. failure: in one word. Raises
+        StagesLost for a stage that dies of every request."""
         if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()

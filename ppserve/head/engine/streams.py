@@ -198,8 +198,8 @@ HandOver = Callable[[Callable[[], None]], object]
 class OpenStreams:
     """The streams of all open requests. The scheduler's events become outputs, delivered together.
 
-    Stages may be waiting for the turn's plans, so tokens become text after these were sent. But a token that may
-    end its sequence becomes text at once, with those before it: the next plan depends on it.
+    Tokens become text after the turn's plans were sent, as stages may wait for these. A token that may end its
+    sequence becomes text at once: the next plan depends on it.
     """
 
     def __init__(self, request_queue: RequestQueue, on_output: OnOutput, hand_over: HandOver) -> None:

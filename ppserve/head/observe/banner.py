@@ -10,7 +10,6 @@ from ppserve.head.listener import Ports
 
 
 def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:
-    """A table of the stages, the addresses, and a command to try."""
     num_stages = 1 + topology.stages[-1].stage
     num_replicas = 1 + topology.stages[-1].replica
     num_tensor = len(topology.stages[0].ranks)

@@ -1,7 +1,6 @@
-"""The live page on the metrics port: what the server is doing now.
+"""The live page on the metrics port: one file, whose script reads `/state.json` every second.
 
-`/` is one file that loads nothing else; its script reads `/state.json` every second. The state holds counters, not
-rates: each browser subtracts two readings, so any number of browsers can read at any interval.
+The state holds counters, not rates, so any number of browsers can read at any interval.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class RecentSpans(StepObserver):
 
     def __init__(self, num_stages: int, num_replicas: int) -> None:
         self._num_stages = num_stages
-        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_replicas * num_stages)]
+        self._spans = [deque[Settled](maxlen=MAX_SPANS) for _ in range(num_replicas * num_stages)]
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
         if settled.span.kind != IDLE:
@@ -48,7 +47,8 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 
 
 def _drawn(settled: Settled, now_ns: int) -> tuple[int, int, int, int]:
-    span, step_id = settled.span, -1 if settled.step_id is None else settled.step_id
+    span = settled.span
+    step_id = -1 if settled.step_id is None else settled.step_id
     return _KIND_NUMBERS[span.kind], (now_ns - span.start) // 1000, (span.end - span.start) // 1000, step_id
 
 
@@ -86,8 +86,8 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 
 
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
-    """The cost of steps on every stage of the replica that has computed most, for `ppserve plan --costs`; zeros
-    before the first step. tensor: a stage's ranks, whose waiting for each other is in the costs."""
+    """The cost of steps on every stage of the replica that has computed most, for `ppserve plan --costs`: with a
+    stage's tensor ranks waiting for each other; zeros before the first step."""
     reading = max(readings, key=lambda each: sum(each.steps))
     scheduling = reading.decision.scheduling
     stages = [

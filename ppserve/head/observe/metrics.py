@@ -1,7 +1,7 @@
 """The Prometheus metrics of all stages: one registry, served at `/metrics` by the head.
 
-Users' dashboards depend on names, which never change. They use base units and no colons; no label's values grow
-with the number of requests. Every label set starts at zero, so rates are right from the first event on.
+Dashboards depend on names, which never change. No label's values grow with the number of requests. Every label set
+starts at zero, so rates are right from the first event on.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ class RequestMetrics:
         self._begin_at_zero(replicas)
 
     def _begin_at_zero(self, replicas: Sequence[str]) -> None:
-        for replica, reason in product(("", *replicas), (*(r.value for r in FinishReason), *STATUSES)):
+        reasons = (*(reason.value for reason in FinishReason), *STATUSES)
+        for replica, reason in product(("", *replicas), reasons):
             self.ended.labels(replica, reason)
-        histograms: tuple[Family, ...] = (self.ttft, self.itl, self.tpot, self.duration, self.queue)
-        for replica, family in product(replicas, (*histograms, self.prompt, self.cached, self.generated)):
+        histograms: list[Family] = [self.ttft, self.itl, self.tpot, self.duration, self.queue]
+        families = [*histograms, self.prompt, self.cached, self.generated]
+        for replica, family in product(replicas, families):
             family.labels(replica)
 
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
@@ -127,9 +129,11 @@ class RequestMetrics:
         if output.cached_tokens:
             self.cached.labels(replica).inc(output.cached_tokens)
         progress = opened.progress(output.index)
-        first_s, last_s = progress.first_token_s, progress.last_token_s
+        first_s = progress.first_token_s
+        last_s = progress.last_token_s
         if first_s is not None and last_s is not None and progress.num_tokens > 1:
-            self.tpot.labels(replica).observe((last_s - first_s) / (progress.num_tokens - 1))
+            mean_s = (last_s - first_s) / (progress.num_tokens - 1)
+            self.tpot.labels(replica).observe(mean_s)
 
 
 class StepMetrics(StepObserver):
@@ -139,18 +143,21 @@ class StepMetrics(StepObserver):
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
-        step_text = "Compute time of one step on one stage."
-        by_phase, by_stage = ["replica", "stage", "phase"], ["replica", "stage"]
-        step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
-        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
-        transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)
-        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", by_stage)
-        by_rows = ["replica", "phase"]
-        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", by_rows, buckets=ROWS_BUCKETS)
-        draft_text = "Draft tokens, by what became of them."
-        drafted = counter("ppserve_draft_tokens", draft_text, ["replica", "outcome"])
-        by_cause = ["replica", "stage", "cause"]
-        self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", by_cause)
+        labels = ["replica", "stage", "phase"]
+        text = "Compute time of one step on one stage."
+        step = histogram("ppserve_stage_step_seconds", text, labels, buckets=STEP_BUCKETS)
+        labels = ["replica", "stage"]
+        text = "From computed on this stage, or from when the next was ready for it, to received there."
+        transfer = histogram("ppserve_transfer_seconds", text, labels, buckets=STEP_BUCKETS)
+        text = "Hidden states sent by this stage."
+        transfer_bytes = counter("ppserve_transfer_bytes", text, labels)
+        labels = ["replica", "phase"]
+        text = "Rows of a step."
+        tokens = histogram("ppserve_microbatch_tokens", text, labels, buckets=ROWS_BUCKETS)
+        text = "Draft tokens, by what became of them."
+        drafted = counter("ppserve_draft_tokens", text, ["replica", "outcome"])
+        labels = ["replica", "stage", "cause"]
+        self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", labels)
         self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
         self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
@@ -159,11 +166,11 @@ class StepMetrics(StepObserver):
         self._step = [[{p: step.labels(r, s, p) for p in BUSY} for s in stages] for r in replicas]
         self._transfer = [[transfer.labels(r, s) for s in stages[:-1]] for r in replicas]
         self._transfer_bytes = [[transfer_bytes.labels(r, s) for s in stages[:-1]] for r in replicas]
-        self._tokens = [{phase: tokens.labels(r, phase) for phase in BUSY} for r in replicas]
-        self._drafted = [{outcome: drafted.labels(r, outcome) for outcome in OUTCOMES} for r in replicas]
+        self._tokens = [{p: tokens.labels(r, p) for p in BUSY} for r in replicas]
+        self._drafted = [{o: drafted.labels(r, o) for o in OUTCOMES} for r in replicas]
         self._num_drafted = [dict.fromkeys(OUTCOMES, 0) for _ in replicas]
-        for labels in product(replicas, stages, RESTART_CAUSES):
-            self._restarts.labels(*labels)
+        for replica, stage, cause in product(replicas, stages, RESTART_CAUSES):
+            self._restarts.labels(replica, stage, cause)
         for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
             family.labels(replica)
 
@@ -213,14 +220,14 @@ class Metrics:
         self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
         what = ["version", "python", "model", "dtype"]
         self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
-        self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
+        http_text = "Answers over HTTP, by path and status."
+        self._http = counter("ppserve_http_requests", http_text, ["path", "status"])
 
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
-        """Show the ledger too. stage_times: called at every scrape, for all replicas."""
+        """stage_times: called at every scrape, for all replicas."""
         self.registry.register(_LedgerCollector(stage_times))
 
     def page(self) -> Page:
-        """All metrics now, as Prometheus reads them."""
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
     def read_load(self) -> dict[str, Any]:
@@ -239,15 +246,14 @@ class Metrics:
         }
 
     def describe(self, description: ModelDescription, topology: Topology) -> None:
-        """Sets the info metrics: which rank of which stage runs where, and what is served."""
+        """Sets the info metrics."""
         for stage in topology.stages:
             for rank in stage.ranks:
                 place = (stage.replica, stage.stage, rank.rank)
                 what = (rank.host, rank.device, stage.layers, rank.num_parameters)
                 self._stage_info.labels(*map(str, (*place, *what))).set(1)
-        self._build_info.labels(
-            description.version, platform.python_version(), description.name, description.dtype
-        ).set(1)
+        served = (description.version, platform.python_version(), description.name, description.dtype)
+        self._build_info.labels(*served).set(1)
 
     def http_answered(self, path: str, status: int) -> None:
         """path: "other" for one that is not served."""
@@ -261,11 +267,13 @@ def _total(metric: Family) -> float:
 def _latency(histogram: Histogram) -> dict[str, list[float]]:
     """How many values were at most each bound, over all labels; the last counts all."""
     counts: dict[float, int] = {}
-    for sample in (sample for family in histogram.collect() for sample in family.samples):
-        if sample.name.endswith("_bucket"):
-            bound = float(sample.labels["le"])
-            counts[bound] = counts.get(bound, 0) + int(sample.value)
-    return {"bounds_s": sorted(counts)[:-1], "counts": [counts[bound] for bound in sorted(counts)]}
+    for family in histogram.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0) + int(sample.value)
+    bounds = sorted(counts)
+    return {"bounds_s": bounds[:-1], "counts": [counts[bound] for bound in bounds]}
 
 
 class _LedgerCollector(Collector):

@@ -34,8 +34,6 @@ _HEADERS = {
 
 
 class Page(NamedTuple):
-    """A page of the metrics port."""
-
     content_type: str
     body: bytes
     headers: Mapping[str, str] = {}  # added to `_HEADERS`, or replacing them
@@ -50,8 +48,6 @@ def json_page(ask: Callable[[], object]) -> MakePage:
 
 
 class PageServer(Listener):
-    """The HTTP server of the metrics port."""
-
     def __init__(self, pages: Mapping[str, MakePage]) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="page")
         known = ", ".join(sorted(pages))

@@ -1,11 +1,9 @@
 """The pipeline's schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Tensor ranks
-share their stage's: a step lasts from the first one's begin to the last one's end. Arrows are hidden states sent
-to the next stage. Sequences and KV use are counters. All times are on the head's clock.
+Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Arrows are
+hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
-The file is a JSON array without its closing bracket, as readers of traces accept. Only whole events are appended,
-so it can be opened while it is written and after a kill -9, less the last second.
+Only whole events are appended to the JSON array, so the file can be opened while it is written, and after a kill.
 """
 
 from __future__ import annotations
@@ -42,13 +40,14 @@ class Trace(StepObserver):
     """The schedule, written to a file while it is on. Safe in any thread.
 
     path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.
-    Later starts write to new files with a number in the name. A trace ends with a warning at `max_bytes` or when
-    its file cannot be written. Raises ConfigError if `path` cannot be written.
+    Later starts write to new, numbered files. A trace ends with a warning at `max_bytes` or when writing fails.
+    Raises ConfigError if `path` cannot be written.
     """
 
     def __init__(self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
         self._grid = grid
-        self._num_stages, self._num_replicas = grid.pipeline, grid.data
+        self._num_stages = grid.pipeline
+        self._num_replicas = grid.data
         self._path = path or Path(f"ppserve-trace-{os.getpid()}.json")
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -75,13 +74,12 @@ class Trace(StepObserver):
             return self._file.path
 
     def stop(self) -> None:
-        """End the file, if one is being written."""
         with self._writing() as file:
             if file is not None:
                 self._complete(file)
 
     def toggle(self) -> None:
-        """Start, or stop. If it cannot start, the reason is logged."""
+        """If it cannot start, the reason is logged."""
         if self.is_on:
             self.stop()
             return
@@ -106,7 +104,6 @@ class Trace(StepObserver):
         self._write([drawn, *self._arrows(arrow, stage, f"{replica}.{plan.step_id}", *ends_ns)])
 
     def _arrows(self, arrow: Event, stage: int, step_id: str, begun_ns: int, ended_ns: int) -> Iterator[Event]:
-        """Between the steps around its ends; the id names the step and the sender."""
         if stage < self._num_stages - 1:
             yield {"ph": "s", **arrow, "id": f"{step_id}.{stage}", **_at(ended_ns)}
         if stage > 0:
@@ -118,9 +115,10 @@ class Trace(StepObserver):
             return
         row: Event = {"pid": self._process(replica, settled.stage), "tid": _WAITS}
         duration = {"dur": (span.end - span.start) / 1e3}
-        waited_for = {} if settled.step_id is None else {"args": {"for": f"{settled.stage}F{settled.step_id}"}}
         event: Event = {"ph": "X", "name": span.kind, "cat": "bubble", **row, **_at(span.start), **duration}
-        self._write([event | waited_for])
+        if settled.step_id is not None:
+            event["args"] = {"for": f"{settled.stage}F{settled.step_id}"}
+        self._write([event])
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
         if self._file is None:
@@ -128,12 +126,10 @@ class Trace(StepObserver):
         now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}
         counted = {"running": scheduler.num_running, "waiting": scheduler.request_queue.num_waiting}
         which = f" of replica {replica}" * (self._num_replicas > 1)
-        self._write(
-            [
-                {"ph": "C", "name": f"sequences{which}", **now, "args": counted},
-                {"ph": "C", "name": f"KV use{which}", **now, "args": {"ratio": round(scheduler.kv_usage, 4)}},
-            ]
-        )
+        usage = {"ratio": round(scheduler.kv_usage, 4)}
+        sequences: Event = {"ph": "C", "name": f"sequences{which}", **now, "args": counted}
+        kv_use: Event = {"ph": "C", "name": f"KV use{which}", **now, "args": usage}
+        self._write([sequences, kv_use])
 
     def _process(self, replica: int, stage: int) -> int:
         return replica * self._num_stages + stage
@@ -144,7 +140,8 @@ class Trace(StepObserver):
         """The given path for the first trace, then the next free numbered one."""
         if self._num_started == 0:
             return self._path
-        numbered = (self._path.with_stem(f"{self._path.stem}-{n}") for n in itertools.count(self._num_started + 1))
+        numbers = itertools.count(self._num_started + 1)
+        numbered = (self._path.with_stem(f"{self._path.stem}-{n}") for n in numbers)
         return next(path for path in numbered if not path.exists())
 
     def _name_rows(self, file: _EventFile) -> None:

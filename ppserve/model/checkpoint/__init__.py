@@ -80,10 +80,7 @@ class Checkpoint(Protocol):
     """`float32`, `bfloat16` or `float16`, as most weights are stored."""
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        """A part of one tensor on the CPU, in memory of its own; only this part of the file is read.
-
-        Raises CheckpointError.
-        """
+        """Reads a part of one tensor, to the CPU and memory of its own. Raises CheckpointError."""
 
     def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
         """These rows of a matrix as they are stored; None where they have not 4 bits. Raises CheckpointError."""

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
 
-A key that the reference code of a family does not know, and that we do not know to be harmless, is refused: a
-model that needs it would load and generate nonsense. A family's own keys are in its file.
+A key that a family's reference code does not know, and that is not known to be harmless, is refused: a model that
+needs it would generate nonsense. A family's own keys are in its file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HARMLESS = frozenset(
     description tags pretraining_tp max_window_layers is_llama_config transformers.js_config
     """.split()  # noqa: SIM905 (a list of words reads better as one)
 )
-"""Training, generation defaults, labels, tokenizers and remarks: nothing that a forward pass reads."""
+"""Nothing that a forward pass reads."""
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
 
@@ -52,40 +52,44 @@ HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout
 def read_config(directory: Path) -> Architecture:
     """The architecture that config.json declares. Raises CheckpointError naming the file and the field.
 
-    `vocab_size` there counts rows of the embedding; how many are real tokens is settled by the tokenizer
-    beside it. `tied_embeddings` is what the config says; the weights may overrule it.
+    How many rows of the embedding are real tokens is settled by the tokenizer beside it. The weights may overrule
+    `tied_embeddings`.
     """
-    path, overruling = directory / "config.json", directory / "generation_config.json"
+    path = directory / "config.json"
+    overruling = directory / "generation_config.json"
     values = read_json(path, dict[str, Any])
     if lexists(overruling):  # as in transformers' generate
         ends = read_json(overruling, EndOfTexts).eos_token_id
         values |= {} if ends is None else {"eos_token_id": ends}
     family = family_of(path, values)
     arch = declared(path, values, family)
-    arch = replace(arch, vocab_size=real_vocabulary(directory, arch.padded_vocab_size, arch.eos_id))
-    return settled(path, arch, family.synonyms.get("num_attention_heads", "num_attention_heads"))
+    vocab_size = real_vocabulary(directory, arch.padded_vocab_size, arch.eos_id)
+    heads = family.synonyms.get("num_attention_heads", "num_attention_heads")
+    return settled(path, replace(arch, vocab_size=vocab_size), heads)
 
 
 def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:
-    """field: what the file calls its `model_type`; very old files of a GPT-2 have none. Raises CheckpointError."""
+    """field: what the file calls its `model_type`; old GPT-2s have none. Raises CheckpointError."""
     is_old = not {"architectures", "n_embd", "n_layer"}.isdisjoint(values)
     kind = values.get("model_type") or ("gpt2" if is_old else None)
     for family in FAMILIES.values():
         if kind in family.model_types:
             return family
     served = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
-    raise CheckpointError(path, f"is {'missing' if kind is None else shown(kind)}; served are {served}", field)
+    found = "missing" if kind is None else shown(kind)
+    raise CheckpointError(path, f"is {found}; served are {served}", field)
 
 
 def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
-    """What a config says, with all rows of the embedding as its vocabulary. Raises CheckpointError."""
+    """With all rows of the embedding as the vocabulary. Raises CheckpointError."""
     # null counts as absent, as it does for transformers, but for an id.
     given = {name: value for name, value in values.items() if value is not None or name == "eos_token_id"}
     for name, own in family.synonyms.items():
         if name in given:
             value = given.pop(name)
             if given.setdefault(own, value) != value:
-                raise CheckpointError(path, f"is {shown(value)}, but {own} is {shown(given[own])}", field=name)
+                problem = f"is {shown(value)}, but {own} is {shown(given[own])}"
+                raise CheckpointError(path, problem, field=name)
     config = checked(path, given, family.config)
     for name in given.keys() - set(family.config.__struct_fields__):
         _check_other_key(path, name, given[name], family)
@@ -97,7 +101,8 @@ def _check_other_key(path: Path, name: str, value: object, family: ModelFamily) 
     if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
         return
     if name in family.only and value != family.only[name]:
-        raise CheckpointError(path, f"is {shown(value)}; only {shown(family.only[name])} is served", field=name)
+        problem = f"is {shown(value)}; only {shown(family.only[name])} is served"
+        raise CheckpointError(path, problem, field=name)
     if name not in family.only and value is not False:
         problem = "not a key that is served, and it may change what is computed; remove it if it does not"
         raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))

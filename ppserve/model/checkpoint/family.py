@@ -48,11 +48,11 @@ class ModelFamily:
     """Keys that a GGUF must have beside `gguf.REQUIRED`, and their names in config.json."""
     has_rms_norms: bool = False
     layer_shapes: Callable[[Architecture], Shapes]
-    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
+    """The tensors of one layer, without the `h.{i}.` in front, in the order of their use."""
     names: Mapping[str, tuple[str, str]]
-    """The parts of a model, without `.weight` and `.bias`, and what Hugging Face and a GGUF call them."""
+    """The parts of a model, and what Hugging Face and a GGUF call them, without `.weight` and `.bias`."""
     layers: str
-    """What Hugging Face has before the number of a layer, e.g. `model.layers.`; some files lack its first part."""
+    """What Hugging Face has before the number of a layer, e.g. `model.layers.`; `model.` may be absent."""
     is_in_out: bool = False
     """Whether Hugging Face stores linears as (in, out)."""
     ignored: str = ""

@@ -61,10 +61,11 @@ ENDS = ("eos", "eot", "eom")
 
 
 class Quantized:
-    """The numbers of a tensor that is dequantized where it is sliced: blocks along the last dimension."""
+    """A tensor that is dequantized where it is sliced: blocks along the last dimension."""
 
     def __init__(self, blocks: np.ndarray[Any, Any], kind: Type) -> None:
-        self._blocks, self._kind = blocks, kind
+        self._blocks = blocks
+        self._kind = kind
 
     def __getitem__(self, part: Any) -> torch.Tensor:
         rows, *columns = part if isinstance(part, tuple) else (part,)
@@ -72,21 +73,23 @@ class Quantized:
         return torch.from_numpy(numbers)[(..., *columns)]
 
     def four_bits(self, rows: Any) -> FourBits | None:
-        """These rows as they are; None for another type. A number of Q4_0 is 8 above what its scale multiplies."""
+        """These rows as they are; None for another type."""
         if self._kind not in (Type.Q4_0, Type.Q4_1):
             return None
         halves = 1 if self._kind == Type.Q4_0 else 2
         blocks = np.ascontiguousarray(self._blocks[rows])
         blocks = blocks.reshape(len(blocks), -1, 2 * halves + 16)
-        scales, *minima = np.moveaxis(np.ascontiguousarray(blocks[:, :, : 2 * halves]).view(np.float16), 2, 0)
-        numbers = np.concatenate([blocks[:, :, 2 * halves :] & 15, blocks[:, :, 2 * halves :] >> 4], axis=2)
+        factors = np.ascontiguousarray(blocks[:, :, : 2 * halves]).view(np.float16)
+        scales, *minima = np.moveaxis(factors, 2, 0)
+        packed = blocks[:, :, 2 * halves :]
+        numbers = np.concatenate([packed & 15, packed >> 4], axis=2)
+        # A number of Q4_0 is 8 above what its scale multiplies.
         minimum = minima[0] if minima else scales * np.float16(-8)
         return FourBits(*map(torch.from_numpy, (numbers, scales.copy(), minimum.copy())))
 
 
 class Interleaved:
-    """Rows of queries or keys as Hugging Face has them. A GGUF of architecture `llama` interleaves the halves of
-    each head."""
+    """Rows of queries or keys as Hugging Face has them; a `llama` GGUF interleaves the halves of each head."""
 
     def __init__(self, numbers: Any, num_rows: int, head_size: int) -> None:
         self._numbers = numbers
@@ -98,7 +101,8 @@ class Interleaved:
         return found
 
     def four_bits(self, rows: Any) -> FourBits | None:
-        return self._numbers.four_bits(self._order[rows]) if isinstance(self._numbers, Quantized) else None
+        is_quantized = isinstance(self._numbers, Quantized)
+        return self._numbers.four_bits(self._order[rows]) if is_quantized else None
 
 
 def open_gguf(path: Path) -> FileCheckpoint:
@@ -126,11 +130,13 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
     """What a config.json with the same values would say."""
     kind = values.get("general.architecture")
     family = family_of(path, {"model_type": kind}, "general.architecture")
-    own = {name.removeprefix(f"{kind}."): value for name, value in values.items() if name.startswith(f"{kind}.")}
+    start = f"{kind}."
+    own = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
     keys = OPTIONAL | REQUIRED | family.gguf_keys
     for name in (REQUIRED | family.gguf_keys).keys() - own.keys():
         raise CheckpointError(path, "is missing", field=f"{kind}.{name}")
-    config = {keys.get(name, name): _as_written(value) for name, value in own.items() if name not in SEPARATE}
+    read = [name for name in own if name not in SEPARATE]
+    config = {keys.get(name, name): _as_written(own[name]) for name in read}
     try:
         arch = declared(path, config | _implied(values, own, stored), family)
     except CheckpointError as error:
@@ -144,7 +150,8 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
     arch = replace(arch, vocab_size=arch.padded_vocab_size - num_unused)
-    return settled(path, _with_factors(arch, stored.get("rope_freqs.weight")), f"{kind}.attention.head_count")
+    arch = _with_factors(arch, stored.get("rope_freqs.weight"))
+    return settled(path, arch, f"{kind}.attention.head_count")
 
 
 def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Any]:
@@ -191,5 +198,7 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
         raise CheckpointError(path, problem, field=shown(tensor.name))
     blocks = content[tensor.offset : end].reshape(*outer, row_bytes)
     dtype = DTYPES_BY_TYPE.get(tensor.type)
-    numbers = torch.from_numpy(blocks).view(DTYPES[dtype]) if dtype else Quantized(blocks, Type(tensor.type))
+    numbers: Any = Quantized(blocks, Type(tensor.type))
+    if dtype is not None:
+        numbers = torch.from_numpy(blocks).view(DTYPES[dtype])
     return StoredTensor(path, tensor.name, tensor.shape, dtype or "float32", numbers)

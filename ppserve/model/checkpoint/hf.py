@@ -1,7 +1,4 @@
-"""A Hugging Face directory: config.json beside safetensors or torch files, whole or split by an index.
-
-safetensors are read by the slices of the official reader.
-"""
+"""A Hugging Face directory: config.json beside safetensors or torch files, whole or split by an index."""
 
 from __future__ import annotations
 

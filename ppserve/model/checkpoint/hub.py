@@ -59,10 +59,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The local directory of a model's files, downloaded if need be. weights=False: configuration only.
-
-    Raises CheckpointError when the model cannot be had: not installed, offline, or no such model.
-    """
+    """The local directory of a model's files, downloaded if need be. weights=False: configuration only. Raises
+    CheckpointError."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -93,7 +91,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _download(download: Callable[[str], str], model: str, offered: set[str], weights: bool) -> Path:
-    """The directory of what is needed of the files that the hub offers, the configuration first."""
+    """The directory of what is needed of the offered files, the configuration first."""
     main = [name for name in WEIGHT_FILES if name in offered][:1]
     if REQUIRED not in offered or (weights and not main):
         problem = f"the hub's model has no {REQUIRED}, or none of {', '.join(WEIGHT_FILES)}"

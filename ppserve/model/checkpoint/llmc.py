@@ -1,8 +1,7 @@
 """llm.c's `gpt2_124M.bin`: a header of 256 integers, then every tensor, each stacked over the layers.
 
-Offsets follow from the header alone, so the file's size is checked against it. Linears are (out, in), the head is
-tied, GELU is the tanh form, layer norm's epsilon is 1e-5.
-(Layout: karpathy/llm.c, train_gpt2.py, write_model.)
+The header implies the file's size, which is checked. Linears are (out, in), the head is tied, GELU is the tanh
+form, layer norm's epsilon is 1e-5. (Layout: karpathy/llm.c, train_gpt2.py, write_model.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
 A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt or llm.c file,
-such a file, or a hub id. Formats are told apart by content. Readers are imported when needed: a configuration
-needs no torch. A broken link is a fault to report, not an absent file.
+such a file, or a hub id. Formats are told apart by content. Readers are imported when needed, as a configuration
+needs no torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": b"GGUF"}
 
 
 def open_checkpoint(path: str) -> FileCheckpoint:
-    """Open a checkpoint of any format, reading headers only; every tensor is found and its shape checked.
-
-    Raises CheckpointError, which names the file and the field.
-    """
+    """Reads headers only, and checks the shape of every tensor. Raises CheckpointError, which names the file and
+    the field."""
     place = find_model(path)
     if place.is_dir():
         from ppserve.model.checkpoint.hf import open_directory
@@ -39,7 +37,7 @@ def open_checkpoint(path: str) -> FileCheckpoint:
 
 
 def read_architecture(path: str) -> Architecture:
-    """The architecture alone. A directory or a hub id needs only its configuration. Raises CheckpointError."""
+    """A directory or a hub id needs only its configuration. Raises CheckpointError."""
     place = find_model(path, weights=False)
     if place.is_dir():
         from ppserve.model.checkpoint.config_json import read_config
@@ -49,10 +47,8 @@ def read_architecture(path: str) -> Architecture:
 
 
 def find_model(path: str, weights: bool = True) -> Path:
-    """The directory (with a config.json) or the file that `path` means; a hub id is downloaded.
-
-    weights=False: a hub id's configuration and tokenizer only.
-    """
+    """The directory (with a config.json) or the file that `path` means; a hub id is downloaded. weights=False: its
+    configuration and tokenizer only."""
     if path == "tiny":
         return TINY
     place = Path(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""The kinds of rotary positions, by their parameters in a config: frequencies as transformers computes them."""
+"""The frequencies of rotary positions, by their parameters in a config, as transformers computes them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from ppserve.files import shown
 
 
 def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
-    """scaling: `rope_theta` and the parameters of its `rope_type`, by transformers' names. Raises CheckpointError
-    for a type that is not served, or a parameter that is missing."""
+    """scaling: `rope_theta` and its type's parameters, by transformers' names. Raises CheckpointError."""
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in SCALINGS:
         problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"
         raise CheckpointError(path, problem, field="rope_scaling.rope_type")
     for name, value in scaling.items():
         if name not in KNOWN:
-            raise CheckpointError(path, "is not a parameter that is served", field=f"rope_scaling.{shown(name)}")
+            field = f"rope_scaling.{shown(name)}"
+            raise CheckpointError(path, "is not a parameter that is served", field)
         if isinstance(value, int | float) and not 1e-6 <= value <= 1e12:
-            raise CheckpointError(path, f"is {shown(value)}, not from 1e-6 to 1e12", field=f"rope_scaling.{name}")
+            problem = f"is {shown(value)}, not from 1e-6 to 1e12"
+            raise CheckpointError(path, problem, field=f"rope_scaling.{name}")
     if head_size % 2:
-        raise CheckpointError(path, f"is {head_size}: rotary positions turn pairs of features", field="head_dim")
+        problem = f"is {head_size}: rotary positions turn pairs of features"
+        raise CheckpointError(path, problem, field="head_dim")
     try:
         exponents = np.arange(0, head_size, 2) / head_size
         frequencies = float(scaling["rope_theta"]) ** -exponents
         scaled, magnitude = SCALINGS[kind](frequencies, {"max_positions": max_positions} | scaling)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise CheckpointError(path, f"{kind} positions need a number for {error}", field="rope_scaling") from error
-    return Rotary(tuple(float(number) for number in scaled.astype(np.float32)), float(np.float32(magnitude)))
+        problem = f"{kind} positions need a number for {error}"
+        raise CheckpointError(path, problem, field="rope_scaling") from error
+    numbers = tuple(float(number) for number in scaled.astype(np.float32))
+    return Rotary(numbers, float(np.float32(magnitude)))
 
 
 KNOWN = frozenset(
@@ -63,7 +67,8 @@ def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
 
 def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     """As _llama3, in proportion to the feature's number; queries and keys grow as well. (arXiv 2309.00071)"""
-    factor, base = float(of["factor"]), float(of["rope_theta"])
+    factor = float(of["factor"])
+    base = float(of["rope_theta"])
     original = float(of.get("original_max_position_embeddings") or of["max_positions"])
     count = len(frequencies)
 

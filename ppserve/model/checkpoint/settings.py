@@ -1,12 +1,11 @@
 """What every format says of a model: its sizes, within bounds, the end of a text, and how many tokens are real.
 
-The bounds leave room above every GPT-2 in existence and keep sizes computed from them far below anything
-that could exhaust the memory before the tensors themselves have been compared with the file.
+The bounds leave room above every GPT-2 in existence. Sizes computed from them cannot exhaust the memory before the
+tensors are compared with the file.
 
-Embeddings are padded to a round number of rows for speed; the rows beyond the vocabulary are untrained, so
-their logits stay near zero while those of real tokens may be near -70: they must never be drawn.
-The tokenizer beside the weights knows where the vocabulary ends. With no tokenizer, 50304 rows are taken as
-the padding of GPT-2's 50257 (what nanoGPT and llm.c do), and any other number as it stands.
+Embeddings are padded to a round number of rows. Rows beyond the vocabulary are untrained, with logits near zero
+while those of real tokens may be near -70: they must never be drawn. The tokenizer beside the weights knows where
+the vocabulary ends. Without one, 50304 rows are GPT-2's 50257, padded as nanoGPT and llm.c do.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class _AddedById(msgspec.Struct, frozen=True):
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
-    """Without ends of text beyond the vocabulary. heads: what the file calls their number.
-
-    Raises CheckpointError unless the heads divide the width, and those of keys and values the heads.
-    """
+    """Without ends of text beyond the vocabulary. heads: what the file calls their number. Raises CheckpointError
+    unless the heads divide the width, and those of keys and values the heads."""
     if arch.head_width is None and arch.width % arch.num_heads:
         raise CheckpointError(path, f"{arch.num_heads} heads do not divide the width {arch.width}", field=heads)
     if arch.num_heads % arch.num_kv_heads:
@@ -88,7 +85,7 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
 
 
 def _json_vocabulary(directory: Path) -> int | None:
-    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens beside them, together."""
+    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens."""
     ids: list[int] = []
     if lexists(path := directory / "tokenizer.json"):
         tokenizer = read_json(path, _TokenizerJson)
@@ -102,7 +99,7 @@ def _json_vocabulary(directory: Path) -> int | None:
 
 
 def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:
-    """tokenizer.tiktoken lists ranks only; the end of text, where there is one, comes right after them."""
+    """tokenizer.tiktoken lists ranks only; an end of text comes right after them."""
     path = directory / "tokenizer.tiktoken"
     if not lexists(path):
         return None

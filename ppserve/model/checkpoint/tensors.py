@@ -75,8 +75,7 @@ class FileCheckpoint:
         is_in_out: bool = False,
     ) -> None:
         """canonical: from a name in the file; None for what is no weight. is_in_out: the file holds the layers'
-        linears as (in, out). Raises CheckpointError for a tensor that is missing, does not fit, or that a model of
-        this architecture does not have."""
+        linears as (in, out). Raises CheckpointError for a tensor that is missing, unknown or does not fit."""
         self.path = path
         self._converted_to: str | None = None
         tensors = _by_canonical_name(stored, arch, canonical, is_in_out)
@@ -118,8 +117,8 @@ def _settle_head(
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
     """Which matrix is the LM head, decided as transformers does.
 
-    Untied: the stored one. Tied: the embedding, or the head where only that is stored; and where both are
-    stored and differ, the config is taken to be wrong and they stay apart.
+    Untied: the stored one. Tied: the embedding, or the head where only that is stored. If both are stored and
+    differ, the config is wrong and they stay apart.
     """
     embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
     one = embedding or head
@@ -166,8 +165,8 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash by which ranks see that they opened the same weights, in whatever format. Raises CheckpointError.
 
-    It covers all layers: three squares of each matrix and all of every vector. Weights that were trained further
-    differ there, even by adapters of queries or values alone. Weights of which a few numbers were changed may not.
+    It covers three squares of each matrix and all of every vector. Weights that were trained further differ there,
+    even by adapters of queries or values alone. A few changed numbers may not show.
     """
     digest = hashlib.sha256()
     for name, shape in tensor_shapes(checkpoint.architecture).items():
@@ -178,8 +177,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _squares(shape: tuple[int, ...]) -> TensorPart:
-    """In the middle of each third of the rows: queries, keys and values, where these are joined. Squares are quick
-    to read also from a transposed matrix."""
+    """In the middle of each third of the rows: queries, keys and values, where these are joined."""
     rows, columns = shape
     thirds = tuple(_around(rows * sixths // 6, rows) for sixths in (1, 3, 5))
     return TensorPart(thirds, _around(columns // 2, columns))

@@ -1,8 +1,8 @@
 """Files that torch.save wrote, mapped into memory: Hugging Face's `.bin`, and nanoGPT's `ckpt.pt`.
 
 A `ckpt.pt` holds model_args and a state dict, beside an optimizer state that is never read. Linears are (out, in),
-GELU is the exact one, layer norm's epsilon is 1e-5, and with `bias=False` there is no bias anywhere, layer norms
-included. (Layout: karpathy/nanoGPT, train.py, model.py.)
+GELU is the exact one, layer norm's epsilon is 1e-5, and `bias=False` is for layer norms too.
+(Layout: karpathy/nanoGPT, train.py, model.py.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")
 
 
 class ModelArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What nanoGPT builds its model from; an argument that it does not have may change what is computed."""
+    """What nanoGPT builds its model from."""
 
     n_layer: settings.Layers
     n_head: settings.Width
@@ -79,9 +79,7 @@ def _canonical(stored_name: str) -> str | None:
 
 def _load(path: Path) -> Any:
     """What torch.save was given. Tensors are mapped; those of the old format, which is no zip, are in memory.
-
-    Raises CheckpointError for a file that is damaged or that holds more than tensors and plain values.
-    """
+    Raises CheckpointError for a damaged file, or one with more than tensors and plain values."""
     file_size(path)
     try:
         is_zip = zipfile.is_zipfile(path)

@@ -25,8 +25,8 @@ MAX_REQUEST_ID_BYTES = 128
 class Limits:
     """Upper bounds, inclusive. Bytes are of UTF-8.
 
-    gRPC enforces max_message_bytes and max_metadata_bytes. A message holds a prompt of max_prompt_bytes beside all
-    else that a request may have.
+    gRPC enforces max_message_bytes and max_metadata_bytes before it parses anything. A message holds a prompt of
+    max_prompt_bytes beside all else.
     """
 
     max_prompt_bytes: int = 128 << 10

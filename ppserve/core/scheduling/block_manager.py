@@ -65,7 +65,7 @@ class BlockManager:
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
 
     def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
-        """A table of `num_blocks` that begins with `shared`; None if it does not fit."""
+        """A table of `num_blocks` that begins with `shared`; None, and no change, if it does not fit."""
         assert sequence_id not in self._tables, sequence_id
         num_fresh = num_blocks - len(shared)
         assert num_fresh >= 0, (num_blocks, shared)
@@ -83,7 +83,7 @@ class BlockManager:
             self._drop_reference(block)
 
     def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable | None:
-        """Let a table begin with these blocks instead of its own; None if others have its own too."""
+        """Let a table begin with these blocks, not its own; None, and no change, if others have those too."""
         table = self._tables[sequence_id]
         own = table[: len(shared)]
         if any(self._references[block] > 1 for block in own):

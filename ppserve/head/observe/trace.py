@@ -3,7 +3,7 @@
 Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Arrows are
 hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
-Only whole events are appended to the JSON array, so the file can be opened while it is written, and after a kill.
+Whole events are appended to a JSON array: it can be opened while it is written, and after a kill, less a second.
 """
 
 from __future__ import annotations

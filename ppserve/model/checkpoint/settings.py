@@ -66,7 +66,7 @@ class _AddedById(msgspec.Struct, frozen=True):
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
-    """Without ends of text beyond the vocabulary. heads: what the file calls their number. Raises CheckpointError
+    """Without ends of text beyond the vocabulary. heads: the file's name for their number. Raises CheckpointError
     unless the heads divide the width, and those of keys and values the heads."""
     if arch.head_width is None and arch.width % arch.num_heads:
         raise CheckpointError(path, f"{arch.num_heads} heads do not divide the width {arch.width}", field=heads)

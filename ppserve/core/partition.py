@@ -1,8 +1,8 @@
 """Which part of the model goes to which stage, for the load that is expected.
 
-All layers of a GPT-2 cost the same, and the last stage also runs the LM head. Stages are cut between layers or,
-where that balances them better, between a layer's attention and its MLP, a third and two thirds of its weights:
-either way the same hidden states cross. The best split is the one whose heaviest stage is lightest.
+All layers cost the same, and the last stage also runs the LM head. Stages are cut between layers or, where that
+balances them better, between a layer's attention and its MLP, a third and two thirds of its weights.
+The best split is the one whose heaviest stage is lightest.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class ExpectedWorkload:
     def decodes(self, world_size: int, num_tensor: int) -> int:
         """Sequences in a step where so many ranks form stages and replicas of `num_tensor` ranks each.
 
-        All shapes with the same number of tensor ranks have steps of the same size: callers are divided among
-        replicas, and those of a replica among as many microbatches as it has stages.
+        Callers are divided among replicas, and those of a replica among as many microbatches as it has stages.
+        So all shapes with the same number of tensor ranks have steps of the same size.
         """
         return max(1, round(self.callers * num_tensor / world_size))
 
     def step(self, max_positions: int, num_decodes: int = 16) -> StepPlan:
-        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile. Where
-        those are too many for one step, fewer sequences decode, but always one."""
+        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile.
+        If those are too many for one step, fewer sequences decode, but always one."""
         prompt = self._prompt(max_positions)
         context = min(prompt + self.new // 2, max_positions - 1)
         num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))
@@ -114,7 +114,7 @@ def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
 def decode_parts(arch: Architecture) -> PartCosts:
     """Weights read by a decode step, in parameters: what such a step costs while memory is the limit.
 
-    The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding gathers two rows, next to nothing.
+    The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
     """
     attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
     return PartCosts(attention, mlp, 0.0, arch.vocab_size * arch.width + arch.norm_params)

@@ -1,11 +1,11 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
-A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)). The family's file
-(`gpt2`, `llama`) says which tensors make a sublayer; a backend computes it, with norm and residual
-(`model/backend.py`).
+A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)).
+The family's file (`gpt2`, `llama`) says which tensors make a sublayer.
+A backend computes it, with norm and residual (`model/backend.py`).
 
-Where tensor ranks compute a stage together, each has some outputs of every matrix, and all is gathered before
-anything sums over it. So every sum is one rank's, in the same order.
+Each tensor rank of a stage has some outputs of every matrix. All are gathered before anything sums over them.
+So every sum is one rank's, in the same order.
 
 T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own vocabulary.
 """

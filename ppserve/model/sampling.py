@@ -1,16 +1,16 @@
 """From logits to a token: a pure function of (seed, index, position, logits).
 
-There is no generator state: the one uniform number that a draw needs is a hash of its key, and inverting the
-cumulative distribution over the surviving ids, in id order, gives the token. So a token does not depend on other
-draws, on the stage, or on what is drawn again after a loss.
+There is no generator state: a draw's one uniform number is a hash of its key, and inverting the cumulative
+distribution over the surviving ids, in id order, gives the token.
+So a token does not depend on other draws, the stage, or what is drawn again after a loss.
 
 Order of application: logit_bias; repetition, frequency and presence penalties; banned ids; temperature; top_k;
-top_p; min_p. The surviving set is that of transformers' logits processors; where probabilities tie at the edge of
-top_p, and for greedy, the lower id wins (transformers leaves that to its sort). Log-probabilities are the model's
-own: of the raw logits, before any of the above.
+top_p; min_p. The surviving set is that of transformers' logits processors. If probabilities tie at the edge of
+top_p, or for greedy, the lower id wins (transformers leaves that to its sort).
+Log-probabilities are the model's own: of the raw logits.
 
-Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id. All else
-takes the whole row: weights are summed over all ids in one order, and sums by ranks would change bits.
+Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id.
+All else takes the whole row: sums by ranks would change bits.
 
 V vocabulary, v consecutive ids of it, R rows, T tensor ranks.
 """

@@ -1,17 +1,16 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
-Our own kernels are so by construction; a library's are known to be only where that was tried. So it is tried with
-the stage's own weights, shapes, threads and size of KV blocks:
+Our own kernels are so by construction, a library's perhaps. Tried are, with the stage's own weights, shapes,
+threads and size of KV blocks:
 
 - linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
   the largest step);
 - one layer, with prompts at once, in chunks, beside others, and token by token;
 - the LM head and the drawing, with rows alone and among others.
 
-Linear layers are tried with weights [w, -w] and inputs [r, r] of the same shapes too. Their true products are 0,
-so what comes out is the rounding of one order of summation, and any other order shows in nearly every number,
-whatever it is rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no
-request waits.
+Linear layers are tried with weights [w, -w] and inputs [r, r] too. Their true products are 0, so what comes out is
+the rounding of one order of summation. Another order shows in nearly every number.
+On the way every kernel is compiled (or read from its cache), so that no request waits.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    block_size: of KV blocks. Does not wait for other tensor ranks. Takes well under a second; with a large head or
-    wide layers one or two, and at a machine's first start the time of compiling.
+    block_size: of KV blocks. Does not wait for other tensor ranks. Takes a second or two, and compiles at first.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -73,16 +71,18 @@ def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
         row_counts = _HEAD_ROW_COUNTS + stage.backend.more_head_rows
         if reason := _check_linear(stage, stage.head.linear, row_counts, generator):
             return f"the LM head: {reason}"
-        if reason := _compare_rows(stage.head.logits, _hidden(stage, row_counts[-1], generator), row_counts):
+        hidden_TD = _hidden(stage, row_counts[-1], generator)
+        if reason := _compare_rows(stage.head.logits, hidden_TD, row_counts):
             return f"logits of hidden states: {reason}"
-    for linear in {(each.num_inputs, each.num_outputs): each for each in stage.linears.values()}.values():
+    by_shape = {(each.num_inputs, each.num_outputs): each for each in stage.linears.values()}
+    for linear in by_shape.values():
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
     return _check_layer(stage, block_size, generator)
 
 
 def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
-    """Whether equal logits give equal tokens, alone and among others."""
+    # Equal logits give equal tokens, alone and among others.
     vocab_size = stage.arch.vocab_size
     params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
     count = max((len(params), *stage.backend.more_head_rows))

@@ -1,5 +1,4 @@
-"""Where and in which arithmetic a stage computes, and what it may use of its machine: cores, and memory for keys
-and values. A container's limits are its cgroup's."""
+"""Where and in which arithmetic a stage computes, and which cores and memory a machine or cgroup leaves it."""
 
 from __future__ import annotations
 
@@ -102,8 +101,8 @@ class Compute:
         return available_bytes() // self.stages_here
 
     def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
-        """What the KV cache may take. weight_bytes: the stage's, which are in memory. (What torch holds on a GPU
-        belongs to all stages of this process.) vocab_size: on the last stage, where rows are drawn."""
+        """What the KV cache may take. weight_bytes: the stage's, which are in memory.
+        vocab_size: on the last stage, where rows are drawn."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # gives others what loading and the self-test let go
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -183,7 +182,8 @@ def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) ->
 def lacks_memory(error: Exception) -> bool:
     """Whether a GPU's memory was too small: torch, cuBLAS and Triton share only these words."""
     said = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
+    is_memory = "out of memory" in said or "ALLOC_FAILED" in said
+    return is_memory and isinstance(error, RuntimeError)
 
 
 def in_words(error: Exception) -> str:
@@ -195,9 +195,9 @@ def in_words(error: Exception) -> str:
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
-    """`auto` is the fastest arithmetic that loses nothing of the file, except on GPUs: float32 checkpoints run in
-    bfloat16 there, and in float16 before compute capability 8.0, which only emulates bfloat16. Beside quantized
-    weights it is float32, whose bits all CPUs share."""
+    """`auto` is the fastest arithmetic that loses nothing of the file. But GPUs run float32 checkpoints in
+    bfloat16, and before compute capability 8.0, which only emulates it, in float16.
+    Beside quantized weights it is float32, whose bits all CPUs share."""
     if device.type == "cuda":
         if asked != "auto":
             return asked

@@ -28,9 +28,9 @@ Stamped = tuple[int, Any]
 class Link:
     """A stage's end of the control plane, and what all do with the head's messages.
 
-    A Ping is answered at once, so that the head can tell busy from frozen. A Cancel takes effect at once, before
-    the plans in the inbox. As the stage may be waiting for a neighbour, an Abandon sets `abandoned`, calls
-    `on_abandon`, and only then enters the inbox.
+    A Ping is answered at once, so that the head can tell busy from frozen.
+    A Cancel takes effect at once, before the plans in the inbox.
+    An Abandon first sets `abandoned` and calls `on_abandon`, as the stage may be waiting for a neighbour.
     """
 
     def __init__(self, send: Callable[[wire.FromStage], None]) -> None:

@@ -1,9 +1,9 @@
 """What a stage finds out before it connects to the head: its model, its device, and what their parts cost.
 
-Costs are measured before the model is divided, in a busy server's step: sequences decoding, and beside them as
-many prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart would count the reading of
-the weights twice.) A lone stage runs it without sublayers, with and without drawing; with an attention; and with
-an MLP behind that. Other programs only ever slow a step down, so its time is the lower quartile of several turns.
+Costs are measured before the model is divided, in a busy server's step: decoding sequences, and the prompt tokens
+that new requests bring meanwhile. (Apart, they would count the reading of the weights twice.)
+A lone stage runs it without sublayers, with and without drawing; with an attention; and with an MLP behind that.
+Other programs only slow a step down, so its time is the lower quartile of several turns.
 Costs are kept in a file per machine and model.
 """
 

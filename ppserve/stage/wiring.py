@@ -108,8 +108,8 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """The other stages: connect to it. Raises TransportError. It listens before any stage is told. So if the
-    connection is refused, its stage is gone; torch would try for longer than `timeout`, uninterruptibly."""
+    """The other stages: connect to it. Raises TransportError. It listens before any stage is told, so if it
+    refuses, its stage is gone; torch would try on for longer than `timeout`."""
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -120,8 +120,8 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
     """Waits for every rank of the replica. Raises TransportError when the epoch is over.
 
-    Connecting a group afterwards takes milliseconds and cannot be interrupted. This wait can, so a stage that dies
-    before it comes does not hold up the others. It polls, as the store's own wait sees nothing else.
+    Connecting a group takes milliseconds and cannot be interrupted. This wait can: a stage that dies before it
+    comes does not hold up the others. It polls, as the store's own wait sees nothing else.
     """
     ranks = [f"here/{other}" for other in range(num_places)]
     try:
@@ -143,9 +143,9 @@ def _name_interface(address: str) -> None:
 
 
 def _keep_watchdog_from_ending_us() -> None:
-    """torch's thread beside NCCL would end the process, with its weights, when an exchange fails or is late, as
-    after a neighbour's death. Here the head notices losses, and the stage aborts its groups. The operator's word
-    wins."""
+    """torch's thread beside NCCL would end the process, with its weights, after a neighbour's death.
+    Here the head notices losses, and the stage aborts its groups.
+    The operator's word wins."""
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
         os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 

@@ -39,9 +39,9 @@ MOST_INT8_INPUTS = (2**31 - 1) // _MOST_INT8**2
 class PackedWeights:
     """A matrix and its bias for one micro-kernel.
 
-    Products start from the bias in float32, so that a result is one chain of multiply-adds; for the others the
-    bias is added at the end. int8 weights are symmetric, one scale for each output; those of int4 are in
-    `four_bits`. Raises ConfigError where there are more inputs than int8 sums have room for.
+    Float32 products start from the bias, so that a result is one chain of multiply-adds; to others it is added at
+    the end. int8 weights are symmetric, one scale for each output; those of int4 are in `four_bits`.
+    Raises ConfigError for more inputs than int8 sums have room for.
     """
 
     def __init__(

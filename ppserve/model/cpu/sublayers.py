@@ -31,8 +31,8 @@ ACTIVATIONS = {
     "relu": Activation(RELU, np.float32(0), np.float32(0)),
     "gelu": Activation(EXACT_GELU, np.float32(0), np.float32(0)),
 }
-"""Those of `stock.ACTIVATIONS`. torch's CPU operators treat the end of a tensor with scalar code that differs in
-the last bit; these treat every element alike."""
+"""Those of `stock.ACTIVATIONS`. torch's own treat the end of a tensor with code that differs in the last bit.
+These treat every element alike."""
 
 
 class CpuSublayer:

@@ -20,9 +20,9 @@ PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 """The arrays with one number for every row."""
 
 ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency", "presence")
-"""The arrays with one number for every row and id whose score is changed before drawing. In this order: a bias is
-added; repetition multiplies a negative score and divides others; frequency (times occurrences) and presence are
-subtracted, and a banned id's presence is infinite."""
+"""The arrays with one number for every row and id whose score is changed before drawing.
+In this order: a bias is added; repetition multiplies a negative score and divides others; frequency (times
+occurrences) and presence are subtracted. A banned id's presence is infinite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A stage whose steps of single rows are recorded: a step is then one call, whatever it is made of.
 
-For every bucket, `forward` and on the last stage the head and plain draws are recorded over inputs that keep their
-place. Steps of several rows per slice are not. What a request asks for beside a plain draw is computed from the
-recorded step's logits.
+For every bucket, `forward` and on the last stage the head and plain draws are recorded over inputs that keep
+their place. Steps of several rows per slice are not.
+What else a request asks for is computed from the recorded step's logits.
 """
 
 from __future__ import annotations

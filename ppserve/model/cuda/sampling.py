@@ -1,8 +1,8 @@
 """Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
 
 The same logits give the CPU's tokens: points and weights have the same bits. Only float64 sums over the vocabulary
-are rounded in another order, independent of other rows: a draw whose point is within 1e-15 of the border between
-two ids may differ, and log-probabilities by as little.
+are rounded in another order, independent of other rows.
+So a draw within 1e-15 of the border between two ids may differ, and log-probabilities by as little.
 
 R rows, V vocabulary, n adjustments.
 """
@@ -35,8 +35,8 @@ def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: DeviceArra
 def read_rows(
     operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: DeviceArrays, first: int
 ) -> torch.Tensor:
-    """(R, columns) float64 of the rows from `first` on: the token, and if any log-probability is asked for: the
-    log of the sum of exponentials, the token's logit, the greatest logits, their ids."""
+    """(R, columns) float64 of the rows from `first` on: the token and, if log-probabilities are asked for, the log
+    of the sum of exponentials, the token's logit, the greatest logits, their ids."""
     rows = slice(first, first + len(logits_RV))
     own = {name: array[rows] for name, array in arrays.items() if name in PER_ROW}
     tokens_R = targets_R = own["targets"].long()

@@ -1,7 +1,7 @@
 """The operators as Triton kernels: for GPUs, and with TRITON_INTERPRET=1 for tests on the CPU.
 
-No kernel looks at the number of rows: in every step tiles have the same shape, keys come in the same order, and no
-sum is split. So a row's result depends on that row alone. Tile sizes were chosen, not tuned.
+In every step tiles have the same shape, keys come in the same order, and no sum is split.
+So a row's result depends on that row alone. Tile sizes were chosen, not tuned.
 """
 # mypy: ignore-errors
 # (Triton types these functions from their arguments)

@@ -5,9 +5,9 @@
     gloo    processes anywhere
     nccl    one GPU per rank
 
-With shm the first rank makes the memory and hands it to the others over Unix sockets, which stay open and
-silent: the kernel closes them when a rank dies, and a rank that waits looks at them. So the first rank learns of
-the end of any other, and says so in the memory; the others learn of the first's.
+With shm the first rank makes the memory and hands it to the others over Unix sockets. The kernel closes these when
+a rank dies, and a rank that waits looks at them.
+So the first rank learns of the end of any other, and says so in the memory; the others learn of the first's.
 
 T rows, N columns, n those of one rank.
 """

@@ -1,15 +1,14 @@
 """Hidden states over NCCL: one GPU per stage.
 
-NCCL's sends and receives are work on a stream. They are posted on a stream of their own, so that a receive does
-not queue behind the compute it should overlap; events hand buffers over between that stream and the compute
-stream, and the host never waits. A posted receive occupies a part of the GPU until its frame comes: it is posted
-only once its plan exists. Frames flow one way, so no two ranks ever send in both directions.
+NCCL's sends and receives are work on a stream of their own, so that a receive does not queue behind the compute
+that it should overlap. Events hand buffers over to the compute stream, and the host never waits.
+A posted receive occupies a part of the GPU until its frame comes, so it is posted once its plan exists.
+Frames flow one way: no two ranks send in both directions.
 
-A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat) and
-announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were well,
-with anything in its buffer: see `PointToPoint.interrupt`. What is computed from it bears a lost epoch's number and
-is dropped. Each group that carries anything is aborted by its user: the pipeline's by its transport, that of
-tensor ranks by their gather.
+A dead neighbour does not end NCCL's wait. The head notices it (end of file, heartbeat) and announces it, and the
+thread that hears so aborts the communicators. An aborted wait returns as if all were well, with anything in its
+buffer (`PointToPoint.interrupt`). What is computed from it bears a lost epoch's number and is dropped.
+Each group is aborted by its user: the pipeline's by its transport, that of tensor ranks by their gather.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Hidden states over the sends and receives of a `torch.distributed` group: what gloo and nccl share.
 
-Handles and buffers are kept until complete. A receive is posted only when its plan is known and a buffer is free;
-the one handed out is free again at the next `receive`. Waits always block: gloo's `is_completed()` stays False
-after a peer's death, while its `wait()` raises at once.
+Handles and buffers are kept until complete. A receive is posted when its plan is known and a buffer is free.
+The one handed out is free again at the next `receive`.
+Waits block: gloo's `is_completed()` stays False after a peer's death, while its `wait()` raises at once.
 
-Gloo connects any processes on any network, and carries host memory. It cancels a posted receive only when the
-neighbour's end closes: an interrupted stage waits until the neighbour leaves the group or is killed, or for the
-group's timeout.
+Gloo carries host memory, on any network. It cancels a posted receive only when the neighbour's end closes.
+So an interrupted stage waits until the neighbour leaves the group or is killed, or for the group's timeout.
 """
 
 from __future__ import annotations

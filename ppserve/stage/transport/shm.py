@@ -1,13 +1,12 @@
 """Hidden states between processes of one host: one-sided puts into memory that both sides see.
 
-The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket; the receiver
-reads it in place and gives the slot back with one byte. Slots are used in turn and shapes come from the plan, so a
-byte says all. It is NVSHMEM's put-with-signal for CPUs: no copy but the sender's, and a wait that neither spins
-nor polls.
+The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket. The receiver
+reads it in place and gives the slot back with one byte.
+It is NVSHMEM's put-with-signal for CPUs: no copy but the sender's, and a wait that neither spins nor polls.
 
-The socket also tells at once that a neighbour has died: the kernel closes it. Nothing has a name that could
-outlive its users: the memory is anonymous (memfd), and its descriptor travels over the socket, which is bound to a
-random name in Linux's abstract namespace.
+When a neighbour dies, the kernel closes the socket. Nothing has a name that could outlive its users: the memory
+is anonymous (memfd), and its descriptor travels over the socket, whose random name is in Linux's abstract
+namespace.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Attention over blocks of keys and values, in which a row's result depends on that row alone.
 
 For each row and head: a score per key; the greatest score; the exponentials and their sum, in lanes of 16
-positions; and the output, a weighted sum of the values in order of position, divided by the sum. Nothing in that
-order depends on anything but the row's own position, so prompts, chunks and decodes agree bit for bit. Rows of a
-tile share the loads of keys and values, nothing else. int8 keys and values have a scale for each position and
+positions; and the output, a weighted sum of the values in order of position, divided by the sum.
+That order depends on the row's own position alone, so prompts, chunks and decodes agree bit for bit.
+Rows of a tile share only the loads of keys and values. int8 keys and values have a scale for each position and
 head: that of a key multiplies its score, that of a value its weight.
 
-A thread computes some of the heads, for all rows. Where every head of queries has its own head of keys and values,
-it reads only those that it wrote itself. Else several heads of queries read one, and their rows share its loads.
+A thread computes some of the heads, for all rows. If every head of queries has its own head of keys and values,
+it reads those that it wrote. Else several heads of queries read one, and their rows share its loads.
 T rows, S slices, d features of a head. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
@@ -323,9 +323,9 @@ def _groups_before(scratch, num_groups, end):
 
 @inlined
 def _are_a_rows_own(sums, size):
-    """Whether a row's sums in a tile are those of its own positions, to the bit. In a tile, the values that only
-    later rows see are added with weight 0. That changes no sum, unless one of those values is not finite, which
-    makes it a NaN, or the sum is 0, whose sign may change."""
+    """Whether a row's sums in a tile are those of its own positions, to the bit.
+    In a tile, the values that only later rows see are added with weight 0.
+    That changes a sum if such a value is not finite (to NaN), or the sum is 0 (its sign)."""
     spoilt = splat(_ZERO)
     for d in range(0, size, GROUP):
         here = load(sums, d)

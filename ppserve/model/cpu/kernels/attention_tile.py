@@ -1,9 +1,9 @@
 """The code of attention's two products, over groups of keys and values that lie anywhere in memory.
 
-A group is up to 16 consecutive positions of one KV block. Its keys are (d, 16) numbers, feature after feature; its
-values are panels of 16 features, each (positions, 16). Both are kept as float32, bfloat16 or int8 and become
-float32 when they are loaded, so each score is one chain of fused multiply-adds over the features, and each output
-one over the positions, in order: the same bits on every CPU, however many rows are computed at once.
+A group is up to 16 consecutive positions of one KV block. Its keys are (d, 16) numbers, feature after feature.
+Its values are panels of 16 features, each (positions, 16). Both are float32, bfloat16 or int8, and are loaded as
+float32. Each score is one chain of fused multiply-adds over the features, each output one over the positions, in
+order: the same bits on every CPU, with any number of rows.
 
 d features of a head. Addresses and strides are in bytes.
 """

@@ -1,14 +1,14 @@
 """How ranks that share memory give each other their rows.
 
-The memory begins with lines of int64 numbers: one for each rank, with a counter that only this rank changes, and
-one that says whether all is over. Behind these are two buffers for each rank. A rank puts its rows into one of its
-buffers, then counts up; a rank that sees the new count also sees the rows. When all have counted up, each copies
-the rows of all. The buffers take turns: no rank is more than one exchange ahead, so the buffer before the last has
-been read by all.
+The memory begins with lines of int64 numbers: one for each rank, with a counter that only it changes, and one that
+says whether all is over. Behind these are two buffers for each rank.
+A rank puts its rows into one of its buffers, then counts up; a rank that sees the new count also sees the rows.
+When all have counted up, each copies the rows of all. The buffers take turns: no rank is more than one exchange
+ahead, so all have read the buffer before the last.
 
-A rank that waits spins for some microseconds, then sleeps, so that another thread has the core. It does not yield:
-Linux counts a yield as a slice of time used up, and a rank that yields beside two busy threads is hardly let in
-again.
+A rank that waits spins for some microseconds, then sleeps, so that another thread has the core.
+It does not yield: Linux counts a yield as a slice of time used up, so a rank that yields beside two busy threads
+is hardly let in again.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)

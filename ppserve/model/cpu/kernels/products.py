@@ -1,10 +1,10 @@
 """Products of packed rows and packed weights, and which micro-kernel makes them on which CPU.
 
-Everything is seen as words of 32 bits: one float32, two bfloat16 or four int8 values, consecutive inputs of one
-row or one output. The micro-kernel multiplies a few rows by a few panels of weights and keeps the sums in
-registers: a word of a row is multiplied into the words of 16 outputs at once, and each output is one chain of such
-steps over its words, in order. So its bits depend on its own inputs alone: not on the rows beside it, the size of
-the tile, the threads or where the work was cut. (The micro-kernel of BLIS: Van Zee and van de Geijn, 2015.)
+Everything is seen as words of 32 bits: one float32, two bfloat16 or four int8 values, consecutive inputs of a row
+or an output. The micro-kernel multiplies a few rows by a few panels of weights and keeps the sums in registers.
+A word of a row is multiplied into the words of 16 outputs at once. Each output is one chain of such steps over its
+words, in order, so its bits depend on its own inputs alone.
+(The micro-kernel of BLIS: Van Zee and van de Geijn, 2015.)
 
     weights  (N / 16, W, 16) words: panels of 16 outputs; N padded with zeros to a multiple of 64, W to one of 16
     rows     tiles of R rows, each (W / 16, R, 16) words: 16 words of one row, then of the next

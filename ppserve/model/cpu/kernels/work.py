@@ -8,11 +8,11 @@
     LINEAR   rows: pack | outputs: product
     OUTPUT   as LINEAR, with the LM head's product, as READ has it
 
-An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather. What PROJECT
-puts out is what the job behind it begins with. At each bar the threads wait for each other; at the one in
-parentheses, where several heads of queries read one of keys. Rows, outputs and heads are partitioned evenly. What
-a job works on stands in tables of int64 numbers, which Python fills with `as_table`: one for each job, once, and
-one for each step.
+An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather.
+PROJECT puts out what the next job begins with. At each bar the threads wait for each other; at the one in
+parentheses, where several heads of queries read one of keys. Rows, outputs and heads are partitioned evenly.
+What a job works on stands in tables of int64 numbers, which Python fills with `as_table`: one for each job, once,
+and one for each step.
 
 T rows, D width.
 """

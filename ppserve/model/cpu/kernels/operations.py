@@ -12,10 +12,10 @@
 | `int4_pairs` | 8 of 4 bits | four `vpmaddwd` of int16 pairs | |
 | `int4_dot` | 8 of 4 bits | two `vpdpbusd`: lower halves of bytes, then the upper | AVX-VNNI or AVX512-VNNI |
 
-`bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs (the instruction takes those as
-zeros): what rounds to bfloat16 for them drops what is below SMALLEST_BF16, so that every product and every sum is
-0 or at least 2**-124. Integers are exact, so all int8 operations agree. Those of 4 bits add up integers of 32
-inputs each, and these with float32 multiply-adds in order (`group_tile`), so they agree as well.
+`bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs, and so do few and many rows of
+`bf16_tiles`: the instructions take those as zeros. What rounds to bfloat16 drops what is below SMALLEST_BF16, so
+every product and every sum is 0 or at least 2**-124. Integers are exact, so all int8 operations agree. Those of 4
+bits add up integers of 32 inputs each, and these with float32 multiply-adds in order (`group_tile`), so all agree.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)

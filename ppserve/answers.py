@@ -16,8 +16,8 @@ Texts = str | Sequence[str]
 
 
 class Options(TypedDict, total=False):
-    """What a request may say beside its prompt; the proto describes each. What is absent, or None, takes the
-    server's default."""
+    """What a request may say beside its prompt; the proto describes each.
+    What is absent, or None, takes the server's default."""
 
     temperature: float
     top_k: int
@@ -80,8 +80,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence: what is new of a stream, or all of a completed sequence. The last chunk
-    of a sequence, and no other, has `finish` and `usage`."""
+    """Consecutive tokens of one sequence: what is new of a stream, or all of a completed sequence.
+    Only the last chunk of a sequence has `finish` and `usage`."""
 
     request_id: str
     index: int  # of the sequence
@@ -150,8 +150,8 @@ def read_prompt(given: Any) -> Prompt:
 
 
 def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> dict[str, Any]:
-    """The options that are not None, in Python's own types. kinds: the type of each, by name. Raises TypeError,
-    naming an option that does not exist or has another type."""
+    """The options that are not None, in Python's own types. kinds: the type of each, by name.
+    Raises TypeError, naming an option that does not exist or has another type."""
     if unknown := sorted(given.keys() - kinds.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}")
     return {name: _read(name, value, kinds[name]) for name, value in given.items() if value is not None}

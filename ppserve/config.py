@@ -19,8 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 CPU_KV_SHARE = 0.25
-"""Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
-take, unless the operator says."""
+"""What the KV caches of a host's CPU stages may take of the memory that the weights leave, unless the operator
+says."""
 
 
 @dataclass(frozen=True, slots=True)

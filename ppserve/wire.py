@@ -1,8 +1,8 @@
 """The messages of the control plane, and their encoding in frames. Nothing is pickled.
 
-A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below. An
-unknown tag, a missing field, a wrong type or a length above the limit raises `WireError`: MAX_FRAME_BYTES, and
-MAX_GREETING_BYTES until the other end has proved that it knows the secret.
+A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below.
+An unknown tag, a missing field, a wrong type or too great a length raises `WireError`. The limit is
+MAX_FRAME_BYTES, and MAX_GREETING_BYTES until the other end has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Loading(_Message, frozen=True, tag=True):
 class Loaded(_Message, frozen=True, tag=True):
     """The weights are in memory. block_bytes: of one KV block on this stage. kv_bytes: available for KV blocks.
 
-    why_not: the check of the self-test that failed, empty if all passed. kernels: the kernel variants in use;
-    stages with different kernels may compute different bits from the same numbers. variants: those that the CPU
-    can run, weakest first.
+    why_not: the check of the self-test that failed, empty if all passed.
+    kernels: the kernel variants in use; different ones may compute different bits from the same numbers.
+    variants: those that the CPU can run, weakest first.
     """
 
     device: str
@@ -148,8 +148,8 @@ class StoreOpened(_Message, frozen=True, tag=True):
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """The stage has joined the epoch, and its transport is connected. Its KV cache is not cleared: plans never
-    read a position that no plan of the epoch has written."""
+    """The stage has joined the epoch, and its transport is connected.
+    Its KV cache is not cleared: plans read only positions that plans of the epoch have written."""
 
     epoch: int
 
@@ -159,24 +159,24 @@ class Result(_Message, frozen=True, tag=True):
 
 
 class Heartbeat(_Message, frozen=True, tag=True):
-    """The answer to a Ping. echo_ns: the Ping's `sent_ns`. clock_ns: the stage's monotonic clock when it answered;
-    the head aligns the clocks of different hosts with it."""
+    """The answer to a Ping. echo_ns: the Ping's `sent_ns`.
+    clock_ns: the stage's monotonic clock when it answered, by which the head aligns hosts' clocks."""
 
     echo_ns: int
     clock_ns: int
 
 
 class Broken(_Message, frozen=True, tag=True):
-    """The stage has left this epoch, because its transport failed or because of `Abandon`. It keeps its weights
-    and waits for the next epoch."""
+    """The stage has left this epoch, because its transport failed or because of `Abandon`.
+    It keeps its weights and waits for the next one."""
 
     epoch: int
     reason: str
 
 
 class Failed(_Message, frozen=True, tag=True):
-    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory). From a keeper, as
-    the only message of its connection: its stage process keeps dying."""
+    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory).
+    From a keeper, as its connection's only message: its stage process keeps dying."""
 
     reason: str
 
@@ -185,8 +185,8 @@ class Failed(_Message, frozen=True, tag=True):
 
 
 class Meeting(_Message, frozen=True, tag=True):
-    """Where a server's head listens, a path or HOST:PORT, and the file with the secret that it shares with its
-    ranks. is_ours: the head makes the file. tls: whose files encrypt; None in the clear."""
+    """Where a server's head listens, a path or HOST:PORT, and the file with the secret that its ranks share.
+    is_ours: the head makes the file. tls: whose files encrypt; None in the clear."""
 
     address: str
     secret_file: Path

@@ -1,7 +1,7 @@
 """One connection to a server; one request, and when its tokens arrived.
 
 Requests go through the generated stub and not the client's `stream`: a load generator must not retry or resume
-unseen, and it shares the machine with the server, so every microsecond per token counts.
+unseen, and every microsecond per token counts.
 """
 
 from __future__ import annotations

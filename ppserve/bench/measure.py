@@ -1,8 +1,8 @@
 """One run against a server: warm-up, then the load between two readings of the server's ledger.
 
-A load is a closed loop of callers, or an open loop, which sends on time whatever the server does. Its latency
-counts from when a request was due: counted from when it was sent, a generator that waits for a slow server hides
-that waiting ("coordinated omission").
+A load is a closed loop of callers, or an open loop, which sends on time whatever the server does.
+Its latency counts from when a request was due: else a generator that waits for a slow server hides that waiting
+("coordinated omission").
 """
 
 from __future__ import annotations

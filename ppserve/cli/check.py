@@ -1,6 +1,6 @@
 """Finds mistakes in a server's flags before any process is started.
 
-Without torch, whose import takes seconds: mistakes are reported at once, and no rank has to start for it.
+Without torch, whose import takes seconds: mistakes are reported at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
 
-When a stream breaks, the next request holds the received token ids (`ResumeFrom`), and the server continues. Text
-may lag behind tokens, but a message that completes text also holds the tokens that complete it. So the tokens
-received determine the text received, and nothing is lost or repeated.
+When a stream breaks, the next request holds the received token ids (`ResumeFrom`), and the server continues.
+Text may lag behind tokens, but a message that completes text also holds the tokens that complete it.
+So the tokens received determine the text received.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Retries:
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
         """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream broke.
 
-        Raises `failure` after the last attempt, and where no retry helps: it does where no server answers
-        (UNAVAILABLE) and where a full queue says when it has room.
+        Raises `failure` after the last attempt, and where no retry helps. It does if no server answers
+        (UNAVAILABLE), or a full queue says when it has room.
         """
         first, policy = self._first, self._policy
         self._failures += 1

@@ -18,8 +18,8 @@ MAX_LAYERS = 4096
 class Rotary:
     """Rotary positions: at position p, pair i of a head's features is turned by the angle p * frequencies[i].
 
-    frequencies: float32 numbers, one for each half of a head's features. magnitude: what queries and keys are
-    multiplied with as well.
+    frequencies: float32 numbers, one for each half of a head's features.
+    magnitude: what queries and keys are multiplied with.
     """
 
     frequencies: tuple[float, ...]
@@ -162,8 +162,8 @@ class Cut:
 class StageLayout:
     """Which part of the model a rank owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
 
-    A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
-    states either way. The first stage also embeds; the last also holds the final norm and the head.
+    A stage may begin with an MLP whose attention the stage before computes: hidden states cross either way.
+    The first stage also embeds; the last also holds the final norm and the head.
     """
 
     stage: int
@@ -171,8 +171,8 @@ class StageLayout:
     first_sublayer: int
     num_sublayers: int
     tensor: int = 0
-    """Which of the ranks that share the stage. Each has some heads of every attention, and some outputs of every
-    other matrix."""
+    """Which of the ranks that share the stage.
+    Each has some heads of every attention, and some outputs of every other matrix."""
     num_tensor: int = 1
 
     @property

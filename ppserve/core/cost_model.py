@@ -4,11 +4,11 @@ rows: tokens in the step. context: keys that are read (a row at position p needs
 follow each other read them together, up to eight at a time). sampled: rows that go through the LM head, which only
 the last stage has.
 
-The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a step
-that something else delayed has little influence: its relative error is below 100%, however late it was. Steps are
-grouped by their number of rows, and old steps lose weight only as new ones of their group arrive: after an hour of
-decodes the cost of a prompt is still known. Terms whose coefficient would be negative are left out and the others
-fitted again, because negative coefficients extrapolate badly.
+The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a delayed
+step has little influence: its relative error is below 100%, however late it was.
+Steps are grouped by their number of rows. Old steps lose weight only as new ones of their group arrive: after an
+hour of decodes the cost of a prompt is still known.
+Negative coefficients extrapolate badly: their terms are left out, and the others fitted again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ppserve.core.plan import StepPlan
 _TERMS = 4
 # Weight of older steps of a group per new one: about the last 100 steps count.
 _FADE = 0.99
-# Ridge terms: in pure decoding, rows and samples are collinear. That of the constant is the least: as long as all
-# steps had the same size, a further row is predicted to cost nothing, so that it is tried and its cost is learnt.
+# Ridge terms: in pure decoding, rows and samples are collinear. That of the constant is the least: while all steps
+# have one size, a further row is predicted to cost nothing, so it is tried and its cost is learnt.
 _RIDGE = (1e-9, 1e-6, 1e-6, 1e-6)
 # Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)

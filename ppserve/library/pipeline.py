@@ -158,10 +158,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> Stream:
         """Pieces of text, as they are made. Options are those of the Python client.
 
-        prompt: a text, token ids, or a list of such, which run together; `piece.request_id` then is the prompt's
-        place in the list (after your own `request_id` and a dash, if you give one). Closing the stream early ends
-        its requests. Raises InvalidRequest, naming what is wrong, or TypeError before anything runs; Overloaded
-        ends those that were queued.
+        prompt: a text, token ids, or a list of such, which run together. Then `piece.request_id` is the prompt's
+        place in the list (after your own `request_id` and a dash, if you give one).
+        Closing the stream early ends its requests. Raises InvalidRequest, naming what is wrong, or TypeError
+        before anything runs; Overloaded ends those that were queued.
         """
         return self._submit(_as_prompts(prompt), options)
 

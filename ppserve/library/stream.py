@@ -19,8 +19,8 @@ _News = queue.SimpleQueue[tuple[str, Sequence[TokenOutput]]]
 
 
 class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
-    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Threads
-    that share it get different pieces.
+    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs.
+    Threads that share it get different pieces.
 
     Raises a request's error where its next piece would be; the others can be read on.
     """

@@ -29,8 +29,8 @@ class Precision:
     """How numbers are kept. weights: linear layers'; embeddings, biases and norms are kept as `hidden` or wider.
     kv: keys and values.
 
-    compute: what operators take and give. hidden: hidden states are rounded to it after every attention and MLP,
-    and cross to the next stage in it: so where the stages are cut changes nothing.
+    compute: what operators take and give.
+    hidden: what hidden states are rounded to after every attention and MLP, wherever stages are cut.
     """
 
     weights: torch.dtype

@@ -31,13 +31,13 @@ class Gather(Protocol):
         """How long this rank has waited for others so far."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError. cut: of the
-        columns. own_Tn: this rank's; may be reused afterwards."""
+        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError.
+        cut: of the columns. own_Tn: this rank's; may be reused afterwards."""
 
 
 class Alone:
-    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs, for a self-test or
-    a measurement: a row still depends on that row alone."""
+    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs, for a self-test
+    or a measurement."""
 
     waited_ns = 0
 

@@ -3,7 +3,7 @@
 Scores of -inf (banned ids) never survive. Ranks are by score, greatest first, then by id.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class Forecast:
     @property
     def balance(self) -> dict[str, float]:
         """By `decode`, `prefill` and `mixed`: the share of time in which stages compute; at 1.0 none waits."""
-        parts, prompt, new = decode_parts(self.arch), self.intent.expect.prompt, self.intent.expect.new
+        parts = decode_parts(self.arch)
+        prompt, new = self.intent.expect.prompt, self.intent.expect.new
         # How many of the tokens go through the LM head: of a prompt, the last one.
         shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
         costs = {kind: replace(parts, head=share * parts.head).costs(self.split) for kind, share in shares.items()}

@@ -1,7 +1,7 @@
 """What a torchrun rank does: keep a stage process alive. Rank 0 runs the head as well.
 
-torchrun ends all ranks when one ends, so a rank must not be what may crash. The rank is this keeper, which never
-imports torch; its stage is a child, which it replaces when that ends or freezes.
+torchrun ends all ranks when one ends, so a rank must not crash. It is this keeper, which never imports torch.
+Its stage is a child, which it replaces when that ends or freezes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ppserve.process.stage_process import ForkServer, StageProcess
 FROZEN_AFTER_S = 4.0
 # Before it has found the head: cold disks and GPU contexts block all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
-# In a row without a computed step, however slowly. Two requests that kill their stage (`core.scheduling` isolates
-# these) together with cut links and a killed head stay below it.
+# In a row without a computed step, however slowly. Two requests that kill their stage, cut links and a killed
+# head together stay below it.
 MAX_DEATHS = 10
 # A stage that ends without a head is not to blame, for so long.
 HEADLESS_FOR_S = 900.0
-# For each death in a row but the first, before it found the head: the cause may pass (no process or memory left, a
-# device still held), and the next is forked within milliseconds.
+# For each death in a row but the first, before it found the head. The cause may pass (no process or memory left, a
+# device still held), and a fork takes milliseconds.
 _LONGER_S = 1.0
 # For telling the head that the stage keeps dying.
 _REPORT_WITHIN_S = 2.0

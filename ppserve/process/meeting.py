@@ -1,12 +1,12 @@
 """Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
 
 Each rank finds address and secret by itself. On one host: a Unix socket and a file, in a directory of this user
-that is named for the launcher. On several hosts: a port of MASTER_ADDR, and --secret-file. Not by the launcher's
-store: everyone who can reach it may read and write it.
+that is named for the launcher. On several hosts: a port of MASTER_ADDR, and --secret-file.
+Not by the launcher's store: everyone who can reach it may read and write it.
 
-In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both. A
-recorded answer fits no other connection, and the two sides' answers differ, so neither can be sent back. The
-secret itself is never sent.
+In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both.
+A recorded answer fits no other connection. The two sides' answers differ, so neither can be sent back.
+The secret is never sent.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """Opens the head's socket; returns it with the secret. Raises UsageError. On one host the secret is new. A
-    killed head's files are removed before it listens, so that no rank brings an old secret."""
+    """Opens the head's socket; returns it with the secret, which is new on one host. Raises UsageError.
+    A killed head's files are removed first, so that no rank brings an old secret."""
     if meeting.is_ours:
         _take_over(meeting)
     try:

@@ -99,10 +99,10 @@ class ForkServer:
 class StageProcess:
     """One process that computes for a stage. It waits for `start` first.
 
-    It writes lines to a socket: an empty one at least every half second, also while the fork server still imports;
-    `forked PID` when it exists, `started` when it has read its configuration, `connected` when it has found the
-    head, `ready` when it has entered an epoch, `served` when it has computed its first step. The socket's end is
-    the process's end.
+    It writes lines to a socket: an empty one at least every half second, also while the fork server imports;
+    `forked PID` when it exists, `started` when it has its configuration, `connected` when it has found the head,
+    `ready` when it has entered an epoch, `served` when it has computed its first step.
+    The socket's end is the process's end.
     """
 
     def __init__(self, server: ForkServer) -> None:

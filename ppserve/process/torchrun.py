@@ -1,7 +1,7 @@
 """`ppserve serve --stages N` from a plain shell: runs torchrun's agent in this process, without its command line.
 
-torchrun's own report of a failed rank is not printed: the rank has written one line that says what is wrong, and
-its exit code becomes the command's.
+torchrun's own report of a failed rank is not printed: the rank has written one line that says what is wrong.
+Its exit code becomes the command's.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _make_rendezvous(parameters: Any) -> Any:
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
-    """Starts this same command once per rank on this host, waits, and returns an exit code. shutdown_timeout_s:
-    how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError."""
+    """Starts this command once per rank on this host, waits, and returns an exit code. Raises LauncherError.
+    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more."""
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

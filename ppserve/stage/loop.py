@@ -1,7 +1,7 @@
 """The life of a stage: load its layers, then one step after another, in one epoch after another.
 
-A stage holds weights, keys and values, and nothing about requests. It runs plans in order of arrival. When a
-neighbour dies it reports the epoch as broken, keeps its weights, and waits for the next one.
+A stage holds weights, keys and values, and nothing about requests. It runs plans in order of arrival.
+When a neighbour dies it reports the epoch as broken, keeps its weights, and waits for the next.
 
 Nothing here is about the process: a stage may as well be a thread.
 """

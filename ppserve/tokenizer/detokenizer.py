@@ -24,8 +24,8 @@ class Detokenizer:
     """Undecoded bytes and held-back text of one stream.
 
     The stop string that is complete first ends the stream; if one character completes several, the longest,
-    because it began first. So the text decides where a stream stops, not its tokens. With `include_stop` it ends
-    with the matched string, otherwise before it. The first `min_tokens` tokens are not searched for stop strings.
+    which began first. With `include_stop` the text ends with the matched string, otherwise before it.
+    The first `min_tokens` tokens are not searched for stop strings.
     """
 
     def __init__(

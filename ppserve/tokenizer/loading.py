@@ -47,8 +47,8 @@ def load_tokenizer(
     """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
     It is read from the first of `READERS` beside the weights. Without any it is tiktoken's GPT-2 encoding, if that
-    can be had and `vocab_size`, where given, is GPT-2's; else there is none, and the log says why. Raises
-    CheckpointError for an unusable file.
+    can be had and `vocab_size`, where given, is GPT-2's. Else there is none, and the log says why.
+    Raises CheckpointError for an unusable file.
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given

@@ -4,8 +4,8 @@ Each stage's time since the start is cut, without gaps or overlaps, into spans o
 bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall.
 
 A span is *settled* (its kind is final) once all results that decide its kind have been reported, in order of time
-at each stage; results of stages may arrive in any order. When a stage is lost, the time from its last report until
-the pipeline has formed again is `host` if the server has work, else idle.
+at each stage; results of stages may arrive in any order.
+When a stage is lost, the time from its last report to the next epoch is `host` if the server has work, else idle.
 
 All times are nanoseconds on the head's monotonic clock.
 """

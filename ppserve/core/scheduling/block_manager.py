@@ -142,9 +142,10 @@ class PrefixCache:
     """Finds and publishes the blocks of prefixes that several sequences share. Its unit is the full block.
 
     Others can find a block as soon as the step that fills it is *scheduled*, because steps that read it run later.
-    So of many equal prompts that arrive together, the second shares blocks of the first. A shared block holds
-    exactly the keys and values that the sequence would have computed. Blocks of generated tokens are shared too:
-    the next turn of a conversation finds them. If callers share no prefixes, the digest names the caller.
+    So of equal prompts that arrive together, the second shares blocks of the first.
+    A shared block holds exactly the keys and values that the sequence would have computed.
+    The next turn of a conversation finds those of generated tokens, too.
+    If callers share no prefixes, the digest names the caller.
     """
 
     def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:

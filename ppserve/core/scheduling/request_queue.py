@@ -5,11 +5,11 @@ its own blocks, slots and steps (`scheduler`). Laws
 
 - A submitted request is admitted, waits or is refused: with InvalidRequest if it does not fit an empty server,
   with Overloaded if the queue is full or its answer is predicted to miss its deadline.
-- Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
+- Waiting requests are admitted in `FairQueue`'s order, until the first that fits nowhere.
 - A request goes to the replica with room where, with it, fewest tokens are left to compute. Its prefix that is
   cached there is not counted: so it attracts requests, but not to a replica that is much busier.
 - Requests that a replica gives back keep their tokens and are computed again, before all others.
-- A suspect runs alone in the replica that died with it. Other replicas run all but suspects.
+- Suspects run alone (`PoisonIsolation`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ppserve.errors import DeadlinePassed, Overloaded, RequestError, RequestFail
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # With fewer running sequences, one more raises the throughput, so no answer's time is predicted.
 _MANY_RUNNING = 8
-# Predicted times are multiplied by this: under overload, requests admitted later take half of the steps.
+# A factor on predicted times: under overload, requests admitted later take half of the steps.
 _MARGIN = 2.5
 
 SUSPICIOUS_LOSSES = 2

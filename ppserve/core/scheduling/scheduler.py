@@ -13,8 +13,8 @@ Laws
 - When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
 - Every sequence has one terminal event.
 
-The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None. It enters each plan
-in the book of steps, and calls `commit` for every result of the last stage that is in the book.
+The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each
+plan in the book of steps. It calls `commit` for every result of the last stage.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ saves at most w. So there are P + 1 slots while
 With P + 1 slots that wait cannot be seen, so it is measured again from time to time.
 
 Where one rank computes all of the model, it knows what it has drawn before the head does. So one further step may
-be sent ahead (`StepPlan.is_ahead`). If an answer ends with the token drawn before, its slice is not used. If all
-end, or a request is admitted, the step is cancelled.
+be sent ahead (`StepPlan.is_ahead`). The slice of an answer that has ended is not used.
+If all end, or a request is admitted, the step is cancelled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class MicrobatchSlots:
         self.num_slots = num_slots
 
     def begin_epoch(self, epoch: int) -> None:
-        """The epoch has formed."""
         assert epoch >= self.epoch, (epoch, self.epoch)
         self.epoch = epoch
 

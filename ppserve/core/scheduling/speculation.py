@@ -1,8 +1,8 @@
 """Draft tokens: tokens that are computed before they are known, as further rows of a sequence's step.
 
-A step of few rows takes hardly longer with one row more, because most of its time goes into reading weights. So a
-step that decodes may take tokens that are likely to follow. Each token is drawn from the model as without them. A
-draft token that equals the token drawn before it saves a step; what was computed after a wrong one is dropped.
+A step of few rows takes hardly longer with one row more, because most of its time goes into reading weights.
+So a step that decodes may take tokens that are likely to follow. Each is drawn from the model as without them.
+A draft token that equals the drawn one saves a step; what was computed after a wrong one is dropped.
 
 A draft token is added while the step is then likely to bring more tokens per second:
 

@@ -87,8 +87,8 @@ class RequestHandler:
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
     ) -> AsyncIterator[RequestStream]:
-        """A new request's stream, to be read in the block; leaving that early ends the request. news,
-        deadline_is_error: see `RequestStream`. Raises RequestError when the request is refused."""
+        """A new request's stream, to be read in the block; leaving that early ends the request.
+        news, deadline_is_error: see `RequestStream`. Raises RequestError if refused."""
         with self.counting_refusals():
             prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)

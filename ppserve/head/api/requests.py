@@ -1,5 +1,4 @@
-"""From what a caller asks for to the core's `Request`: checks every limit and resolves every default. (Whether the
-KV cache can hold it, the scheduler checks.)
+"""From what a caller asks for to the core's `Request`: checks every limit and resolves every default.
 
 Fields are named as in the proto, here and in errors; protocols with other names translate.
 """
@@ -45,7 +44,7 @@ R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescription, call: Call) -> Request:
     """The request that the core sees. An empty prompt starts from the end-of-text token.
 
-    Fractions are rounded to float32, as gRPC carries them: a request draws the same tokens by every protocol.
+    Fractions are rounded to float32, as in gRPC: a request draws the same tokens by every protocol.
     Raises InvalidRequest, naming every field that is outside the limits.
     """
     given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
@@ -202,7 +201,8 @@ def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> It
     if "resume_index" not in given:
         return
     index, n, max_tokens = given["resume_index"], given.get("n", 1), given.get("max_tokens")
-    field, held = "resume.generated_token_ids", given.get("resume_ids", ())
+    field = "resume.generated_token_ids"
+    held = given.get("resume_ids", ())
     if not 0 <= index < n:
         yield Violation("resume.index", f"{index}, but the request has {n} sequences")
     if len(held) > max(0, room):

@@ -1,7 +1,7 @@
 """One request's stream of answers, between the engine, which never waits, and a reader that may be slow.
 
-The engine pushes what each step brought; the reader takes it as deltas. What a slow reader leaves is merged into
-one delta per sequence; a fast one sees every token as it comes.
+The engine pushes what each step brought; the reader takes it as deltas.
+What a slow reader leaves becomes one delta per sequence; a fast one sees every token.
 """
 
 from __future__ import annotations

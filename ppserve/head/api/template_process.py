@@ -1,5 +1,5 @@
-"""The process that renders a chat template: another person's program. Here it may use little memory and time, and
-cannot hurt the head.
+"""The process that renders a chat template: another person's program.
+It may use little memory and time here, and cannot hurt the head.
 
 It reads the template's source as a line of JSON, then a line for each chat, and answers each with one.
 """

@@ -3,8 +3,8 @@
 Ranks send messages. Other threads put calls into the inbox and wake the engine. All are handled in this thread, so
 nothing needs a lock. It sleeps until something arrives, or 0.1 s: then it checks deadlines and silent ranks.
 
-Replicas share one request queue, which decides where a request is computed. What one replica cannot finish,
-another does. One that will not form again ends alone, as long as another is left.
+Replicas share one request queue. What one replica cannot finish, another does.
+One that will not form again ends alone, as long as another is left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The members: every rank's state, and the current epoch. Policy only: messages and the time are arguments.
 
 An epoch is one life of the pipeline between losses. It is lost when a rank is lost or reports a failed transport,
-also while it is forming. Then the surviving ranks leave it, keep their weights and are LOADED again. The next
-epoch forms when every rank is LOADED, so never with a rank that is dead or still waits in the epoch before.
+also while it is forming. Then the surviving ranks leave it, keep their weights and are LOADED again.
+The next forms when every rank is LOADED, so never with one that is dead or still waits in the epoch before.
 
 A rank that asks for an invalid change of state (`member`) loses its connection. A pipeline that will not form
 again raises UsageError if the operator's configuration is at fault, else StagesLost.

@@ -1,7 +1,7 @@
 """The Prometheus metrics of all stages: one registry, served at `/metrics` by the head.
 
-Dashboards depend on names, which never change. No label's values grow with the number of requests. Every label set
-starts at zero, so rates are right from the first event on.
+Dashboards depend on names, which never change. No label's values grow with the number of requests.
+Every label set starts at zero, so rates are right from the first event on.
 """
 
 from __future__ import annotations

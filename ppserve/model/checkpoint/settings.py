@@ -3,9 +3,10 @@
 The bounds leave room above every GPT-2 in existence. Sizes computed from them cannot exhaust the memory before the
 tensors are compared with the file.
 
-Embeddings are padded to a round number of rows. Rows beyond the vocabulary are untrained, with logits near zero
-while those of real tokens may be near -70: they must never be drawn. The tokenizer beside the weights knows where
-the vocabulary ends. Without one, 50304 rows are GPT-2's 50257, padded as nanoGPT and llm.c do.
+Embeddings are padded to a round number of rows. Those beyond the vocabulary are untrained, with logits near zero
+while those of real tokens may be near -70: they must never be drawn.
+The tokenizer beside the weights knows where the vocabulary ends.
+Without one, 50304 rows are GPT-2's 50257, padded as nanoGPT and llm.c do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiling kernels: numba, once per machine, kept in a writable directory of ours.
 
-By the modification time of a kernel's file numba decides whether it is stale, and misses changes in files that it
-calls into. So there is one directory for each state of the sources, named by a digest of all files that take part.
+numba looks only at a kernel's own file to decide whether it is stale, and not at those that it calls into.
+So there is one directory for each state of the sources, named by a digest of all files that take part.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ numba.config.reload_config()  # type: ignore[no-untyped-call]
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 NUMBA = (0, 62), (0, 69)
-"""The first version, and the first too new, as in pyproject.toml: kernels use private parts of numba, and LLVM
-before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
+"""The first version, and the first too new, as in pyproject.toml. Kernels use private parts of numba.
+LLVM before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
 
 
 def check_numba(version: str = numba.__version__) -> None:

@@ -1,16 +1,16 @@
 """Sixteen float32 lanes as a value inside numba kernels, and the arithmetic on them.
 
-numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they want: a
-`lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and every operation here
-is exact IEEE arithmetic per lane (`fma` is a fused multiply-add on every machine) or a reduction in a fixed tree.
-So results depend on the order that a kernel writes down and on nothing else: not on the vectoriser, the row's
-neighbours or the CPU model.
+numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they want.
+A `lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON). Every operation here is
+exact IEEE arithmetic per lane (`fma` is a fused multiply-add on every machine) or a reduction in a fixed tree.
+So results depend only on the order that a kernel writes down: not on the vectoriser, the row's neighbours or the
+CPU model.
 
 Memory is addressed as `load(array, index)` on flat arrays of float32, or on their address as an integer. Indices
 are not checked.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

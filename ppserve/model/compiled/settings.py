@@ -1,10 +1,10 @@
 """Settings that kernels are compiled for: frozen records of Python that numba sees as types.
 
 A kernel takes such a record as an argument, reads its fields as constants and hands it to intrinsics, which emit
-the code that it asks for. Each record gets own machine code, in one process and one cache.
+the code that it asks for. Each record gets own machine code.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class MemoryGather:
     def __init__(
         self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
     ) -> None:
-        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. connections: to
-        other ranks; the system closes them when those die."""
+        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are.
+        connections: to other ranks; the system closes them when those die."""
         rank, count = place
         self._memory = memory  # kept: the kernels have its address
         self._connections = connections

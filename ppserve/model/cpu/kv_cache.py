@@ -7,7 +7,7 @@ as (p, 16); in int8 both end with a float32 scale for each position:
     keys_LBHc    (L, B, H, bytes of a cell of keys)
     values_LBHc  (L, B, H, bytes of a cell of values)
 
-Padding to a multiple of 16 is never read as a key and its results are never used as features.
+Padding to a multiple of 16 is no key, and its results no features.
 """
 
 from __future__ import annotations

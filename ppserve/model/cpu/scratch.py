@@ -21,8 +21,8 @@ _ROWS_AT_FIRST = 64
 
 
 class ScratchMemory:
-    """Scratch memory of a stage. No step leaves anything in it for the next, so all steps share it; a step that
-    was prepared keeps the arrays that it was prepared with."""
+    """Scratch memory that all steps of a stage share: none leaves anything in it for the next.
+    A step that was prepared keeps its arrays."""
 
     def __init__(self, kind: MicroKernel, num_threads: int) -> None:
         """kind: of the products."""

@@ -20,7 +20,7 @@ Work = Callable[..., None]
 """What each thread runs: (job queue, its number, number of threads, numbers of a job).
 
 Thread 0 publishes a job and does its part of it. The others do their parts of job after job, until one of zeros
-tells them to end. All threads wait for each other at the end of a job, so none can miss the next."""
+ends them. All threads wait for each other at a job's end, so none misses the next."""
 
 _NO_JOB = (0,) * JOB_NUMBERS
 

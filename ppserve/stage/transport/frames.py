@@ -18,9 +18,9 @@ MAX_ROWS = 8192
 class Frames:
     """The frames of one pipeline; every stage must be given the same (but for the device).
 
-    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them. depth: frames
-    that a link holds ahead, at least 1; with fewer than the microbatches in flight, a fast sender waits for a slow
-    receiver.
+    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them.
+    depth: frames that a link holds ahead, at least 1. With fewer than the microbatches in flight, a fast sender
+    waits for a slow receiver.
     """
 
     width: int
@@ -69,8 +69,9 @@ class ReceiveOrder:
 class Transport(Protocol):
     """One stage's two ends: from the previous stage, to the next. Used by one thread, except `interrupt`.
 
-    Stages receive and send the steps of an epoch in the same order, each once. The first never receives, the last
-    never sends. After a TransportError only `close` is of use.
+    Stages receive and send the steps of an epoch in the same order, each once.
+    The first never receives, the last never sends.
+    After a TransportError only `close` is of use.
     """
 
     def post_receive(self, plan: StepPlan) -> None:
@@ -79,8 +80,8 @@ class Transport(Protocol):
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """The hidden states (T, D) of this step, which was posted, once they are there.
 
-        Valid until the next `receive`: the tensor is the transport's. Raises TransportError when the neighbour is
-        gone or the transport is interrupted.
+        Valid until the next `receive`: the tensor is the transport's.
+        Raises TransportError when the neighbour is gone or the transport is interrupted.
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:

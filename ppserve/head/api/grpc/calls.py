@@ -139,8 +139,8 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
 
 
 def end_with(context: Context, error: RequestError) -> None:
-    """The call ends with this status and its details once its method returns. Not by `context.abort`, whose error
-    and call refer to each other until the collector runs."""
+    """The call ends with this status and its details once its method returns.
+    `context.abort` would leave an error and a call that refer to each other."""
     status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
     status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))
     if isinstance(error, InvalidRequest):

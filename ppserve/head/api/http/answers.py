@@ -135,8 +135,8 @@ class LogprobWriter:
         self._offset = 0
 
     def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """The next tokens, after the prompt's if given: in every list an entry for each. `text_offset` counts the
-        characters before a token. Prompt and answer are decoded apart: no character spans them."""
+        """The next tokens, after the prompt's if given: in every list an entry for each.
+        `text_offset` counts the characters before a token. No character spans prompt and answer."""
         entries = [self._completed(*token) for token in prompt]
         self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
         entries += [self._completed(*token) for token in generated]

@@ -1,7 +1,7 @@
 """What the bodies of requests hold. msgspec checks names and types; `requests.to_request` checks values.
 
-Clients expect that unknown fields are ignored. Those that would change the answer if served are refused by name,
-unless their value asks for nothing.
+Unknown fields are ignored. Those that would change the answer are refused by name, unless their value asks for
+nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """int64 numbers that threads and processes share, by address, and what they ask of the system to wait for one."""
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ it reads those that it wrote. Else several heads of queries read one, and their 
 T rows, S slices, d features of a head. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 class CacheShape(NamedTuple):
-    """A stage's keys and values. keys, values: addresses. layer_cells: blocks times heads. num_heads: of keys and
-    values, each of them read by `readers` heads of queries. key_cell, value_cell: bytes of one block and head."""
+    """A stage's keys and values. keys, values: addresses. layer_cells: blocks times heads.
+    num_heads: of keys and values, each read by `readers` heads of queries.
+    key_cell, value_cell: bytes of one block and head."""
 
     keys: int
     values: int
@@ -72,9 +73,9 @@ class StepSlices(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs. first to
-    end: those of queries; first_kv to end_kv: those of keys and values. first_cell: of the layer, in the cache.
-    scale: the factor on Q·K."""
+    """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs.
+    first to end: those of queries; first_kv to end_kv: those of keys and values.
+    first_cell: of the layer, in the cache. scale: the factor on Q·K."""
 
     qkv: int
     qkv_stride: int

@@ -8,7 +8,7 @@ order: the same bits on every CPU, with any number of rows.
 d features of a head. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ It does not yield: Linux counts a yield as a slice of time used up, so a rank th
 is hardly let in again.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

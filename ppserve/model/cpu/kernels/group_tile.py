@@ -3,7 +3,7 @@
     y[r, n] = scale[r] · Σ over groups g of (d[n, g] · Σ x[r] · q[n] + m[n, g] · Σ x[r])
 
 x: a row's int8 numbers, q: numbers from 0 to 15, so an output's weight is d · q + m. Sums within a group are exact
-integers; over groups each output is one chain of float32 multiply-adds, in order. Nothing is unpacked to memory.
+integers; over groups each output is one chain of float32 multiply-adds, in order.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)

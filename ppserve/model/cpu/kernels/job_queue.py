@@ -8,7 +8,7 @@ no job for a while sleeps too, until one is published. None of this needs the in
 that wakes up would wait.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

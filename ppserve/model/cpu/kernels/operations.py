@@ -182,7 +182,7 @@ def multiply_pairs(builder, total, row, weights):
 
 
 class Int8Pairs(Operation):
-    """The rows' values come as int16: a word with the first and the third of four, then one with the others."""
+    """The rows' values come as int16: a word with the first and third of four, then one with the others."""
 
     arithmetic = "int8"
     unroll = 1
@@ -231,9 +231,9 @@ class Int8Dot(Operation):
 
 
 class Int4(Operation):
-    """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers, an output's scale
-    and, in the upper half, its minimum; behind those of a row the sum of its values, in float32. sums: within a
-    group."""
+    """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers: an output's scale
+    and, in the upper half, its minimum. Behind a row's stands the sum of its values, in float32.
+    sums: within a group."""
 
     arithmetic = "int4"
     sums = I32

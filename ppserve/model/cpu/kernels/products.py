@@ -17,7 +17,7 @@ for memory; where a CPU is better at it, that is left to it (`MicroKernel.reads_
 T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _up_to(rows: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12) if size <= rows)
 
 
-# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere. Machines with AMX use VNNI for int4:
-# a group's sums are scaled one by one, and AMX would have to store them first.
+# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere. For int4 machines with AMX use VNNI:
+# a group's sums are scaled, and AMX would have to store them first.
 _GROUPS = {"chunks_at_once": 128}
 
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
@@ -194,8 +194,8 @@ class Scratch(NamedTuple):
 
 @inlined
 def multiply(kind, weights, rows, y, first_panel, end_panel):
-    """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2. y: the address of
-    (T and as many rows as make whole tiles, N) float32. rows: of a `Scratch`."""
+    """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2.
+    y: the address of (T, filled up to whole tiles, N) float32. rows: of a `Scratch`."""
     num_tiles = -(-rows.num_rows // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
     first_weights = weights.panels + first_panel * weights.chunks * kind.chunk_bytes

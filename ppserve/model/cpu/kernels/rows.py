@@ -3,7 +3,7 @@
 T rows, K inputs.
 """
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def scale_for_int8(values, count):
     """Two factors: the one that turns the row's int8 numbers back into its `count` values, and the one that turns
     its values into int8 numbers.
 
-    A row whose values are all below 1e-30 becomes zeros. If a value is not finite, the first factor is a NaN, and
-    with it all that is computed from the row.
+    A row whose values are all below 1e-30 becomes zeros.
+    If a value is not finite, the first factor is a NaN, and all that is computed from the row.
     """
     most, not_finite = splat(_ZERO), splat(_ZERO)
     for i in range(0, count, 16):
@@ -186,8 +186,7 @@ def _exact_gelu(x):
 
     x Φ(x) = max(x, 0) - a Q(a), where a = |x| and Q(a) = 1 - Φ(a) = erfc(a / √2) / 2, so nothing is lost where
     Φ(x) is small. Q(a) = exp(-a² / 2) times a function that falls slowly: a polynomial in t = 1 / (1 + 0.35 a),
-    fitted here by least squares that are weighted anew until its greatest relative error, 4e-8, is as small as can
-    be.
+    fitted by least squares, which are weighted anew until its greatest relative error, 4e-8, is least.
     """
     a = where_greater(splat(_ZERO), x, splat(_ZERO) - x, x)
     near = where_greater(a, splat(_NEAR), splat(_NEAR), a)  # Q is 0 from there on

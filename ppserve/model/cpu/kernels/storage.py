@@ -1,6 +1,6 @@
 """Numbers in memory as float32, bfloat16 or int8, which kernels see as float32."""
 # mypy: ignore-errors
-# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+# (numba types these functions from their arguments)
 
 from __future__ import annotations
 

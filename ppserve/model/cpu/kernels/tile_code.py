@@ -26,7 +26,7 @@ CHUNK_BYTES = PANEL * LINE_BYTES
 @dataclass(frozen=True)
 class MicroKernel:
     """operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: those of a tile.
-    rows: the numbers of rows that a tile may have, ascending. rows_at_once, chunks_at_once: the block of rows that
+    rows: how many rows a tile may have, ascending. rows_at_once, chunks_at_once: the block of rows that
     is to stay in the second-level cache while the weights pass by. reads_alone: whether a product of one tile
     leaves fetching to the CPU, and with few rows, of which no product has several tiles, reads one panel after the
     other: faster on AMD's CPUs, slower on Intel's (docs/performance.md)."""

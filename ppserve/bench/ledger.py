@@ -1,4 +1,4 @@
-"""Where the stages' time went over an interval: the difference of two readings of the ledger."""
+"""Where the stages' time went: the difference of two readings of the ledger."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class ScrapeFailed(PpserveError):
 
 
 def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """PromQL's histogram_quantile: linear in a bucket. None without observations. counts: of values up to each
-    bound, and of all."""
+    """PromQL's histogram_quantile: linear in a bucket. None without observations.
+    counts: of values up to each bound, and of all."""
     rank = q * counts[-1]
     low_bound = low_count = 0.0
     for bound, count in zip(bounds_s, counts, strict=False):

@@ -28,8 +28,8 @@ class RetryPolicy:
     max_attempts: int | None = None
     """Ends a call after so many failures in a row, unless its stream has begun."""
     resume_timeout_s: float = 120.0
-    """Seconds from the first of several failures in a row to the last attempt. A server that restarts may need
-    minutes to read its weights."""
+    """Seconds from the first of several failures in a row to the last attempt.
+    A server may need minutes to read its weights."""
     first_pause_s: float = 0.1
     """Seconds. Pauses double up to the longest; to a second without a server."""
     max_pause_s: float = 5.0

@@ -34,8 +34,8 @@ class CallFailed(PpserveError):
 
 
 def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The message that asks for this. options: by `answers.read_options`. Raises ValueError for a value that its
-    field cannot hold, TypeError for what is no prompt."""
+    """The message that asks for this. options: by `answers.read_options`.
+    Raises ValueError for a value that its field cannot hold, TypeError for what is no prompt."""
     request = pb.GenerateRequest()
     asked = read_prompt(prompt)
     if isinstance(asked, str):

@@ -107,12 +107,12 @@ class Architecture:
 
 
 ATTENTION_SHARE = 1 / 3
-"""Of a layer's weights, where only whole layers are known: a GPT-2's MLP is four times as wide as its input."""
+"""Of a layer's weights, if only whole layers are known: a GPT-2's MLP is four times as wide as its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How many sublayers each stage has. In text it counts layers: an attention or an MLP alone is half of one."""
+    """How many sublayers each stage has. Text counts layers: an attention or an MLP alone is half of one."""
 
     sublayers: tuple[int, ...]
 
@@ -133,7 +133,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Consecutive things, heads or outputs of a matrix, shared out among the tensor ranks of a stage."""
+    """Consecutive heads or outputs of a matrix, shared out among the tensor ranks of a stage."""
 
     widths: tuple[int, ...]
     """How many each rank has."""
@@ -198,7 +198,7 @@ class StageLayout:
         return self.kv_heads(arch).times(arch.heads_per_kv_head)
 
     def kv_bytes_per_token(self, arch: Architecture, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of keys and values that one token occupies on this rank: those of its own heads, each with its
+        """Bytes of keys and values that one token occupies on this rank: of its own heads, each with its
         scale."""
         of_head = arch.head_size * element_bytes + scale_bytes
         return 2 * len(self.attentions) * self.kv_heads(arch).width * of_head
@@ -250,7 +250,7 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
 
 
 def matrices(arch: Architecture, layout: StageLayout) -> list[tuple[int, int]]:
-    """Outputs and inputs of the four matrices of a layer, as a rank holds them: of queries, keys and values; the
+    """Outputs and inputs of a layer's four matrices, as a rank holds them: of queries, keys and values; the
     attention's last; the MLP's first; its last."""
     width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
     qkv = (layout.heads(arch).width + 2 * layout.kv_heads(arch).width) * arch.head_size

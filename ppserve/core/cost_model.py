@@ -1,8 +1,8 @@
 """The time of a step on a stage: seconds = a + b·rows + c·context + d·sampled, fitted while serving.
 
-rows: tokens in the step. context: keys that are read (a row at position p needs p + 1; a sequence's rows that
-follow each other read them together, up to eight at a time). sampled: rows that go through the LM head, which only
-the last stage has.
+rows: tokens in the step.
+context: keys that are read (a row at position p needs p + 1; up to eight rows of a sequence read them together).
+sampled: rows that go through the LM head, on the last stage.
 
 The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a delayed
 step has little influence: its relative error is below 100%, however late it was.
@@ -91,7 +91,7 @@ class StageCost:
         if seconds <= 0:
             return
         values = (1, size.rows, size.context, size.sampled)
-        # Divided by the step's seconds: so its target is 1, and the error that is minimized is relative.
+        # Divided by the step's seconds, so that the target is 1 and the error relative.
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
         group = self._groups.setdefault(size.rows.bit_length(), [[0.0] * (_TERMS + 1) for _ in range(_TERMS)])
         for row, feature in zip(group, features, strict=True):
@@ -113,7 +113,7 @@ class StageCost:
 
 
 def _solve_non_negative(equations: Equations) -> list[float]:
-    """Least squares without negative coefficients: leaves out the most negative term until there is none."""
+    """Least squares: leaves out the term with the most negative coefficient until there is none."""
     floor = 1e-12 * max(equations[i][i] for i in range(_TERMS))
     left_out: set[int] = set()
     while True:

@@ -31,7 +31,7 @@ def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
 
 
 def table(*rows: Sequence[str], left: int = 0) -> list[str]:
-    """One line per row, in columns as wide as their widest cell; the first `left` are aligned to the left."""
+    """One line per row, in columns as wide as their widest cell; the first `left` begin at the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [cell.rjust(width) if place >= left else cell.ljust(width) for place, (cell, width) in enumerate(cells)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank sits: in which replica, at which stage of it, and which of the stage's tensor ranks it is."""
+    """Where a rank sits: its replica, its stage, and which of the stage's tensor ranks it is."""
 
     replica: int
     stage: int
@@ -22,7 +22,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """A grid of tensor x data x pipeline ranks. data: how many replicas; Megatron-LM's name for that axis."""
+    """A grid of tensor x data x pipeline ranks. data: replicas, by Megatron-LM's name for that axis."""
 
     tensor: int
     data: int
@@ -42,7 +42,7 @@ class RankGrid:
         return tuple(rank for rank in range(self.size) if self.place(rank).replica == replica)
 
     def name(self, rank: int) -> str:
-        """A rank in words, without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""
+        """Without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""
         place = self.place(rank)
         words = [f"replica {place.replica}"] * (self.data > 1) + [f"stage {place.stage}"]
         return " ".join(words + [f"tensor {place.tensor}"] * (self.tensor > 1))

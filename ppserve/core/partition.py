@@ -63,7 +63,7 @@ class ExpectedWorkload:
         return _plan([(context, 1)] * num_decodes + prompts, num_decodes)
 
     def drawn_share(self, max_positions: int) -> float:
-        """Of the draws of such steps, how many there are on average: below 1 where a prompt takes more steps than
+        """How many of the draws of such steps there are on average: below 1 where a prompt takes more steps than
         its answer has tokens."""
         return min(1.0, _MAX_PROMPT_TOKENS * self.new / self._prompt(max_positions))
 
@@ -84,7 +84,7 @@ def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a model cost in a step, in one unit of your choice (seconds, bytes, parameters)."""
+    """What the parts of a model cost in a step, in any one unit (seconds, bytes, parameters)."""
 
     attention: float
     """Of one layer, with its norm; so is the next."""
@@ -117,11 +117,12 @@ def decode_parts(arch: Architecture) -> PartCosts:
     The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
     """
     attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
-    return PartCosts(attention, mlp, 0.0, arch.vocab_size * arch.width + arch.norm_params)
+    head = arch.vocab_size * arch.width + arch.norm_params
+    return PartCosts(attention, mlp, 0.0, head)
 
 
 def balance(costs: tuple[float, ...]) -> float:
-    """Efficiency of a full pipeline with these stage costs: mean over maximum, 1.0 = no stage ever waits."""
+    """Efficiency of a full pipeline with these stage costs: mean over maximum, 1.0 = no stage waits."""
     return sum(costs) / (len(costs) * max(costs))
 
 
@@ -131,23 +132,21 @@ def split_by_weight(arch: Architecture, num_stages: int) -> Split:
 
 
 def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
-    """The split, of at least one layer each, whose heaviest stage is lightest. Raises ConfigError.
-
-    Of whole layers the earlier stage gets one more.
-    """
+    """The split, of at least one layer each, whose heaviest stage is lightest. Raises ConfigError."""
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
         raise ConfigError("--stages", f"{num_stages} stages cannot share {layers}; each needs at least one")
+    # Of whole layers the earlier stage gets one more.
     best = _whole_layers(parts, num_layers, num_stages)
-    better = _fill(parts, num_layers, num_stages, (1 - _WORTH_A_CUT) * max(parts.costs(best)))
-    while better is not None:
+    limit = (1 - _WORTH_A_CUT) * max(parts.costs(best))
+    while (better := _fill(parts, num_layers, num_stages, limit)) is not None:
         best = better
-        better = _fill(parts, num_layers, num_stages, math.nextafter(max(parts.costs(best)), 0))
+        limit = math.nextafter(max(parts.costs(best)), 0)
     return best
 
 
 def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
-    """One layer at a time to the stage that costs least, which is exact as all layers cost the same."""
+    """One layer at a time to the stage that costs least: exact, as all layers cost the same."""
     sublayers = [2] * num_stages
     costs = list(parts.costs(Split(tuple(sublayers))))
     for _ in range(num_layers - num_stages):
@@ -180,7 +179,8 @@ def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     """Raises ConfigError unless `split` deals out every layer to `num_stages` stages."""
-    counts, total = split.sublayers, sum(split.sublayers) / 2
+    counts = split.sublayers
+    total = sum(counts) / 2
     if len(counts) != num_stages:
         problem = f"names {counted(len(counts), 'stage')}, not {num_stages}"
     elif min(counts) < 2:

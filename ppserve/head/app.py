@@ -1,4 +1,4 @@
-"""The head as a process: it starts the engine, serves once the pipeline has formed, and stops both in order."""
+"""The head as a process: starts the engine, serves once the pipeline has formed, stops both in order."""
 
 from __future__ import annotations
 

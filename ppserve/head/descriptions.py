@@ -1,4 +1,4 @@
-"""What the server says about itself and its limits: values, which each protocol turns into its messages."""
+"""What the server says of itself and its limits: values, which each protocol turns into its messages."""
 
 from __future__ import annotations
 

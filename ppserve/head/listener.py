@@ -74,7 +74,7 @@ class Listener:
     """Serves an ASGI application. A request's `state` holds its `transport`."""
 
     def __init__(self, app: ASGIApp, flag: str, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """flag: its port's. max_connections: while there are as many, requests are answered with 503."""
+        """flag: its port's. max_connections: with as many, requests are answered with 503."""
         self._flag = flag
         config = Config(
             app,

@@ -1,4 +1,4 @@
-"""All that the server listens on: gRPC, HTTP and the metrics port, opened and closed as one."""
+"""What the server listens on: gRPC, HTTP and the metrics port, opened and closed as one."""
 
 from __future__ import annotations
 

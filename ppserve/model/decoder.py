@@ -65,7 +65,7 @@ class LMHead:
 
 
 class Decoder:
-    """A `StageModel`: `layout`'s layers; on the first stage the embeddings, on the last the head."""
+    """A `StageModel`: `layout`'s layers, the first stage's embeddings, the last one's head."""
 
     def __init__(self, read: WeightReader, parts: ModelParts) -> None:
         self.arch = read.arch

@@ -1,8 +1,8 @@
 """What all layers of a stage share in a step, computed from the plan: for a KV cache and, with several ranks, for
 the gather between them.
 
-Tensor ranks complete each other's rows: every one has some columns, and all need all. No sum is divided, so the
-model only exchanges whole columns (docs/decisions/tensor-parallelism.md).
+Every tensor rank has some columns of the rows, and all need all. No sum is divided, so the model only exchanges
+whole columns (docs/decisions/tensor-parallelism.md).
 
 T rows (tokens of all slices, packed), S slices, R rows read out, N columns, n those of one rank.
 """

@@ -33,7 +33,7 @@ _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
 # Of [w, -w], packed for the check alone.
 _MOST_PROBE_OUTPUTS = 4096
 
-# The first sequence is shared among threads; a further one fills a step.
+# Threads share the first sequence; a further one fills a step.
 _LENGTHS = (130, 41, 7)
 # (sequence, first position, rows): a slice of a step.
 _Part = tuple[int, int, int]

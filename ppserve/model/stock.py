@@ -44,8 +44,8 @@ ACTIVATIONS: dict[str, Operator] = {
 
 
 Attend = Callable[[int, torch.Tensor, float], torch.Tensor]
-"""The attention of one step: its number in the stage, (T, E) rows and the factor on Q·K give (T, c). It keeps the
-rows' keys and values, then attends to them and all before."""
+"""The attention of one step: its number in the stage, (T, E) rows and the factor on Q·K give (T, c).
+It keeps the rows' keys and values, then attends to all so far."""
 
 
 @dataclass(frozen=True, slots=True)

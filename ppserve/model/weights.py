@@ -59,7 +59,7 @@ class StoredMatrix:
 class WeightReader:
     """Takes tensors one at a time, by their canonical names, and counts what it took.
 
-    Of a matrix it takes the tensor rank's outputs. num_params: numbers read. weight_bytes: their size as kept.
+    Of a matrix it takes the rank's outputs. num_params: numbers read. weight_bytes: their size as kept.
     linears: by the first of their names.
     """
 

@@ -185,7 +185,7 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """The rank's exit code: 0 if other replicas may serve, as torchrun ends all ranks when one fails."""
+        """The rank's exit code: 0 if other replicas may serve, as torchrun ends all if one fails."""
         pipeline = self._config.pipeline
         if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto"):
             return 0

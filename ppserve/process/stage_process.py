@@ -1,4 +1,4 @@
-"""A stage process as its keeper sees it: forked, given its configuration, watched, and ended."""
+"""A stage process as its keeper sees it: forked, configured, watched, and ended."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _KILLED = -signal.SIGKILL
 class ForkServer:
     """A child process that imports what stages import once, which takes seconds, and forks stages in milliseconds.
 
-    Started with the first stage, and again after its death, which ends its stage too. Its command gets two
-    arguments: the file descriptor of a socket to this process, and this process's id.
+    Started with the first stage, and again after its death, which ends its stage too.
+    Its command's arguments: the file descriptor of a socket to this process, and this process's id.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:

@@ -1,7 +1,7 @@
 """TLS of the control plane between hosts.
 
-Each end shows a certificate of one authority, which signs for the ranks of this server alone. So names are not
-compared, and a rank may move to another host.
+Each end shows a certificate of one authority, which signs for the ranks of this server alone.
+So names are not compared: a rank may move to another host.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def stage_context(settings: NetworkSettings, *, serves: bool) -> ssl.SSLContext:
 
 
 class TlsConnection(socket.socket):
-    """A connected socket whose bytes are encrypted. One thread may receive while another sends, and `recv` waits
-    for bytes once: `ssl.SSLSocket` promises neither.
+    """A connected socket whose bytes are encrypted. One thread may receive while another sends.
+    `recv` waits for bytes once: `ssl.SSLSocket` promises neither.
 
     What the head sends before the handshake is complete leaves after it.
     """

@@ -1,6 +1,6 @@
 """The fork server that a keeper starts, `python -m ppserve.stage REQUESTS_FD KEEPER_PID`, and its stages.
 
-Here is what belongs to the process and not to the stage: imports, signals, exit codes, finding the head.
+What belongs to the process and not to the stage: imports, signals, exit codes, finding the head.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class StageLoop:
             try:
                 epoch.stage.interrupt()
             except RuntimeError as error:
-                # The head cuts off a stage that cannot leave: this thread must live to see it.
+                # The head cuts off a stage that cannot leave: this thread must see it.
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:

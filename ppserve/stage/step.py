@@ -28,8 +28,8 @@ class Computed:
 class Stage:
     """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
 
-    transport: to the stages before and after. gather: to this stage's other tensor ranks. The stage lives one
-    epoch, as these do; model and cache may outlive it.
+    transport: to the stages before and after. gather: to this stage's other tensor ranks.
+    The stage lives for one epoch, as these do; model and cache may outlive it.
     """
 
     def __init__(

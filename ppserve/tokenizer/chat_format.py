@@ -1,4 +1,4 @@
-"""How a model is told a chat: its template, and its special tokens' texts by their names there."""
+"""How a model is told a chat: its template, and the special tokens by their names there."""
 
 from __future__ import annotations
 

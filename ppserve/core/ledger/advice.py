@@ -1,4 +1,4 @@
-"""One sentence of advice from the ledger: which cause wastes most time, and what would reduce it."""
+"""One sentence of advice: which cause wastes most time, and what would reduce it."""
 
 from __future__ import annotations
 

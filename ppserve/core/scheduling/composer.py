@@ -114,7 +114,7 @@ class Composer:
         return max(MAX_SECONDS_BESIDE_DECODES, stretched_s)
 
     def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
-        """How many tokens of a sequence, up to `most`, a step can take and end in time."""
+        """How many tokens of a sequence, up to `most`, a step can take in time."""
 
         def seconds(num_tokens: int) -> float:
             return slowest_s(self._costs, _joined(size, sequence, num_tokens))

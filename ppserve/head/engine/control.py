@@ -1,7 +1,7 @@
 """The head's end of the control plane: the engine's interface to it, and its implementation with sockets.
 
-All of it runs in the engine's thread, except `wake`. It never waits for a rank: what a socket does not take is
-kept and follows. Its only decision is which connections it accepts.
+All of it runs in the engine's thread, except `wake`. It never waits for a rank: what a socket does not take
+follows later. Its only decision is which connections it accepts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ The states of a rank's stage process, and the changes between them (`_NEXT`):
        │                                   │                                     ▼
        └── connection ends (any state)     └──────────────Broken───────────── LEAVING
 
-A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. A message that asks
-for any other change is an error of the rank that sent it.
+A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED.
+A message that asks for any other change is its sender's error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Member:
     progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
     since_ns: int = 0  # when this state began
     due_ns: int = 0  # when it is cut off, if still in this state; 0: never
-    round_trips: tuple[tuple[int, int], ...] = ()  # of its latest pings: (duration, its clock minus the head's)
+    round_trips: tuple[tuple[int, int], ...] = ()  # of pings: (duration, its clock minus the head's)
     restarts: int = 0
 
     @property

@@ -39,7 +39,7 @@ _REJOIN_WITHIN_NS = 600_000_000_000
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
 _LEAVE_WITHIN_NS = 25_000_000_000
-# One that was only forming has no step, and gloo's connect cannot be interrupted: restarting it is faster.
+# One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster.
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 # From a loss to the next epoch; each failed attempt doubles it: ten outlast a minute without a link.
 _SETTLE_NS = 200_000_000
@@ -59,7 +59,7 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    Any thread may read `all`, `formed` and `decision`, which are frozen and replaced as a whole, and `is_healthy`.
+    Any thread may read `all`, `formed` and `decision`, which are replaced as a whole, and `is_healthy`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which layers each rank loads, and which transport connects them. Decided once every rank has connected."""
+"""Which layers each rank loads, and which transport connects them; decided once all have connected."""
 
 from __future__ import annotations
 

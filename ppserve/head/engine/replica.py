@@ -1,7 +1,7 @@
 """One pipeline: its members, its scheduler, its steps and its ledger.
 
 The replica sends the scheduler's plans, and passes results to the book of steps, the ledger, the cost model and
-the scheduler. It does not know streams; the engine does. All of it runs in the engine's thread.
+the scheduler. It does not know streams. All of it runs in the engine's thread.
 """
 
 from __future__ import annotations

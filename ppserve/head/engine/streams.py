@@ -113,7 +113,7 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """Returns the end, if the caller holds it. busy_s: seconds that each stage has computed."""
+        """Returns the end, if the caller holds it. busy_s: that each stage has computed."""
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
@@ -198,8 +198,8 @@ HandOver = Callable[[Callable[[], None]], object]
 class OpenStreams:
     """The streams of all open requests. The scheduler's events become outputs, delivered together.
 
-    Tokens become text after the turn's plans were sent, as stages may wait for these. A token that may end its
-    sequence becomes text at once: the next plan depends on it.
+    Tokens become text after the turn's plans were sent, as stages may wait for these.
+    A token that may end its sequence becomes text at once: the next plan depends on it.
     """
 
     def __init__(self, request_queue: RequestQueue, on_output: OnOutput, hand_over: HandOver) -> None:

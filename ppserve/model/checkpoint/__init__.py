@@ -1,7 +1,7 @@
 """Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
-A format is one file (`hf`, `gguf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s. A family of
-models is one file (`gpt2`, `llama`) with its tensors' names and its config's keys, listed in `families`.
+A format is one file (`hf`, `gguf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s.
+A family is one file (`gpt2`, `llama`) with its tensors' names and its config's keys, listed in `families`.
 """
 
 from __future__ import annotations

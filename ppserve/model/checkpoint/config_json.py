@@ -1,7 +1,7 @@
 """config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
 
-A key that a family's reference code does not know, and that is not known to be harmless, is refused: a model that
-needs it would generate nonsense. A family's own keys are in its file.
+A key that neither a family's reference code knows nor is harmless is refused: a model that needs it would generate
+nonsense. A family's own keys are in its file.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout
 def read_config(directory: Path) -> Architecture:
     """The architecture that config.json declares. Raises CheckpointError naming the file and the field.
 
-    How many rows of the embedding are real tokens is settled by the tokenizer beside it. The weights may overrule
-    `tied_embeddings`.
+    The tokenizer beside it settles how many rows of the embedding are real tokens.
+    The weights may overrule `tied_embeddings`.
     """
     path = directory / "config.json"
     overruling = directory / "generation_config.json"

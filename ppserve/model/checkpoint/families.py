@@ -1,4 +1,4 @@
-"""The families of models, and what follows from a family: the names and shapes of its tensors."""
+"""The families of models, and the names and shapes of their tensors."""
 
 from __future__ import annotations
 

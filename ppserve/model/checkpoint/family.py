@@ -1,4 +1,4 @@
-"""What a family of models consists of in checkpoints: the keys of its config, and the names of its tensors."""
+"""A family of models in checkpoints: the keys of its config, and the names of its tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """GGUF: one file with the settings, the tensors and the tokenizer, as llama.cpp's converters write it.
 
-Linears are (out, in). Quantized tensors are dequantized, a part at a time, when they are read. GELU is tanh's.
+Linears are (out, in). Quantized tensors are dequantized when they are read. GELU is tanh's.
 (Layout: ggml-org/ggml, docs/gguf.md; names: gguf-py, constants.py.)
 """
 

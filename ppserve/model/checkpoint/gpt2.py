@@ -37,7 +37,7 @@ class GPT2Config(Config, frozen=True, kw_only=True):
     layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    # It only moves the scale and the precision of the scores, which are always computed in float32 here.
+    # It moves the scale and the precision of scores, which are always computed in float32 here.
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
     eos_token_id: settings.EndOfText = settings.END_OF_TEXT

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub, by id: from the local cache when they are there, else downloaded.
 
-Needs the extra `ppserve[hub]`; imported only when an id is asked for. Only the weights in one format, the
-configuration and the tokenizer are fetched, with huggingface-hub's own progress bars.
+Needs the extra `ppserve[hub]`; imported only when an id is asked for. It fetches the weights in one format, the
+configuration and the tokenizer, with huggingface-hub's progress bars.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama and its kin in checkpoints: the names of their tensors, and the keys of config.json.
 
-Everything that the reference code (transformers, models/llama, mistral, qwen2, qwen3) computes with is read.
+All that the reference code (transformers, models/llama, mistral, qwen2, qwen3) computes with is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
 A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt or llm.c file,
-such a file, or a hub id. Formats are told apart by content. Readers are imported when needed, as a configuration
-needs no torch.
+such a file, or a hub id. Formats are told apart by content.
+Readers are imported when needed: a configuration needs no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every format says of a model: its sizes, within bounds, the end of a text, and how many tokens are real.
+"""What every format says of a model: its sizes, the end of a text, and how many tokens are real.
 
 The bounds leave room above every GPT-2 in existence. Sizes computed from them cannot exhaust the memory before the
 tensors are compared with the file.

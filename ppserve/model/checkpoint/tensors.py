@@ -1,6 +1,6 @@
 """The tensors in checkpoint files under their canonical names; `FileCheckpoint` reads them when asked.
 
-Files are mapped, not read: opening one costs no memory, and a stage's own tensors are copied one part at a time.
+Files are mapped, not read: opening one costs no memory. A stage copies its tensors a part at a time.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _settle_head(
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
     """Which matrix is the LM head, decided as transformers does.
 
-    Untied: the stored one. Tied: the embedding, or the head where only that is stored. If both are stored and
-    differ, the config is wrong and they stay apart.
+    Untied: the stored one. Tied: the embedding, or the head where only that is stored.
+    If both are stored and differ, the config is wrong: they stay apart.
     """
     embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
     one = embedding or head

@@ -91,7 +91,7 @@ def _load(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything: it is a program
-        # Of torch's explanation the line that names the cause: the rest tells how to load the file carelessly.
+        # The line that names the cause: the rest of torch's tells how to load the file carelessly.
         cause = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", str(error))
         problem = shown(cause[1], 120) if cause else reason(error)
         raise CheckpointError(path, f"cannot be read as a file of torch.save ({problem})") from error

@@ -70,7 +70,7 @@ class CpuCache:
         *,
         populate: bool,
     ) -> None:
-        """blocks: their number and size. populate: its memory is taken from now on, not as it is written."""
+        """blocks: their number and size. populate: takes its memory now, not as it is written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
         self._turns = None if arch.rotary is None else Turns(arch.rotary)

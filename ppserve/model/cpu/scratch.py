@@ -74,7 +74,7 @@ class ScratchMemory:
         return threads, memory
 
     def _array(self, name: str, size: int, dtype: type) -> tuple[NDArray[Any], int]:
-        """At least so many numbers, and where; half as many again when more are needed than there are."""
+        """At least so many numbers, and where; half as many again when more are needed."""
         held = self._arrays.get(name)
         if held is None or held[0].size < size:
             array = aligned(size if held is None else size * 3 // 2, dtype)

@@ -72,7 +72,7 @@ class CpuSublayer:
 
 
 class LoneSublayers:
-    """Sublayers of a rank that computes its stage alone, one after the other in one call of the kernels."""
+    """Sublayers of a rank that computes its stage alone, in one call of the kernels."""
 
     def __init__(self, sublayers: list[CpuSublayer]) -> None:
         self._jobs = Jobs(

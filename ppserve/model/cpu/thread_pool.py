@@ -47,7 +47,7 @@ class ThreadPool:
         self._end = weakref.finalize(self, _serve, *own, 0)
 
     def run(self, *job: int) -> None:
-        """Have a job of JOB_NUMBERS numbers done; returns when it is. Several threads' calls follow each other."""
+        """Returns when a job of JOB_NUMBERS numbers is done. Several threads' calls follow each other."""
         with self._calls:
             self._work(self._address, 0, self.num_threads, *job)
 

@@ -67,7 +67,7 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """Pads steps of one row per slice to these ascending sizes. Returns inputs of padding of each."""
+        """Pads steps of one row per slice to these ascending sizes. Returns each one's inputs of padding."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():

@@ -27,9 +27,9 @@ __all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_transport"]
 def create_transport(name: str, frames: Frames) -> Transport:
     """The transport `shm`, `gloo` or `nccl` for this rank's place in `parallel_state.get_pp_group()`.
 
-    A collective call: every stage makes it, with the same frames but for the device. A single stage gets `local`
-    whatever the name. Raises ConfigError when the name does not connect processes, TransportError when a neighbour
-    is gone.
+    A collective call: every stage makes it, with the same frames but for the device.
+    A single stage gets `local` whatever the name.
+    Raises ConfigError when the name does not connect processes, TransportError when a neighbour is gone.
     """
     if not parallel_state.model_parallel_is_initialized() or parallel_state.get_pp_group().world_size == 1:
         return connect((frames,))[0]

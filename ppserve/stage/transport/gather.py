@@ -56,11 +56,12 @@ class NoTensorLink(Alone):
 
 
 class GroupGather(GroupUser):
-    """A gather over a group of torch.distributed. waited_ns: with gloo the exchange, too; with NCCL nothing, as
-    the GPU waits and not the host.
+    """A gather over a group of torch.distributed.
 
-    The group's all-gather wants parts of one size, so narrower ones are padded. gloo does not know all of torch's
-    numbers, so bytes are gathered.
+    waited_ns: with gloo the exchange, too; with NCCL nothing, as the GPU waits and not the host.
+
+    The group's all-gather wants parts of one size, so narrower ones are padded.
+    gloo does not know all of torch's numbers, so bytes are gathered.
     """
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:

@@ -1,4 +1,4 @@
-"""All stages in one process: a queue per link and `tensor.to(device)`. The other transports' baseline."""
+"""All stages in one process: a queue per link and `tensor.to(device)`. The others' baseline."""
 
 from __future__ import annotations
 

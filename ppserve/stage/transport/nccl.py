@@ -5,9 +5,10 @@ that it should overlap. Events hand buffers over to the compute stream, and the 
 A posted receive occupies a part of the GPU until its frame comes, so it is posted once its plan exists.
 Frames flow one way: no two ranks send in both directions.
 
-A dead neighbour does not end NCCL's wait. The head notices it (end of file, heartbeat) and announces it, and the
-thread that hears so aborts the communicators. An aborted wait returns as if all were well, with anything in its
-buffer (`PointToPoint.interrupt`). What is computed from it bears a lost epoch's number and is dropped.
+A dead neighbour does not end NCCL's wait. The head notices it (end of file, heartbeat) and announces it.
+The thread that hears so aborts the communicators.
+An aborted wait returns as if all were well, with anything in its buffer (`PointToPoint.interrupt`).
+What is computed from it bears a lost epoch's number and is dropped.
 Each group is aborted by its user: the pipeline's by its transport, that of tensor ranks by their gather.
 """
 
@@ -74,8 +75,8 @@ class StreamPassage(AbortedPassage):
         return torch.cuda.stream(self._transfers)
 
     def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        # The send follows the compute that makes these hidden states. Their memory is not reused before it is
-        # done: the compute stream waits for the handle before the tensor is let go.
+        # The send follows the compute that makes these hidden states.
+        # The compute stream waits for the handle before the tensor is let go, and its memory reused.
         self.release(hidden_TD)
         return hidden_TD
 

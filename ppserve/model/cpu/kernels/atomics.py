@@ -37,7 +37,7 @@ def _number(builder, address):
 
 @intrinsic
 def load_shared(typing, address):
-    """The number; what another thread wrote before it changed the number is visible afterwards."""
+    """The number. What another thread wrote before it changed it is visible afterwards."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(_number(builder, *arguments), "seq_cst", 8)
@@ -47,8 +47,8 @@ def load_shared(typing, address):
 
 @intrinsic
 def add_shared(typing, address, value):
-    """Adds to the number, and gives what it was; what this thread wrote before is visible to those who see the
-    change."""
+    """Adds to the number, and gives what it was.
+    Those who see the change see what this thread wrote before."""
 
     def generate(context, builder, signature, arguments):
         address, value = arguments
@@ -72,8 +72,8 @@ def now_ns(typing):
 
 @intrinsic
 def sleep_while(typing, address, value, most_ns):
-    """Until the number at this address is another one and `wake_all` is called, or for so long. Processes that
-    share memory can wake each other."""
+    """Until the number at this address is another one and `wake_all` is called, or for so long.
+    Processes that share memory can wake each other."""
 
     def generate(context, builder, signature, arguments):
         address, value, most_ns = arguments

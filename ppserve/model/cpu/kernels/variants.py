@@ -1,8 +1,8 @@
 """Which instructions the kernels use on this CPU.
 
-A *kernel variant* is a set of instructions. Each variant includes those before it: where it has nothing better for
-a precision, it uses what they use. Float32 and int8 have the same bits in all variants. PPSERVE_CPU_KERNELS forces
-one, for tests and for pipelines whose hosts differ.
+A *kernel variant* is a set of instructions, and includes those before it: where it has nothing better for a
+precision, it uses what they use. Float32 and int8 have the same bits in all variants.
+PPSERVE_CPU_KERNELS forces one, for tests and for pipelines whose hosts differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Before the pipeline forms for the first time: how long the head waits for ranks, and which shape they take.
+"""Before the first epoch: how long the head waits for ranks, and which shape they take.
 
 Downloads may take long, so what counts is the time in which nothing happened at any rank. With `--parallel auto`
 the head first compares all shapes by what ranks measured.

@@ -60,7 +60,7 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 @torch.inference_mode()
 def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
-    """None when every promise holds on this machine; else the first check that failed, in words.
+    """None if every promise holds on this machine; else the first check that failed, in words.
 
     block_size: of KV blocks. Does not wait for other tensor ranks. Takes a second or two, and compiles at first.
     """

@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def balance(self) -> dict[str, float]:
-        """By `decode`, `prefill` and `mixed`: the share of time in which stages compute; at 1.0 none waits."""
+        """By `decode`, `prefill` and `mixed`: the share of time in which stages compute."""
         parts = decode_parts(self.arch)
         prompt, new = self.intent.expect.prompt, self.intent.expect.new
         # How many of the tokens go through the LM head: of a prompt, the last one.

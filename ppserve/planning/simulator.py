@@ -151,7 +151,7 @@ class Simulator:
         self._free_s = [0.0] * len(stages)
         """When each stage is done with all steps that were sent."""
         self._inbox: list[tuple[float, int, StepResult | None]] = []
-        """What the head will receive, as a heap: when, its number, and a result; None is a request."""
+        """What the head will receive, as a heap: when, its number, and a result or None, a request."""
         self._numbers = count()
         self._times_s: dict[str, list[float]] = {}
         """By request that has not ended: when it arrived, and when its tokens came."""

@@ -86,7 +86,7 @@ class Compute:
             # Makes the device's context, which can hold up all threads for seconds.
             torch.zeros(1, device=self.device)
         else:
-            # Torch's threads would spin after each operator, on our kernels' cores.
+            # Torch's threads would spin on our kernels' cores.
             torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:

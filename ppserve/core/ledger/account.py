@@ -133,7 +133,7 @@ class _Timeline:
 
 
 class TimeAccount:
-    """Busy, bubble and idle time of every stage. Stamps come from the book of steps."""
+    """Busy, bubble and idle time of every stage, by the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
         """observer: called with every settled span, in order of time for each stage."""

@@ -177,7 +177,7 @@ class FairQueue:
         self._accounts[caller].served += num_tokens
 
     def end_request(self, caller: str) -> None:
-        """One of a caller's live requests ended. Too many idle callers: forget the one served least."""
+        """One of a caller's live requests ended. Of too many idle callers forget the one served least."""
         self._raise_floor()
         account = self._accounts[caller]
         account.num_live -= 1

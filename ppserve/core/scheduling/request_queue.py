@@ -36,7 +36,7 @@ _CONVICTING_LOSSES = 4
 
 
 class PoisonIsolation:
-    """The requests, by id, that may kill stages: how many losses each has seen, and the suspects.
+    """The requests, by id, that may kill stages: their numbers of losses, and the suspects.
 
     A loss does not show which request caused it, so everything in flight is computed again. A request that was
     in flight at two losses, with no token between them, becomes a suspect. Suspects run alone, one after the

@@ -34,7 +34,7 @@ def fetched() -> Path:
 
 
 def fetch(report: Callable[[str], None]) -> Path:
-    """The model's file, downloaded if it is not there. report: is told each step. Raises PpserveError."""
+    """The model's file, downloaded if need be. report: is told each step. Raises PpserveError."""
     path = _place()
     if path.is_file():
         return path

@@ -283,7 +283,7 @@ def _readers_from(kind, cache, heads, head):
 
 @inlined
 def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
-    """One row over its `count` positions: block after block, all heads of a block while it streams past."""
+    """One row over its `count` positions: block after block, all heads of a block at once."""
     size, stride = cache.head_size, scratch.scores_stride
     query, mixed = heads.qkv + row * heads.qkv_stride, heads.mixed + row * heads.mixed_stride
     for head in range(heads.first, heads.end):

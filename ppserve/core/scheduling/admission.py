@@ -46,8 +46,8 @@ def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -
 
 
 class Throughput:
-    """Tokens computed per second with steps in flight, and the share of reserved tokens that requests use. Old
-    measurements lose weight."""
+    """Tokens, of prompts too, computed per second with steps in flight, and the share of reserved tokens that
+    requests use. Old measurements fade."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -199,7 +199,7 @@ class Sequence:
         return self.block_table[: -(-position // self._block_size)]
 
     def _next_draw(self) -> Draw:
-        """The draw after the known tokens; the same object where it needs no history."""
+        """The draw after the known tokens; one object where it needs no history."""
         if not self.request.sampling.needs_history:
             return self._draw
         prompt_ids = self.request.prompt_ids

@@ -76,10 +76,11 @@ def main() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Standard streams that the caller closed are None: now empty, taking everything."""
+    """Standard streams that the caller closed are None: now empty, also for child processes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))  # noqa: SIM115
+            os.set_inheritable(descriptor := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -87,8 +88,7 @@ def say(text: str, end: str = "\n") -> None:
     try:
         click.echo(text + end, nl=False)
     except OSError as error:
-        # Else Python tries to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest at its end
         if isinstance(error, BrokenPipeError):  # `ppserve generate ... | head`
             sys.exit(_EXIT_BROKEN_PIPE)
         raise PpserveError(f"standard output: {error.strerror}") from None

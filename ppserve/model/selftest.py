@@ -1,6 +1,6 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
-Our own kernels are so by construction, a library's perhaps. Tried are, with the stage's own weights, shapes,
+Our own kernels are so by construction, a library's perhaps. So it is tried, with the stage's own weights, shapes,
 threads and size of KV blocks:
 
 - linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to

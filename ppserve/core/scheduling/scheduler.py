@@ -1,6 +1,6 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-Each replica has one, on the head. It is told results, losses and the time, and does no I/O. Requests come from the
+Each replica has one, on the head. It is told all it knows, also the time, and does no I/O. Requests come from the
 request queue, which all replicas share.
 
 Laws
@@ -14,7 +14,7 @@ Laws
 - Every sequence has one terminal event.
 
 The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each
-plan in the book of steps. It calls `commit` for every result of the last stage.
+plan in the book of steps. It calls `commit` for results of steps in the book, `give_back` for a lost stage.
 """
 
 from __future__ import annotations

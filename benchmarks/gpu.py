@@ -354,7 +354,7 @@ def tests(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     section.__name__: section for section in (waits, invariance, steps, served, ranks, tests)
 }
-LIMITS_S = {"waits": 45.0, "invariance": 60.0, "steps": 165.0, "served": 100.0, "ranks": 70.0, "tests": 100.0}
+LIMITS_S = {"waits": 45.0, "invariance": 60.0, "steps": 165.0, "served": 100.0, "ranks": 70.0, "tests": 125.0}
 
 
 def run_apart(name: str, options: list[str], limit_s: float, figures: Path) -> bool:

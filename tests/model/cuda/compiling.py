@@ -72,7 +72,7 @@ def launch_all() -> None:
     for dtype in DTYPES:
         x_TK, weight_NK = torch.zeros(3, 96, dtype=dtype), torch.zeros(80, 96, dtype=dtype)
         operators.product(x_TK, weight_NK, weight_NK[:, 0])
-        operators.product(x_TK, weight_NK, None)
+        operators.product(x_TK, torch.zeros(10256, 96, dtype=dtype), None)
         others = (torch.float32, (16, 64)), (torch.bfloat16, (16, 64))
         for kv_dtype, (block_size, head_size) in [*product([dtype], BLOCK_AND_HEAD_SIZES), *others]:
             keys_BpHd = torch.zeros(4, block_size, HEADS, head_size, dtype=kv_dtype)

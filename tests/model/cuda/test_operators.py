@@ -192,6 +192,15 @@ def test_product_is_plain_and_its_rows_stand_alone(
             assert torch.equal(operators.product(x[-count:], weight, added), whole[-count:]), f"the last {count}"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter's sums depend on the tile")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_tiles_of_a_product_have_the_same_bits(dtype: torch.dtype) -> None:
+    weight, x = (torch.randn(count, 200).to(dtype).to("cuda:0") for count in (8208, 70))
+    product = operators_of("triton").product
+    assert torch.equal(product(x, weight[:64], None), product(x, weight, None)[:, :64])
+    assert torch.equal(product(x[:1], weight, None), product(x, weight, None)[:1])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [5, 4096, 9001])
 def test_running_sums_are_plain_and_rows_stand_alone(count: int, kind: str) -> None:

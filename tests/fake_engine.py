@@ -287,17 +287,6 @@ async def stub_of(target: str) -> AsyncIterator[GenerationServiceStub]:
         yield GenerationServiceStub(channel)
 
 
-async def texts_until_failure(call: object) -> tuple[list[str], grpc.StatusCode]:
-    """What a stream brought before it failed, and the status it failed with (OK when it did not)."""
-    texts: list[str] = []
-    try:
-        async for message in call:
-            texts.append(message.text)
-    except aio.AioRpcError as error:
-        return texts, error.code()
-    return texts, grpc.StatusCode.OK
-
-
 async def code_of(call: object) -> grpc.StatusCode:
     """The status that a call ends with."""
     try:

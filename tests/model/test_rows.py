@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ppserve.core.architecture import Architecture
-from ppserve.core.plan import Draw
 from ppserve.model.backend import (
     AttentionWeights,
     Backend,
@@ -23,7 +22,7 @@ from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.inputs import StepRows
 from ppserve.model.selftest import check_determinism
-from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
+from tests.model.pipelines import BACKENDS, CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 
 pytestmark = pytest.mark.slow
@@ -47,39 +46,6 @@ def test_any_chunking_gives_the_same_bits(arch: Architecture, dtype: str) -> Non
         cut = pipeline.hidden(ids, chunk, sequence=1)
         assert torch.equal(cut, whole), f"chunks of {chunk}"
         assert torch.equal(pipeline.logits(cut), logits)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_alone_and_among_others(arch: Architecture, dtype: str) -> None:
-    """Decodes, a whole prompt and a chunk in one step; each as if it were alone."""
-    checkpoint = RandomCheckpoint(arch)
-    alone, crowd = Pipeline(checkpoint, "2", dtype), Pipeline(checkpoint, "2", dtype)
-    prompts = {sequence: prompt(5 + 9 * sequence, seed=sequence) for sequence in range(7)}
-    expected = {sequence: alone.generate(ids, 4, sequence=sequence) for sequence, ids in prompts.items()}
-
-    def together(slices: list) -> dict[int, object]:
-        return {drawn.sequence_id: drawn for drawn in crowd.step(slices)[1]}
-
-    draw = Draw(GREEDY)
-    early, late = list(prompts)[:4], list(prompts)[4:]
-    steps = [together([crowd.slice(s, prompts[s], 0, draw) for s in early])]
-    steps.append(
-        together(
-            [crowd.slice(s, (steps[0][s].token_id,), len(prompts[s]), draw) for s in early]
-            + [crowd.slice(s, prompts[s][:11], 0) for s in late]
-        )
-    )
-    steps.append(
-        together(
-            [crowd.slice(s, prompts[s][11:], 11, draw) for s in reversed(late)]
-            + [crowd.slice(s, (steps[1][s].token_id,), len(prompts[s]) + 1, draw) for s in early]
-        )
-    )
-    for s in early:
-        assert [step[s] for step in steps] == expected[s][:3]
-    for s in late:
-        assert steps[2][s] == expected[s][0]
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])

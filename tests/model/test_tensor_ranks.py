@@ -229,12 +229,6 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     assert [check_determinism(stage) for stage in stages] == [None] * count
 
 
-def test_things_are_shared_out_evenly() -> None:
-    assert cut_of(25, 0, 2).widths == (13, 12)
-    assert cut_of(25, 1, 2).times(64).own == slice(832, 1600)
-    assert cut_of(7, 2, 3) == Cut((3, 2, 2), 2)
-
-
 PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, logit_bias=((3, 9.0), (90, 9.0))),

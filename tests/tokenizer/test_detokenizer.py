@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppserve.tokenizer import Detokenizer, Piece, Tokenizer, load_tokenizer
+from ppserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 TINY = load_tokenizer("tiny")
 assert TINY is not None
@@ -85,21 +85,6 @@ def test_text_is_held_back_no_longer_than_it_may_become_a_stop_string(
         beginnings = {s[:n] for s in stop for n in range(1, len(s))}
         held = max((len(b) for b in beginnings if known.endswith(b)), default=0)
         assert shown == known[: len(known) - held]
-
-
-def test_invalid_and_unfinished_bytes_become_replacement_characters(tiny: Tokenizer) -> None:
-    detokenizer = Detokenizer(tiny)
-    assert detokenizer.push(ID_OF[b"\xff"]).text == "\ufffd"
-    assert detokenizer.push(ID_OF[b"\xf0"]).text == ""
-    assert detokenizer.finish() == "\ufffd"
-
-
-def test_after_a_match_there_is_nothing_more(tiny: Tokenizer) -> None:
-    detokenizer = Detokenizer(tiny, ("stage",), include_stop=True)
-    ids = tiny.encode("the last stage is idle")
-    assert "".join(detokenizer.push(i).text for i in ids) == "the last stage"
-    assert detokenizer.push(ids[0]) == Piece("")
-    assert detokenizer.finish() == ""
 
 
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tiny: Tokenizer) -> None:

@@ -33,12 +33,6 @@ def test_any_ids_decode(ids: list[int]) -> None:
     assert TINY.decode(ids) == b"".join(map(TINY.text_bytes, ids)).decode(errors="replace")
 
 
-def test_end_of_text_in_a_prompt_is_plain_text(tiny: Tokenizer) -> None:
-    ids = tiny.encode("a<|endoftext|>b")
-    assert tiny.special_ids["<|endoftext|>"] not in ids
-    assert tiny.decode(ids) == "a<|endoftext|>b"
-
-
 def test_end_of_text_as_an_id_has_bytes_but_no_text(tiny: Tokenizer) -> None:
     assert tiny.special_ids["<|endoftext|>"] == tiny.vocab_size - 1
     assert tiny.token_bytes(tiny.special_ids["<|endoftext|>"]) == b"<|endoftext|>"

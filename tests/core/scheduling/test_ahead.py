@@ -67,18 +67,6 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_slot() -> None
     rig.finish()
 
 
-def test_others_go_on_in_a_step_in_which_one_has_ended() -> None:
-    rig = a_rig_ahead()
-    request, num_tokens = ends_early()
-    rig.submit(request)
-    rig.submit(a_request("other", max_tokens=30))
-    for _ in range(num_tokens):
-        rig.turn()
-    assert rig.scheduler.slots.take_cancelled() == ()
-    rig.finish()
-    assert rig.scheduler.kv_usage == 0
-
-
 @pytest.mark.parametrize("hears_in_time", [True, False])
 def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hears_in_time: bool) -> None:
     rig = a_rig_ahead()

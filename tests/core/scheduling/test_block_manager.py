@@ -72,19 +72,6 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_b
     assert (len(blocks.match(old)), len(blocks.match(new))) == (0, 1)
 
 
-def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
-    blocks = BlockManager(3, 2)
-    digests = chain((1, 2), (3, 4))
-    allocate(blocks, 1, 2, digests)
-    blocks.release(1)
-    shared = blocks.match(digests)
-    assert blocks.num_free == 3
-    assert blocks.fits(1, shared)
-    assert not blocks.fits(2, shared)
-    assert blocks.try_allocate(2, 4, shared) is None
-    check_blocks(blocks)
-
-
 def test_a_table_begins_with_blocks_that_another_fills_unless_its_own_are_shared() -> None:
     blocks = BlockManager(9, 2)
     filled, alone, leader = (allocate(blocks, i, 2, []) for i in range(3))
@@ -92,18 +79,6 @@ def test_a_table_begins_with_blocks_that_another_fills_unless_its_own_are_shared
     assert blocks.num_held == 5
     allocate(blocks, 3, 2, [], leader[:1])
     assert blocks.share_beginning(2, filled[:1]) is None
-    check_blocks(blocks)
-
-
-def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
-    blocks = BlockManager(4, 2)
-    digests = chain((1, 2))
-    for sequence_id in (1, 2):
-        allocate(blocks, sequence_id, 1, digests)
-    blocks.release(1)
-    blocks.forget_contents()
-    assert blocks.match(digests) == ()
-    assert (len(blocks._cached), blocks.num_free, blocks.num_held) == (0, 3, 1)
     check_blocks(blocks)
 
 

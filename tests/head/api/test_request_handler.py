@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -103,15 +102,6 @@ def test_only_a_traceparent_is_kept_as_one() -> None:
     assert a_call(traceparent=PARENT).trace["traceparent"] == PARENT
     for wrong in (None, "", PARENT.upper(), PARENT + " and more"):
         assert set(a_call(traceparent=wrong).trace) == {"request_id"}
-
-
-def test_the_engine_is_told_an_earlier_deadline_than_the_caller_keeps() -> None:
-    for timeout_s in (0.1, 100.0):
-        before_s = time.monotonic()
-        deadline_s = a_call(timeout_s=timeout_s).deadline_s
-        assert deadline_s is not None
-        assert before_s < deadline_s < time.monotonic() + timeout_s
-    assert a_call().deadline_s is None
 
 
 def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from ppserve.errors import Overloaded, RequestFailed, StagesLost
+from ppserve.errors import Overloaded
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import CARD, FakeEngine, channel_to, code_of, served, stub_of, texts_until_failure
+from tests.fake_engine import CARD, FakeEngine, channel_to, code_of, served, stub_of
 from tests.head.api.grpc.asking import ask, details, failure_of
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
@@ -40,23 +40,6 @@ async def test_unforeseen_errors_tell_clients_nothing(engine: FakeEngine, stub: 
     assert failure.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(failure.details())
     assert "secret" not in str(failure.trailing_metadata())
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (StagesLost("stage 1 is gone"), grpc.StatusCode.UNAVAILABLE),
-        (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL),
-    ],
-)
-async def test_error_in_mid_stream_comes_after_what_was_generated(
-    engine: FakeEngine, stub: GenerationServiceStub, error: Exception, code: grpc.StatusCode
-) -> None:
-    engine.break_error = error
-    engine.break_after = 3
-    engine.num_breaks = 1
-    texts, failure = await texts_until_failure(stub.Generate(ask()))
-    assert (len("".join(texts)), failure) == (3, code)
 
 
 async def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
 from ppserve.errors import Overloaded, StagesLost
 from tests.head.api.http.asking import Served
-
-
-async def test_the_blocking_client_and_further_fields(served: Served) -> None:
-    def ask() -> None:
-        with OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
-            assert [model.id for model in client.models.list()] == ["fake"]
-            more = {"top_k": 5, "return_token_ids": True, "min_tokens": 2}
-            whole = client.completions.create(model="fake", prompt=[104, 105], max_tokens=3, extra_body=more)
-            stream = client.completions.create(model="fake", prompt="hi", max_tokens=9, stream=True)
-            assert len(list(stream)) > 3
-            extra = whole.choices[0].model_extra
-            assert extra is not None
-            assert extra["prompt_token_ids"] == [104, 105]
-            assert whole.model_extra is not None
-            assert isinstance(whole.model_extra["seed"], int)
-
-    await asyncio.to_thread(ask)
-    assert served.engine.requests[0].sampling.top_k == 5
 
 
 async def test_errors_are_its_classes(served: Served) -> None:

@@ -1,6 +1,6 @@
 """What `ppserve top` shows: the difference of two readings of a server, as a screen or as one line.
 
-A reading is the topology with its ledger, and the figures that the live page shows.
+A reading is the topology with its ledger, and the load that the live page shows too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTERS = ("generated_tokens", "prompt_tokens", "requests")
 _FIGURES = {*_COUNTERS, "running", "waiting", "in_flight", "kv_usage", "ttft", "itl"}
 
 Figures = Mapping[str, Any]
-"""How loaded a server is, with counters and latencies since its start: its `/state.json`."""
+"""How loaded a server is, with counters and latencies since its start: its `/load.json`."""
 
 
 class ScrapeFailed(PpserveError):
@@ -51,7 +51,7 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
 
 def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
     """From a server's metrics port. Blocks. Raises ScrapeFailed."""
-    url = f"http://{address}/state.json"
+    url = f"http://{address}/load.json"
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
             figures: Figures = json.load(response)

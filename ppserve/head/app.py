@@ -201,8 +201,8 @@ class HeadProcess:
         engine, metrics, spans = self._engine, self._metrics, self._spans
         metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
         live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
-        costs = json_page(lambda: describe_costs(engine.snapshot()))
-        return {"/metrics": metrics.page, "/costs.json": costs, **live}
+        read = {"/load.json": metrics.read_load, "/costs.json": lambda: describe_costs(engine.snapshot())}
+        return {"/metrics": metrics.page, **{path: json_page(ask) for path, ask in read.items()}, **live}
 
     async def _open(self, servers: Servers, handler: RequestHandler) -> None:
         description = handler.description

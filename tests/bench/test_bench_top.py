@@ -139,7 +139,7 @@ def test_pages_that_are_none() -> None:
 def test_another_server_s_page_is_refused(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Metrics(1, 1).read_load().keys() >= EXAMPLE.after.figures.keys()
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(page))
-    with pytest.raises(ScrapeFailed, match="here:1/state"):
+    with pytest.raises(ScrapeFailed, match="here:1/load"):
         fetch_figures("here:1")
 
 
@@ -154,9 +154,9 @@ def flags(target: str, *arguments: str) -> list[str]:
     ("server", "page", "problem"),
     [
         ("127.0.0.1:1", "none", "no answer from 127.0.0.1:1"),
-        ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/state.json: "),
+        ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/load.json: "),
         # gRPC's port is no metrics page either
-        ("{target}", "{target}", "no metrics: http://{target}/state.json: "),
+        ("{target}", "{target}", "no metrics: http://{target}/load.json: "),
     ],
 )
 def test_no_server_or_no_page_is_one_line(target: str, server: str, page: str, problem: str) -> None:

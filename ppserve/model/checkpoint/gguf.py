@@ -28,7 +28,7 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTenso
 
 DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
-MAX_DIMENSIONS = 4
+DIMENSIONS = range(1, 5)
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
@@ -188,8 +188,11 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
     if name not in TYPES:
         problem = f"has the type {name}; served are {', '.join(TYPES)}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
+    if len(tensor.shape) not in DIMENSIONS:
+        problem = f"has {len(tensor.shape)} dimensions, not 1 to 4"
+        raise CheckpointError(path, problem, field=shown(tensor.name))
     numbers_per_block, block_bytes = gguf.GGML_QUANT_SIZES[Type(tensor.type)]
-    *outer, width = tensor.shape if 0 < len(tensor.shape) <= MAX_DIMENSIONS else (0,)
+    *outer, width = tensor.shape
     row_bytes, remainder = divmod(width * block_bytes, numbers_per_block)
     end = tensor.offset + math.prod(outer) * row_bytes
     if not row_bytes or remainder or end > len(content) or tensor.offset % 4:

@@ -20,10 +20,8 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, reason, shown
 from ppserve.model.checkpoint import settings
+from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
-
-CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")
-"""A buffer in files of older torch."""
 
 
 class ModelArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,10 +69,9 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
 
 def _canonical(stored_name: str) -> str | None:
     """Without what torch.compile and DistributedDataParallel put in front."""
-    name = stored_name
-    for prefix in ("module.", "_orig_mod.", "module.", "transformer."):
-        name = name.removeprefix(prefix)
-    return None if CAUSAL_MASK.fullmatch(name) else name
+    for prefix in ("module.", "_orig_mod.", "module."):
+        stored_name = stored_name.removeprefix(prefix)
+    return FAMILIES["gpt2"].hugging_face_name(stored_name)
 
 
 def _load(path: Path) -> Any:

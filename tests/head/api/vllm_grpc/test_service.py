@@ -193,13 +193,13 @@ async def test_abort_ends_the_caller_s_own_requests_of_that_name(engine: FakeEng
     engine.by_hand = True
     async with served_vllm(engine, api_key_file=keys) as (stub, _):
         mine, others = ((("authorization", f"Bearer {key}"),) for key in keys.read_text().split())
-        calls = [stub.Generate(ask(True, request_id=name), metadata=mine) for name in ("one", "two")]
-        await engine.until(lambda engine: len(engine.requests) == 2)
+        calls = [stub.Generate(ask(True, request_id=name), metadata=mine) for name in ("one", "two", "one")]
+        await engine.until(lambda engine: len(engine.requests) == 3)
         await stub.Abort(pb.AbortRequest(request_ids=["one"]), metadata=others)
         assert not engine.cancelled
         await stub.Abort(pb.AbortRequest(request_ids=["one", "nobody"]), metadata=mine)
-        await engine.until(lambda engine: bool(engine.cancelled))
-        assert [name.partition("/")[0] for name in engine.cancelled] == ["one"]
+        await engine.until(lambda engine: len(engine.cancelled) == 2)
+        assert [name.partition("/")[0] for name in engine.cancelled] == ["one", "one"]
         for call in calls:
             call.cancel()
 

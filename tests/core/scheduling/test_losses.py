@@ -26,16 +26,6 @@ def test_a_common_beginning_is_replayed_once() -> None:
     assert computed < 3 * 90 + 11 * 40, "eleven times the prompt would be 990"
 
 
-def test_siblings_that_have_not_begun_survive_the_loss_of_their_source() -> None:
-    """The leader has ended: another sibling fills their common blocks."""
-    rig = a_rig(num_stages=1, prefix_cache=False, prefill_chunk=7)
-    rig.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=4))
-    assert [e.index for e in rig.turn()] == [0]
-    rig.lose_stage()
-    check_scheduler(rig.scheduler)
-    rig.finish()
-
-
 # ---- poison requests: the count of losses ----
 
 
@@ -205,20 +195,6 @@ def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() 
             assert in_flight <= {0, 1} or in_flight == {2}, "two requests at once"
         rig.commit_one()
     rig.check_answers()
-
-
-def test_losses_with_progress_between_them_are_nobodys_fault() -> None:
-    rig = a_rig(num_stages=2)
-    for i in range(4):
-        rig.submit(a_request(f"r{i}", max_tokens=40))
-    for _ in range(8):
-        fill(rig)
-        rig.lose_stage()
-        for _ in range(6):
-            rig.turn()
-        fill(rig)
-        assert rig.steps.num_in_flight == 2, "nobody is alone"
-    rig.finish()
 
 
 def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:

@@ -37,27 +37,6 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     assert isinstance(pipeline.say(0, result(2)), StepResult)
 
 
-def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_known() -> None:
-    pipeline = started_pipeline()
-    assert pipeline.say(0, wire.Broken(1, "reset")) == EpochLost(rank=0)
-    pipeline.tick(1)
-    assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
-    assert pipeline.lose(1, "exit") is None
-    pipeline.tick(1)
-    assert pipeline.forms() == {}
-
-
-def test_after_a_broken_transport_alone_the_same_stages_form_again() -> None:
-    pipeline = started_pipeline()
-    pipeline.say(0, wire.Broken(1, "reset"))
-    assert pipeline.say(1, wire.Broken(1, "reset")) is None, "one loss, one event"
-    assert pipeline.say(1, wire.Broken(1, "reset")) is None, "what is said twice is heard once"
-    assert pipeline.tick(0.05) is None
-    assert not any(isinstance(m, wire.Form) for _, m in pipeline.sent), "a broken wire is not tried in a hot loop"
-    pipeline.tick(0.5)
-    assert pipeline.join() == 2
-
-
 def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     """Four ranks of the second of two replicas, two for each of two stages."""
     rig = MembersRig(2, grid=RankGrid(2, 2, 2), replica=1)

@@ -28,9 +28,10 @@ MOST_ROWS = ROW_COUNTS[-1]
 
 
 def kinds(precision: str) -> list[MicroKernel]:
-    """All that this machine can run, with and without fetches of AMD's (`MicroKernel.reads_alone`)."""
+    """All that this machine can run, those that AMD's CPUs have with and without fetches (`reads_alone`)."""
     found = micro_kernels(precision, choose({}, features()), features())
-    return found + [replace(kind, reads_alone=not kind.reads_alone) for kind in found if kind.lanes == 16]
+    of_amd = (kind for kind in found if kind.lanes == 16 and not kind.operation.endswith(("tiles", "pairs")))
+    return [*found, *(replace(kind, reads_alone=not kind.reads_alone) for kind in of_amd)]
 
 
 EVERY = [(precision, kind) for precision in PRECISIONS for kind in kinds(precision)]
@@ -91,7 +92,7 @@ def test_rows_depend_on_themselves_alone(depth: int, width: int, precision: str,
         assert same(product(x[some]), whole[some])
 
 
-@pytest.mark.parametrize(("precision", "kind"), [of for of in EVERY if of[0] != "int4"])
+@pytest.mark.parametrize(("precision", "kind"), [of for of in EVERY if of[0] != "int4" and not of[1].reads_alone])
 def test_no_order_of_summation_changes(precision: str, kind: MicroKernel) -> None:
     """Weights [w, -w] and inputs [r, r]: the true results are 0, what comes out is the order's rounding."""
     x, weight, _ = problem(384, 64)

@@ -1,6 +1,6 @@
-"""What `ppserve top` shows: the difference of two readings of a server, as a screen or as one line.
+"""What `ppserve top` shows: the difference of two readings, as a screen or as one line.
 
-A reading is the topology with its ledger, and the load that the live page shows too.
+A reading is the topology with its ledger, and the load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTERS = ("generated_tokens", "prompt_tokens", "requests")
 _FIGURES = {*_COUNTERS, "running", "waiting", "in_flight", "kv_usage", "ttft", "itl"}
 
 Figures = Mapping[str, Any]
-"""How loaded a server is, with counters and latencies since its start: its `/load.json`."""
+"""A server's `/load.json`: its load, and counters and latencies since its start."""
 
 
 class ScrapeFailed(PpserveError):

@@ -139,13 +139,11 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
 
 def _read_start(life: int) -> wire.Start:
     reader = wire.FrameReader(wire.Start)
-    while True:
-        received = os.read(life, 1 << 16)
-        if not received:
-            os._exit(EXIT_HEAD_GONE)
+    while received := os.read(life, 1 << 16):
         for message in reader.feed(received):
             assert isinstance(message, wire.Start)
             return message
+    os._exit(EXIT_HEAD_GONE)
 
 
 def _show_life(life: int, is_done: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Where and in which arithmetic a stage computes, and which cores and memory a machine or cgroup leaves it."""
+"""Where and in which arithmetic a stage computes, and which cores and memory are left to it."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) ->
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether a GPU's memory was too small: torch, cuBLAS and Triton share only these words."""
+    """Whether a GPU's memory was too small: torch, cuBLAS and Triton share these words."""
     said = str(error)
     is_memory = "out of memory" in said or "ALLOC_FAILED" in said
     return is_memory and isinstance(error, RuntimeError)

@@ -1,4 +1,4 @@
-"""A stage's end of the control plane: what the loop sees of it, and its socket."""
+"""A stage's end of the control plane, and its socket."""
 
 from __future__ import annotations
 

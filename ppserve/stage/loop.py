@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ppserve import wire
+from ppserve.core.figures import size
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
@@ -104,8 +105,7 @@ class StageLoop:
 
     def _hello(self) -> wire.Hello:
         start = self._start
-        compute = self._found.compute
-        checkpoint = self._found.checkpoint
+        compute, checkpoint = self._found.compute, self._found.checkpoint
         place = socket.gethostname(), this_machine(), self._route.own, self._route.head
         host = wire.StageHost(*place, cores=available_cores())
         numbers = compute.dtype, compute.quantization, compute.kv_dtype
@@ -186,10 +186,13 @@ class StageLoop:
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
-            of = self._start.config.cache
-            # Memory that is set aside is taken now, other memory as the load grows.
+            of, backend = self._start.config.cache, model.backend
+            if (asked := of.kv_cache_memory) is not None:
+                used = num_blocks * backend.block_bytes(model.arch, model.layout, of.block_size)
+                log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
+            # What is set aside is taken now, other memory as the load grows.
             shape = model.arch, model.layout, num_blocks, of.block_size
-            cache = model.backend.make_cache(*shape, populate=of.kv_cache_memory is not None)
+            cache = backend.make_cache(*shape, populate=asked is not None)
             model = self._model = model.backend.recorded(model, cache)
             self._cache = cache
         return model, self._cache

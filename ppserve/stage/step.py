@@ -1,4 +1,4 @@
-"""A stage that computes: one step of the pipeline after another, each from a plan to a result.
+"""A stage that computes: one step after another, each from a plan to a result.
 
 T tokens, D width.
 """

@@ -29,7 +29,6 @@ from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
 _FORM_TIMEOUT = timedelta(seconds=20)
 _POLL_S = 0.005
 
-
 Wires = tuple[Transport, TensorLink]
 """What joins a stage to its neighbours, and to its other tensor ranks."""
 
@@ -143,7 +142,7 @@ def _name_interface(address: str) -> None:
 
 
 def _keep_watchdog_from_ending_us() -> None:
-    """torch's thread beside NCCL would end the process, with its weights, after a neighbour's death.
+    """torch's thread beside NCCL would end the process and its weights after a neighbour's death.
     Here the head notices losses, and the stage aborts its groups.
     The operator's word wins."""
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):

@@ -197,6 +197,11 @@ def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
     assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
+def test_memory_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), tiny(1, kv_cache_memory=400 << 30, max_num_seqs=1):
+        assert "of --kv-cache-memory 400 GiB, " in caplog.text
+
+
 def test_a_model_that_is_not_there_is_named() -> None:
     models: dict[str, Any] = {"no/such/model": Path("no/such/model"), "model: None is neither a name nor": None}
     for problem, model in models.items():

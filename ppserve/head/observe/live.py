@@ -18,7 +18,7 @@ from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
-"""Per stage: as many as a picture shows, and few enough to send every second."""
+"""Per stage: as many as a picture shows."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}

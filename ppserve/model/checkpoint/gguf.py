@@ -183,7 +183,7 @@ def _as_written(value: Any) -> Any:
 
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:
-    """Raises CheckpointError where the file ends within it, or its type cannot be read."""
+    """Raises CheckpointError where it cannot be read."""
     name = next((kind.name for kind in Type if kind == tensor.type), str(tensor.type))
     if name not in TYPES:
         problem = f"has the type {name}; served are {', '.join(TYPES)}"

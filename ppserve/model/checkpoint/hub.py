@@ -91,7 +91,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _download(download: Callable[[str], str], model: str, offered: set[str], weights: bool) -> Path:
-    """The directory of what is needed of the offered files, the configuration first."""
+    """The directory of what is needed of the offered files."""
     main = [name for name in WEIGHT_FILES if name in offered][:1]
     if REQUIRED not in offered or (weights and not main):
         problem = f"the hub's model has no {REQUIRED}, or none of {', '.join(WEIGHT_FILES)}"

@@ -36,7 +36,7 @@ class StoredTensor:
     dtype: str
     """As the file names it, e.g. `float32` or `int8`."""
     numbers: Any
-    """Mapped, not read: a torch tensor, or a slice of the safetensors reader, which gives tensors by index."""
+    """Mapped, not read: a torch tensor, or a slice of the safetensors reader."""
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
 
@@ -177,7 +177,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _squares(shape: tuple[int, ...]) -> TensorPart:
-    """In the middle of each third of the rows: queries, keys and values, where these are joined."""
+    """In the middle of each third of the rows, as of queries, keys and values."""
     rows, columns = shape
     thirds = tuple(_around(rows * sixths // 6, rows) for sixths in (1, 3, 5))
     return TensorPart(thirds, _around(columns // 2, columns))

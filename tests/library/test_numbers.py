@@ -25,8 +25,6 @@ FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {"tensor_parallel": 2, "replicas": 2}),
     (1, {"tensor_parallel": 2}),
     (1, {"tensor_parallel": 3}),
-]
-PLAIN: list[tuple[int, dict[str, Any]]] = [
     (2, {"microbatches": 3}),
     (4, {"max_num_seqs": 7}),
     (8, {"block_size": 32}),
@@ -35,9 +33,8 @@ PLAIN: list[tuple[int, dict[str, Any]]] = [
     (1, {"replicas": 3}),
     (1, {"replicas": 4}),
 ]
-"""Together all ways to use up to four ranks. FURTHER_SHAPES only for float32, bfloat16 and int8 alone:
-combinations of numbers meet no others there. PLAIN only for float32: what they change is no arithmetic."""
-ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
+"""With those, all ways to use up to four ranks. For float32 alone: `test_tensor_ranks` has other numbers, and but
+for tensor ranks nothing here changes arithmetic."""
 
 
 @pytest.mark.slow
@@ -61,7 +58,7 @@ def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str,
     with tiny(**numbers) as pipeline:
         assert pipeline.model.deterministic, pipeline.model.why_not
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
-    for stages, settings in SHAPES + FURTHER_SHAPES * (numbers in ALONE) + PLAIN * (not numbers):
+    for stages, settings in SHAPES + FURTHER_SHAPES * (not numbers):
         with tiny(stages, **numbers, **settings) as pipeline:
             for mixed, by_itself in zip(together(pipeline, requests), alone, strict=True):
                 assert_same(mixed, by_itself)

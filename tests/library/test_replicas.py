@@ -37,17 +37,6 @@ def test_costs_are_told_of_the_replica_that_has_computed() -> None:
     assert told[0] == told[1] == sum(reading.steps[0] for reading in readings) > 0
 
 
-def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
-    with tiny(replicas=2) as pipeline:
-        turns = []
-        for text in ("The miller had a mill. " * 6, "One cold morning the sun rose. " * 5):
-            turns.append(text + pipeline.complete(text, max_tokens=8).text)
-        for text in reversed(turns):
-            *_, last = pipeline.generate(text, max_tokens=4)
-            assert last.usage is not None
-            assert last.usage.cached_tokens >= 32
-
-
 def test_a_ledger_of_replicas_sums_to_the_wall_for_each_stage_of_each() -> None:
     with tiny(2, replicas=2) as pipeline:
         together(pipeline, [("Once upon a time", {"max_tokens": 20, "seed": seed}) for seed in range(8)])

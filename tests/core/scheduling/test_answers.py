@@ -48,20 +48,6 @@ def test_output_that_is_not_finite_ends_all_answers_of_its_request_and_no_other(
 # ---- scoring ----
 
 
-@pytest.mark.parametrize("max_tokens", [0, 3])
-@pytest.mark.parametrize("prefill_chunk", [1, 4, None])
-def test_a_prompt_is_scored_whole_however_it_was_chunked(max_tokens: int, prefill_chunk: int | None) -> None:
-    rig = a_rig(prefill_chunk=prefill_chunk)
-    rig.submit(a_request("r", num_prompt=11, max_tokens=max_tokens, output=OutputOptions(prompt_logprobs=1)))
-    rig.finish()
-    first = rig.events["r", 0][0]
-    assert len(first.prompt_logprobs) == 10
-    assert all(event.prompt_logprobs == () for event in rig.events["r", 0][1:])
-    draws = [piece.draw for plan in rig.pipeline.plans for piece in plan.slices if piece.draw is not None]
-    assert len(draws) == max_tokens
-    assert (first.token_id, first.finish) == (None, FinishReason.MAX_TOKENS) or max_tokens
-
-
 @pytest.mark.parametrize("logprobs", [(), (-1.0,), (-1.0, math.nan), (-1.0, -math.inf)])
 def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs: tuple[float, ...]) -> None:
     rig = a_rig(num_stages=1)
@@ -74,14 +60,3 @@ def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs:
     events = rig.scheduler.commit(result, 0.0)
     assert [type(event.error) for event in events] == [RequestFailed, RequestFailed]
     assert not rig.has_work
-
-
-def test_a_scored_prompt_is_not_taken_from_the_cache() -> None:
-    rig = a_rig()
-    rig.submit(a_request("first", num_prompt=20, salt=1))
-    rig.drain()
-    rig.submit(a_request("second", num_prompt=20, salt=1, output=OutputOptions(prompt_logprobs=0)))
-    rig.submit(a_request("control", num_prompt=20, salt=1))
-    rig.finish()
-    assert rig.events["second", 0][0].cached_tokens == 0
-    assert rig.events["control", 0][0].cached_tokens == 16

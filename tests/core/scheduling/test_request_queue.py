@@ -139,20 +139,6 @@ def test_what_is_in_flight_at_a_drained_replica_is_computed_again() -> None:
     replicas.finish()
 
 
-def test_a_request_can_be_ended_while_it_waits_for_another_replica() -> None:
-    replicas = Replicas(2, max_num_seqs=1)
-    replicas.submit("a")
-    replicas.submit("b", deadline_s=3.0)
-    replicas.turn()
-    replicas.lose(0)
-    replicas.lose(1)
-    (event,) = replicas.first.tell(replicas.request_queue.abort("a", FinishReason.CANCELLED))
-    assert (event.finish, event.replica) == (FinishReason.CANCELLED, 0)
-    (event,) = replicas.first.tell(replicas.request_queue.expire(3.0))
-    assert event.finish is FinishReason.DEADLINE
-    assert not replicas.request_queue.groups
-
-
 def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -> None:
     poison, turns = "r2", 0
     replicas = Replicas(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import Request, StopConditions
 from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
@@ -47,18 +46,6 @@ def test_equal_beginnings_are_computed_once_but_for_the_last_token(
         rig.submit(a_request(f"r{number}", num_prompt, salt=1, caller=caller))
         rig.finish()
     assert [rig.events[f"r{number}", 0][0].cached_tokens for number in range(3)] == cached
-
-
-def test_the_next_turn_of_a_conversation_finds_the_answer_too() -> None:
-    rig = a_rig(block_size=4)
-    first = a_request("first", num_prompt=6, max_tokens=10)
-    rig.submit(first)
-    rig.drain()
-    prompt = first.prompt_ids + expected_answer(first).token_ids + (1, 2)
-    rig.submit(Request("second", prompt, StopConditions(4)))
-    rig.finish()
-    # 15 of its 16 tokens were computed; the last drawn token never is.
-    assert rig.events["second", 0][0].cached_tokens == 12
 
 
 def test_a_burst_shares_what_is_only_scheduled() -> None:

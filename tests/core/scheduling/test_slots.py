@@ -11,18 +11,6 @@ from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
-def test_as_many_steps_are_in_flight_as_stages_also_with_chunks_of_one_prompt() -> None:
-    rig = a_rig(num_stages=2, prefill_chunk=5)
-    rig.submit(a_request("r", num_prompt=9))
-    rig.submit(a_request("waits", num_prompt=9))
-    first, second = fill(rig)
-    assert (first.slot, second.slot, rig.steps.num_in_flight) == (0, 1, 2)
-    assert (first.slices[0].start, first.slices[0].end, first.slices[0].draw) == (0, 5, None)
-    assert (second.slices[0].start, second.slices[0].end) == (5, 9)
-    assert second.slices[0].draw is not None
-    rig.finish()
-
-
 def test_many_short_prompts_pack_into_steps_and_leave_some_for_the_other_slots() -> None:
     rig = a_rig(num_stages=2)
     for i in range(32):

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.vllm": {"ppserve.vllm", "google.protobuf", "grpc"},
     "ppserve.process": {"ppserve.process", "ppserve.wire", "ppserve.config", "ppserve.errors", "psutil"},
     "ppserve.process.torchrun": {"torch"},
-    "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
+    "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.compiled": {"numba", "llvmlite"},
     "ppserve.model.cpu": {"numba", "llvmlite"},

@@ -93,8 +93,7 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
         return Prospect(grid, plan)
     workload = intent.expect
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
-    layouts = [stage.layout for stage in plan.stages]
-    seconds = [under.stage_s(at, step) + num_gathers(at) * under.latency_s for at in layouts]
+    seconds = [under.stage_s(s.layout, step) + num_gathers(s.layout) * under.latency_s for s in plan.stages]
     num_tokens = min(workload.prompt + workload.new, plan.max_model_len)
     fitting = max(1, plan.tightest.max_tokens // num_tokens)
     replicas = min(grid.data, workload.callers)

@@ -8,12 +8,13 @@ of a step are known when it is sent. The head is one thread. It receives request
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ppserve.core.architecture import MAX_LAYERS, Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.cost_model import Coefficients, StageCost, StepSize
@@ -31,9 +32,7 @@ from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import ConfigError
 
 _NS = 1_000_000_000
-# Fewer steps do not tell what a row costs, and what a key.
-_ENOUGH_STEPS = 50
-_TERMS = ("step_s", "row_s", "key_s", "sample_s")
+_ENOUGH_STEPS = 50  # fewer do not tell what a row costs, and what a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +64,33 @@ class CostSheet:
         )
 
 
+class _StageCosts(msgspec.Struct):
+    layers: Annotated[float, msgspec.Meta(ge=1, le=MAX_LAYERS, multiple_of=0.5)]
+    steps: int
+    step_s: float
+    row_s: float
+    key_s: float
+    sample_s: float
+
+
+class _CostFile(msgspec.Struct):
+    stages: Annotated[list[_StageCosts], msgspec.Meta(min_length=1)]
+    tensor: Annotated[int, msgspec.Meta(ge=1)]
+    max_chunk: Annotated[int, msgspec.Meta(ge=1)]
+    overheads: OverheadTimes
+
+
 def read_costs(path: Path) -> CostSheet:
-    """Reads {"stages": [{"layers": 9, "steps": ..., "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...},
-    ...], "tensor": 1, "max_chunk": 128, "overheads": {"head_s": ..., ...}}. Raises ConfigError."""
+    """Reads a server's /costs.json. Raises ConfigError."""
     try:
-        sheet = json.loads(path.read_text())
-        entries = sheet["stages"]
-        split = Split.parse(",".join(str(float(entry["layers"])) for entry in entries))
-        stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in entries]
-        num_steps = min(int(entry["steps"]) for entry in entries)
-        overheads = OverheadTimes(**{name: float(s) for name, s in sheet["overheads"].items()})
-        max_chunk = int(sheet["max_chunk"])
-        num_tensor = int(sheet["tensor"])
-        fits = all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers)
-        if not fits or min(max_chunk, num_tensor) < 1:
-            raise ValueError(f"layers {split}, max_chunk {max_chunk}, tensor {num_tensor}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
-    if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
+        file = msgspec.json.decode(path.read_bytes(), type=_CostFile)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("--costs", f"{path} is no cost sheet: {error}") from None
+    stages = [Coefficients(each.step_s, each.row_s, each.key_s, each.sample_s) for each in file.stages]
+    if any(each.steps < _ENOUGH_STEPS for each in file.stages) or Coefficients() in stages:
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
-    layer, head = _divided(stages, stage_layouts(split))
-    return CostSheet(layer, head, overheads, max_chunk, num_tensor)
+    layouts = stage_layouts(Split(tuple(round(2 * each.layers) for each in file.stages)))
+    return CostSheet(*_divided(stages, layouts), file.overheads, file.max_chunk, file.tensor)
 
 
 def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
@@ -159,20 +164,18 @@ class Simulator:
 
     def run(self, num_requests: int, prompt_tokens: int, new_tokens: int, callers: int) -> Outcome:
         """A caller sends its next request when it has the answer to the last."""
-        num_sent = 0
+        stop = StopConditions(new_tokens, ignore_eos=True)
+        requests = (Request(str(number), (0,) * prompt_tokens, stop) for number in range(num_requests))
         head_free_s = 0.0
         self._account.demand_began(0)
         for _ in range(callers):
             self._receive(0.0, None)
-        stop = StopConditions(new_tokens, ignore_eos=True)
         while self._inbox:
             at_s, _, result = heapq.heappop(self._inbox)
             now_s = max(at_s, head_free_s)
             if result is not None:
                 self._commit(result, now_s)
-            elif num_sent < num_requests:
-                request = Request(str(num_sent), (0,) * prompt_tokens, stop)
-                num_sent += 1
+            elif (request := next(requests, None)) is not None:
                 self._times_s[request.id] = [at_s]
                 self._scheduler.request_queue.submit(request, now_s)
             head_free_s = self._fill_pipeline(now_s)
@@ -241,8 +244,6 @@ class Simulator:
 def render_outcome(figures: dict[str, Any]) -> str:
     """figures: those of an outcome."""
     rows = [(name, f"{value:.4g}") for name, value in figures.items() if name != "stages"]
-    lines = table(*rows, left=1)
     kinds = ("busy", *CAUSES)
-    stages = enumerate(figures["stages"])
-    shares = [(str(number), *(f"{stage[kind]:.0%}" for kind in kinds)) for number, stage in stages]
-    return "\n".join([*lines, "", *table(("stage", *kinds), *shares)])
+    shares = [(str(at), *(f"{stage[kind]:.0%}" for kind in kinds)) for at, stage in enumerate(figures["stages"])]
+    return "\n".join([*table(*rows, left=1), "", *table(("stage", *kinds), *shares)])

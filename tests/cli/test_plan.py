@@ -70,7 +70,7 @@ def test_all_shapes_of_a_world(costs):
         (["--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
         (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
         (["--world", "4", "--stage-memory", "1M"], "--model: no shape of 4 ranks holds it"),
-        (["--costs", __file__], "test_plan.py is no cost sheet"),
+        (["--costs", __file__], "test_plan.py is no cost sheet: JSON is malformed"),
         (["--costs", "{costs}", "--kv-cache-memory", "1K"], "--kv-cache-memory: not one sequence of 1024 tokens"),
         *((wrong, wrong[0]) for wrong in (["--stages", "0"], ["--world", "100000"], ["--costs", "/no"])),
         *((wrong, wrong[0]) for wrong in (["--expect", "8,8"], ["--expect", "8,8,0"])),

@@ -93,8 +93,8 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
 
 
 def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
-    """By measured costs, for the expected load, or else by parameters."""
-    if parts is None:
+    """By measured costs, for the expected load, or else by parameters. Of one stage nothing is logged."""
+    if parts is None or num_stages == 1:
         return split_by_weight(arch, num_stages)
     split = split_by_cost(parts, arch.num_layers, num_stages)
     log.info("--layers auto: %s, predicted balance %.0f%%", split, 100 * balance(parts.costs(split)))

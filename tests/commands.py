@@ -38,7 +38,7 @@ def run(*arguments: str, stdin: bytes = b"", encoding: str = "utf-8", **environm
         try:
             main()
         except SystemExit as end:
-            code = end.code
+            code = end.code or 0
     texts = []
     for stream in (output, errors):
         stream.flush()

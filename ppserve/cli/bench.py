@@ -34,7 +34,7 @@ from ppserve.bench.summary import Summary, render_table, summarize
 from ppserve.bench.top import ScrapeFailed, View, read
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, POSITIVE, Number, Parsed
+from ppserve.cli.types import COUNT, POSITIVE, Number, Parsed, address
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.errors import ConfigError, PpserveError
 
@@ -96,7 +96,9 @@ def _write(path: Path, summary: Summary) -> None:
 
 
 async def _run(flags: dict[str, Any]) -> Measurement:
-    load = _load(flags)
+    load: Load = ClosedLoop(flags["concurrency"] or _DEFAULT_CONCURRENCY)
+    if rate := flags["rate"]:
+        load = OpenLoop(poisson_arrivals(rate, flags["seed"]), rate)
     callers = load.concurrency if isinstance(load, ClosedLoop) else 1
     num_warm_up = callers if flags["num_warm_up"] is None else flags["num_warm_up"]
     async with Caller(**connection(flags), timeout_s=flags["timeout_s"]) as caller:
@@ -105,12 +107,6 @@ async def _run(flags: dict[str, Any]) -> Measurement:
         if num_warm_up:
             await warm_up(caller, workload, num_warm_up, callers)
         return await measure(caller, served, workload, load, _until(flags, load))
-
-
-def _load(flags: dict[str, Any]) -> Load:
-    if rate := flags["rate"]:
-        return OpenLoop(poisson_arrivals(rate, flags["seed"]), rate)
-    return ClosedLoop(flags["concurrency"] or _DEFAULT_CONCURRENCY)
 
 
 def _until(flags: dict[str, Any], load: Load) -> Until:
@@ -131,7 +127,8 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
 
 @click.command(params=[*CONNECTION])
 @click.option(
-    "--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
+    "--metrics", default="127.0.0.1:9400", show_default=True,
+    type=Parsed("HOST:PORT", lambda text: None if text == "none" else address(text)),
     help="The server's metrics port; `none`: only the stages.",
 )  # fmt: skip
 @click.option(
@@ -139,7 +136,7 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
     help="Seconds that every view covers.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="One view, then the end.")
-def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
+def top(metrics: str | None, interval_s: float, once: bool, **flags: Any) -> None:
     """Stages as bars (busy, bubbles by cause, idle), requests, queue, KV use, latencies; Ctrl-C ends it.
 
     On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
@@ -147,7 +144,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     """
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
-            for view in _views(client, None if metrics == "none" else metrics, interval_s):
+            for view in _views(client, metrics, interval_s):
                 _show(view, flags["target"], once)
                 if once:
                     break

@@ -68,6 +68,7 @@ class ChatServer:
         kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
+        self._url = url.geturl()
         self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -84,8 +85,10 @@ class ChatServer:
                 for line in response:
                     if line.startswith(b"data: {"):
                         yield json.loads(line[6:])
-            except (OSError, http.client.HTTPException) as error:
-                raise _Lost(str(error) or type(error).__name__) from None
+            except OSError as error:
+                raise _Lost(f"{self._url}: {error}") from None
+            except http.client.HTTPException as error:  # its text may be bytes of another protocol
+                raise _Lost(f"{self._url}: no HTTP answer ({type(error).__name__})") from None
 
 
 def _problem(content: bytes) -> str:
@@ -98,14 +101,13 @@ def _problem(content: bytes) -> str:
 class Dialogue:
     """The messages so far, and what is sent with them."""
 
-    def __init__(self, server: ChatServer, system: str | None, options: dict[str, Any], retry_s: float) -> None:
+    def __init__(self, server: ChatServer, options: dict[str, Any], retry_s: float) -> None:
         self._server, self._options, self._retry_s = server, options, retry_s
-        self.system = system
         self.history: list[dict[str, str]] = []
 
-    def ask(self, text: str, shows_timings: bool) -> None:
-        """Prints the answer as it comes, up to a Ctrl-C. Raises PpserveError."""
-        told = [{"role": "system", "content": self.system}] if self.system else []
+    def ask(self, text: str, system: str | None, shows_timings: bool) -> bool:
+        """Prints the answer as it comes, up to a Ctrl-C, and says whether there was one."""
+        told = [{"role": "system", "content": system}] if system else []
         question = {"role": "user", "content": text}
         answer = ReceivedAnswer({**self._options, "messages": [*told, *self.history, question]})
         begun_s, first_s = time.monotonic(), 0.0
@@ -115,11 +117,15 @@ class Dialogue:
                 say(new, end="")
         except KeyboardInterrupt:
             pass
+        except PpserveError as error:
+            click.echo(f"ppserve: error: {error}", err=True)
+            return False
         finally:
             say("")
         self.history += [question, {"role": "assistant", "content": answer.text}]
         if shows_timings:
             _show_timings(answer.num_tokens, first_s, time.monotonic() - begun_s)
+        return True
 
     def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
         """Until the answer's end, calling again while the server is away."""
@@ -180,12 +186,12 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
     """
     options = {name: flags[name] for name in ("model", "max_tokens", "temperature") if flags[name] is not None}
     server = ChatServer(url, api_key(api_key_file), tls_ca)
-    conversation = Dialogue(server, flags["system"], options, flags["retry_s"])
+    conversation = Dialogue(server, options, flags["retry_s"])
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         click.echo(COMMANDS, err=True)
         import readline  # noqa: F401 - lines can be edited
-    failed = False
+    failed, system = False, flags["system"]
     for line in _lines("> " if is_terminal else ""):
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
@@ -193,22 +199,12 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
         if command == "/reset":
             conversation.history.clear()
         elif command == "/system":
-            conversation.system = rest.strip() or None
+            system = rest.strip()
         elif command.startswith("/"):
             click.echo(COMMANDS, err=True)
         elif command:
-            failed = not _ask(conversation, line.strip(), flags["timings"])
+            failed = not conversation.ask(line.strip(), system, flags["timings"])
     sys.exit(1 if failed else 0)
-
-
-def _ask(conversation: Dialogue, question: str, shows_timings: bool) -> bool:
-    """Whether it was answered."""
-    try:
-        conversation.ask(question, shows_timings)
-    except PpserveError as error:
-        click.echo(f"ppserve: error: {error}", err=True)
-        return False
-    return True
 
 
 def _lines(prompt: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import os
+import re
 import ssl
 import sys
 from itertools import starmap
@@ -16,7 +17,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.main import say
-from ppserve.cli.types import FILE, POSITIVE, TEXT, Number
+from ppserve.cli.types import FILE, POSITIVE, TEXT, Number, Parsed, address
 from ppserve.client import (
     AsyncClient,
     CallFailed,
@@ -31,15 +32,15 @@ from ppserve.client import (
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
 
+# gRPC judges its own.
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
-# The proto's uint32 and uint64.
-_COUNT = click.IntRange(0, 2**32 - 1)
+_COUNT = click.IntRange(0, 2**32 - 1)  # the proto's uint32
 _SEED = click.IntRange(0, 2**64 - 1)
 
 CONNECTION = (
     click.Option(
-        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, metavar="HOST:PORT",
-        help="The server.",
+        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, help="The server.",
+        type=Parsed("HOST:PORT", lambda text: text if text.startswith(_SCHEMES) else address(text)),
     ),
     click.Option(["--api-key-file"], type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
     click.Option(["--tls"], is_flag=True, help="Speak TLS, trusting the system's authorities."),
@@ -53,13 +54,13 @@ CONNECTION = (
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
     ("min_tokens", _COUNT, "Tokens before anything may end the text."),
-    ("temperature", Number(), "0 is greedy. Default: 1."),
+    ("temperature", Number(0), "0 is greedy. Default: 1."),
     ("top_k", _COUNT, "Draw from the k most likely tokens. 0: from all."),
-    ("top_p", Number(), "Draw from the most likely tokens that sum to this."),
-    ("min_p", Number(), "Leave out tokens less likely than this part of the most likely one."),
-    ("repetition_penalty", Number(), "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", Number(), "Taken off a token's logit for each time it was generated."),
-    ("presence_penalty", Number(), "Taken off a token's logit once it was generated."),
+    ("top_p", Number(0, 1), "Draw from the most likely tokens that sum to this."),
+    ("min_p", Number(0, 1), "Leave out tokens less likely than this part of the most likely one."),
+    ("repetition_penalty", Number(0), "Above 1 makes tokens that occurred less likely."),
+    ("frequency_penalty", Number(-2, 2), "Taken off a token's logit for each time it was generated."),
+    ("presence_penalty", Number(-2, 2), "Taken off a token's logit once it was generated."),
     ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
@@ -89,13 +90,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
     files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
     tls = _tls(*files) if flags["tls"] or any(files) else None
-    target: str = flags["target"]
-    host, _, port = target.rpartition(":")
-    # gRPC judges its own schemes. Of a port it takes the lowest 16 bits.
-    is_port = len(port) < 6 and port.isdecimal() and 0 < int(port) < 1 << 16
-    if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
-        raise ConfigError("--target", f"{target!r} is not HOST:PORT")
-    return {"target": target, "api_key": api_key(flags["api_key_file"]), "tls": tls}
+    return {"target": flags["target"], "api_key": api_key(flags["api_key_file"]), "tls": tls}
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
@@ -129,11 +124,28 @@ def api_key(file: Path | None) -> str | None:
     return key
 
 
+def _bias(text: str) -> tuple[int, float]:
+    if (match := re.fullmatch(r"(\d{1,9})=([-+.\de]+)", text)) is None:
+        raise ValueError(f"{text!r} is not ID=BIAS")
+    return int(match[1]), float(match[2])
+
+
+def _prompt(text: str) -> str:
+    if text != "-":
+        return str(TEXT(text))
+    if sys.__stdin__ is None:
+        raise ValueError("standard input is closed")
+    try:
+        return sys.stdin.buffer.read().removesuffix(b"\n").decode()
+    except UnicodeDecodeError:
+        raise ValueError("standard input is not UTF-8 text") from None
+
+
 @click.command(params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION])
-@click.argument("prompt", type=TEXT)
+@click.argument("prompt", type=Parsed("text", _prompt))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
-@click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
+@click.option("--logit-bias", type=Parsed("ID=BIAS", _bias), multiple=True, help="Of a token. May be repeated.")
 @click.option(
     "--resume-timeout", type=Number(0), default=120.0, show_default=True,
     help="Seconds to try for while no server answers, or its queue is full.",
@@ -143,9 +155,8 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
-    text = sys.stdin.buffer.read().removesuffix(b"\n").decode() if prompt == "-" else prompt
     try:
-        asyncio.run(_answer(text, _options(flags), flags, as_json, stream))
+        asyncio.run(_answer(prompt, _options(flags), flags, as_json, stream))
     except KeyboardInterrupt:
         if sys.stdout.isatty():
             say("")  # the text's line has no end yet
@@ -153,7 +164,7 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
 
 @click.command(params=[*CONNECTION])
-@click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
+@click.option("--service", default="", type=TEXT, help="Ask about one, such as ppserve.v1.GenerationService.")
 @click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, show_default=True, help="Seconds to wait.")
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
@@ -185,16 +196,24 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
 
 
 async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json: bool, stream: bool) -> None:
-    policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_report_retry)
+    policy = RetryPolicy(
+        resume_timeout_s=flags["resume_timeout"],
+        on_retry=lambda failure: click.echo(f"ppserve: trying again: {failure}", err=True),
+    )
     print_chunk, print_answer = (_print_object,) * 2 if as_json else (_print_chunk, _print_answer)
     as_it_comes = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
     async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, without retries
         chunks = []
-        async for chunk in client.stream(prompt, **options):
-            chunks.append(chunk)
-            if as_it_comes:
-                print_chunk(chunk)
+        try:
+            async for chunk in client.stream(prompt, **options):
+                chunks.append(chunk)
+                if as_it_comes:
+                    print_chunk(chunk)
+        except CallFailed as failure:
+            if failure.code != "DEADLINE_EXCEEDED":
+                raise
+            raise PpserveError(f"--timeout passed: {failure}") from None
         if not as_it_comes:
             print_answer(completion_of(chunks))
     if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
@@ -213,11 +232,8 @@ def _print_answer(completion: Completion) -> None:
 
 
 def _print_object(value: Chunk | Completion) -> None:
-    say(json.dumps(dataclasses.asdict(value, dict_factory=_present), default=_base64))
-
-
-def _report_retry(failure: CallFailed) -> None:
-    click.echo(f"ppserve: trying again: {failure}", err=True)
+    given = dataclasses.asdict(value, dict_factory=lambda fields: {k: v for k, v in fields if v not in (None, ())})
+    say(json.dumps(given, default=lambda data: base64.b64encode(data).decode()))
 
 
 def _options(flags: dict[str, Any]) -> Options:
@@ -227,21 +243,5 @@ def _options(flags: dict[str, Any]) -> Options:
         if value is not None and value is not False and value != ():
             options[name] = value
     if biases := flags.pop("logit_bias"):
-        options["logit_bias"] = dict(_bias(text) for text in biases)
+        options["logit_bias"] = dict(biases)
     return cast(Options, options)
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition("=")
-    try:
-        return int(_COUNT(token_id)), float(bias)
-    except (ValueError, click.BadParameter):
-        raise click.BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from None
-
-
-def _present(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if value is not None and value != ()}
-
-
-def _base64(value: bytes) -> str:
-    return base64.b64encode(value).decode()

@@ -9,9 +9,15 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, LAYERS, PORTS, SIZE, Number, PortOption, auto_or
+from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, IP_ADDRESS, LAYERS, PORTS, SIZE, Number, auto_or
 
-_PORT = click.IntRange(0, 65535)
+
+class _PortOption(click.Option):
+    """Ignores PPSERVE_PORT=tcp://ADDRESS:PORT, which Kubernetes sets."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        value = super().value_from_envvar(ctx)
+        return None if isinstance(value, str) and value.startswith("tcp://") else value
 
 
 def _flag(name: str, help: str, **parsed: Any) -> click.Option:
@@ -23,7 +29,7 @@ def _choice(name: str, choices: tuple[str, ...], default: str, help: str) -> cli
 
 
 def _port(name: str, help: str, **parsed: Any) -> click.Option:
-    return PortOption([name], help=help, **{"type": _PORT, **parsed})
+    return _PortOption([name], help=help, **{"type": click.IntRange(0, 65535), **parsed})
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
@@ -41,15 +47,14 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
         if name not in known:
             raise click.BadParameter(f"{path}: unknown entry {key!r}")
         defaults[name] = _as_text(f"{path}: {key}", value)
+    ctx.obj = path  # for messages
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
 
 def _as_text(origin: str, value: object) -> str:
     """An entry as text, so that the flag of its name checks it."""
     parts = value if isinstance(value, list) else [value]
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str) and not all(type(part) in (int, float) for part in parts):
+    if not isinstance(value, str) and not all(isinstance(part, int | float) for part in parts):
         raise click.BadParameter(f"{origin}: not a text, a number, a list of numbers, true or false")
     return ",".join(map(str, parts))
 
@@ -108,7 +113,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--max-queue", "Requests waiting before new ones are refused.", type=COUNT, default=1024),
     ),
     "Front doors": (
-        _flag("--host", "Address to listen on.", default="127.0.0.1"),
+        _flag("--host", "Address to listen on.", type=IP_ADDRESS, default="127.0.0.1"),
         _port("--port", "gRPC; 0 picks a free one.", default=50051),
         _port("--http-port", "HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine too, on the gRPC port, for routers.", is_flag=True),
@@ -127,7 +132,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--stage-tls-key", "Its key.", type=FILE),
         _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", type=FILE),
         _flag("--interface", "This host's, for other stages; unset = the one that leads to the head."),
-        _flag("--advertise", "This host's address for other stages; unset = found as --interface is."),
+        _flag("--advertise", "For other stages; unset = found as --interface is.", type=IP_ADDRESS),
         _port("--control-port", "Of the head, for stages.", type=click.IntRange(1, 65535)),
         _flag("--stage-ports", "Where stages listen for each other: 29600-29699; unset = any.", type=PORTS),
         _flag("--start-timeout", "Seconds without progress at start.", type=Number(1), default=1800),

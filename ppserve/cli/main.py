@@ -7,9 +7,10 @@ import os
 import sys
 import time
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import click
+from click.core import ParameterSource
 
 from ppserve import __version__
 from ppserve.errors import LauncherError, PpserveError, UsageError
@@ -40,11 +41,9 @@ class _ServeByDefault(click.Group):
         return list(self._MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = self._MODULES.get(cmd_name)
-        if module is None:
+        if cmd_name not in self._MODULES:
             return None
-        command = getattr(import_module(f"ppserve.cli.{module}"), cmd_name)
-        assert isinstance(command, click.Command)
+        command: click.Command = getattr(import_module(f"ppserve.cli.{self._MODULES[cmd_name]}"), cmd_name)
         return command
 
 
@@ -58,21 +57,28 @@ def main() -> None:
     """Runs a command. A mistake is one line on standard error and exit code 2."""
     reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
-        code: Any = cli.main(prog_name="ppserve", standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(cli.main(prog_name="ppserve", standalone_mode=False))
     except click.ClickException as error:
-        _report(error.format_message(), reports)
-    except UnicodeError:  # bytes of an argument that are not UTF-8 are lone surrogates
-        _report("an argument or standard input is not UTF-8 text", reports)
+        _report(error.format_message() + _origin(error), reports)
     except PpserveError as error:
         _report(str(error), reports or isinstance(error, LauncherError))
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(EXIT_USAGE)
+
+
+def _origin(error: click.ClickException) -> str:
+    """The file or environment variable that a wrong value comes from."""
+    if not isinstance(error, click.BadParameter) or not (error.ctx and error.param and error.param.name):
+        return ""
+    source, name = error.ctx.get_parameter_source(error.param.name), error.param.name
+    origins = {ParameterSource.DEFAULT_MAP: error.ctx.obj, ParameterSource.ENVIRONMENT: f"PPSERVE_{name.upper()}"}
+    return f" (from {origins[source]})" if source in origins else ""
 
 
 def _open_what_is_closed() -> None:
@@ -85,6 +91,8 @@ def _open_what_is_closed() -> None:
 
 def say(text: str, end: str = "\n") -> None:
     """Writes to standard output at once. Raises PpserveError, as on a full disk."""
+    if sys.__stdout__ is None:
+        raise PpserveError("standard output is closed")
     try:
         click.echo(text + end, nl=False)
     except OSError as error:

@@ -23,7 +23,6 @@ from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.shapes import LATENCY_S, Conditions, compare, render_prospects
 from ppserve.planning.simulator import CostSheet, Simulator, read_costs, render_outcome
 
-_RANKS = click.IntRange(1, 4096)
 _REQUESTS_PER_CALLER = 6  # simulated; enough that the first and the last weigh little
 _OF_SERVE = (
     *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
@@ -36,7 +35,7 @@ _OF_SERVE = (
     context_settings={"show_default": True},
 )
 @click.option("--stages", type=COUNT, default=1)
-@click.option("--world", type=_RANKS, help="Compare all shapes of so many ranks.")
+@click.option("--world", type=click.IntRange(1, 4096), help="Compare all shapes of so many ranks.")
 @click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
 @click.option("--costs", type=FILE, help="/costs.json of a server: predict throughput, latency and bubbles.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
@@ -96,9 +95,8 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
 
 def _refuse_shape_flags() -> None:
     """Raises ConfigError for a flag that is for one shape."""
-    context = click.get_current_context()
     for name in ("stages", "tensor_parallel", "replicas", "layers"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name.replace('_', '-')}", "--world compares all shapes")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import sys
@@ -77,9 +76,4 @@ def build_config(flags: dict[str, Any]) -> ServeConfig:
     """The frozen config. Raises ConfigError for flags that do not go together."""
     if len({bool(flags[f"stage_tls_{part}"]) for part in ("cert", "key", "ca")}) > 1:
         raise ConfigError("--stage-tls-cert", "needs --stage-tls-key and --stage-tls-ca, and the other way round")
-    for name in ("host", "advertise"):
-        try:
-            ipaddress.ip_address(flags[name] if flags[name] not in (None, "localhost") else "127.0.0.1")
-        except ValueError:
-            raise ConfigError(f"--{name}", f"{flags[name]!r} is not an IP address") from None
     return ServeConfig.from_flags({**flags, "path": flags["model"]})

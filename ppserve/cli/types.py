@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,14 +44,6 @@ class Number(click.FloatRange):
         return number
 
 
-class PortOption(click.Option):
-    """Ignores PPSERVE_PORT=tcp://ADDRESS:PORT, which Kubernetes sets."""
-
-    def value_from_envvar(self, ctx: click.Context) -> Any:
-        value = super().value_from_envvar(ctx)
-        return None if isinstance(value, str) and value.startswith("tcp://") else value
-
-
 def auto_or(inner: click.ParamType[Any]) -> Parsed:
     """`auto` (None), or a value of another type."""
     return Parsed(f"auto|{inner.name}", lambda text: None if text == "auto" else inner(text))
@@ -62,6 +55,14 @@ def _size(text: str) -> int:
     if not 1 <= size <= _MOST_BYTES:
         raise ValueError(f"{text!r} is not a size such as 512M or 2GiB")
     return int(size)
+
+
+def address(text: str) -> str:
+    """Raises ValueError for what is not HOST:PORT."""
+    port = re.fullmatch(r"[^/]+:(\d{1,5})", _text(text))
+    if port is None or not 0 < int(port[1]) < 1 << 16:  # gRPC takes the lowest 16 bits
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return text
 
 
 def _text(text: str) -> str:
@@ -92,6 +93,7 @@ def _ports(text: str) -> tuple[int, int]:
     return ports
 
 
+IP_ADDRESS = Parsed("address", lambda text: text if text == "localhost" else str(ipaddress.ip_address(text)))
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)

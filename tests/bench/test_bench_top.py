@@ -154,7 +154,7 @@ def flags(target: str, *arguments: str) -> list[str]:
     ("server", "page", "problem"),
     [
         ("127.0.0.1:1", "none", "no answer from 127.0.0.1:1"),
-        ("{target}", "127.0.0.1:port", "no metrics: http://127.0.0.1:port/load.json: "),
+        ("{target}", "127.0.0.1:1", "no metrics: http://127.0.0.1:1/load.json: "),
         # gRPC's port is no metrics page either
         ("{target}", "{target}", "no metrics: http://{target}/load.json: "),
     ],

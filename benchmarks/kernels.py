@@ -108,11 +108,11 @@ def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) ->
     """Packing the rows and multiplying them, for every matrix."""
     tile_rows = kind.tile_rows(num_rows)
     padded = -(-num_rows // tile_rows) * tile_rows
-    x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
+    x, values = aligned(num_rows * 3072, np.float32), aligned(3072, np.float32)
     x[:] = np.random.default_rng(0).standard_normal(x.shape)
     words = aligned(padded * 3072 // kind.chunk_inputs * kind.row_bytes // 4, np.int32)
     scales = aligned(padded, np.float32)
-    y = aligned((padded, 3072), np.float32)
+    y = aligned(padded * 3072, np.float32)
 
     def multiply_all() -> None:
         rows = Scratch(num_rows, tile_rows, address(words), address(scales), 0, 0, 0, 0)

@@ -254,7 +254,7 @@ BUDGET = {
     "ppserve/head/*.py ppserve/head/engine/*.py": (2_684, 2_684),
     "ppserve/head/api/**/*.py": (2_757, 2_600),
     "ppserve/head/observe/*.py": (763, 763),
-    "ppserve/model/*.py": (1_532, 1_532),
+    "ppserve/model/*.py": (1_531, 1_531),
     "ppserve/model/compiled/*.py": (588, 588),
     "ppserve/model/cpu/**/*.py": (3_576, 3_576),
     "ppserve/model/cuda/*.py": (1_303, 1_300),

@@ -12,8 +12,6 @@ T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -119,7 +117,5 @@ def load_stage(
     """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
     parts: ModelParts = import_module(FAMILIES[checkpoint.architecture.family].module).PARTS
     with torch.inference_mode():
-        model = Decoder(WeightReader(checkpoint, layout, backend, progress), parts)
-    with contextlib.suppress(AttributeError):  # glibc alone has it, and keeps what packing freed
-        ctypes.CDLL(None).malloc_trim(0)
-    return model
+        read = WeightReader(checkpoint, layout, backend, progress)
+        return Decoder(read, parts)

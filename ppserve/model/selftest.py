@@ -108,8 +108,10 @@ def _check_linear(
     half = linear.num_inputs // 2
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
     last_N1 = torch.zeros(len(weight_NH), linear.num_inputs % 2)
-    probe = stage.backend.linear(torch.cat([weight_NH, -weight_NH, last_N1], dim=1), None)
-    x_of_probe_TK = torch.cat([x_TK[:, :half], x_TK[:, :half], x_TK[:, 2 * half :]], dim=1)
+    weight_NK = torch.cat([weight_NH, -weight_NH, last_N1], dim=1)
+    probe = stage.backend.linear(weight_NK, None)
+    half_TK, last_T1 = x_TK[:, :half], x_TK[:, 2 * half :]
+    x_of_probe_TK = torch.cat([half_TK, half_TK, last_T1], dim=1)
     where = stage.backend.device, stage.backend.precision.compute
     return _compare_rows(linear, x_TK.to(*where), row_counts) or _compare_rows(
         probe, x_of_probe_TK.to(*where), row_counts
@@ -162,7 +164,8 @@ def _through_layer(
     cache = _cache(stage, num_blocks, block_size)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
-        rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
+        pieces = [prompts_TD[number][at : at + count] for number, at, count in parts]
+        rows_TD = torch.cat(pieces)
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
         inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache)
         for sublayer in sublayers:

@@ -9,6 +9,7 @@ Nothing here is about the process: a stage may as well be a thread.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import socket
 import time
@@ -24,7 +25,7 @@ from ppserve.core.figures import size
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
-from ppserve.model.backend import Backend, StageModel
+from ppserve.model.backend import StageModel
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
@@ -129,10 +130,11 @@ class StageLoop:
         """Reads tensors and says what they weigh. A failure is final: `Failed`."""
         layout, compute = assign.layout, self._found.compute
         try:
-            backend = compute.backend()
             checkpoint, send = self._found.checkpoint, self._link.send
-            model = load_stage(checkpoint, layout, backend, lambda *of_bytes: send(wire.Loading(*of_bytes)))
+            model = load_stage(checkpoint, layout, compute.backend(), lambda *of: send(wire.Loading(*of)))
             why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
+            with contextlib.suppress(AttributeError):  # glibc keeps what is free
+                ctypes.CDLL(None).malloc_trim(0)
         except Exception as error:
             # Of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)
@@ -143,12 +145,11 @@ class StageLoop:
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
         else:
             self._model = model
-            self._link.send(self._loaded(model, backend, why_not))
+            self._link.send(self._loaded(model, why_not))
 
-    def _loaded(self, model: Decoder, backend: Backend, why_not: str) -> wire.Loaded:
-        compute = self._found.compute
-        cache = self._start.config.cache
-        layout = model.layout
+    def _loaded(self, model: Decoder, why_not: str) -> wire.Loaded:
+        compute, cache = self._found.compute, self._start.config.cache
+        layout, backend = model.layout, model.backend
         drawn_from = model.arch.vocab_size if layout.is_last else 0
         return wire.Loaded(
             device=compute.name,
@@ -183,19 +184,18 @@ class StageLoop:
 
     def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
         """One cache serves all epochs: each overwrites the one before."""
-        model = self._model
-        assert model is not None, "the head forms an epoch of stages that are loaded"
+        assert self._model is not None, "an epoch is of loaded stages"
         if self._cache is None:
-            of, backend = self._start.config.cache, model.backend
+            model, backend = self._model, self._model.backend
+            of = self._start.config.cache
             if (asked := of.kv_cache_memory) is not None:
                 used = num_blocks * backend.block_bytes(model.arch, model.layout, of.block_size)
                 log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
             # What is set aside is taken now, other memory as the load grows.
             shape = model.arch, model.layout, num_blocks, of.block_size
             cache = backend.make_cache(*shape, populate=asked is not None)
-            model = self._model = model.backend.recorded(model, cache)
-            self._cache = cache
-        return model, self._cache
+            self._model, self._cache = backend.recorded(model, cache), cache
+        return self._model, self._cache
 
     def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
         depth = model.layout.num_stages + 1

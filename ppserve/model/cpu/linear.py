@@ -70,10 +70,9 @@ class PackedWeights:
             else:
                 self._keep(begin, pad(words(stored), (0, 0, 0, -(own.stop - begin) % PANEL)))
         self._start: NDArray[Any] = aligned(outputs, np.int32)
+        self._start[:] = -OPERATIONS[kind.operation].raised * self._sums_of_weights
         if dtype == torch.float32:
             self._start = self._bias
-        elif raised := OPERATIONS[kind.operation].raised:
-            self._start[:] = -raised * self._sums_of_weights
         self.num_bytes = self._panels.nbytes + self._bias.nbytes + self._scales.nbytes
 
     @property

@@ -78,7 +78,7 @@ class Layer:
         slices = StepSlices(len(slots), len(parts), 0, *(address(array) for array in arrays))
         scratch_memory = ScratchMemory(micro_kernels("float32", "portable", frozenset())[0], 1)
         (scratch,), kept = scratch_memory.of_attention(self.kind, cache, int((starts + counts).max()))
-        mixed = aligned((len(slots), width), np.float32)
+        mixed = aligned(len(slots) * width, np.float32).reshape(-1, width)
         layer = 0, np.float32(self.head_size**-0.5)
         rows = address(qkv), 4 * stride, address(mixed), 4 * width
         write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads, *layer))

@@ -55,12 +55,10 @@ class Product:
         count, depth = x.shape
         tile_rows = kind.tile_rows(count)
         padded = -(-count // tile_rows) * tile_rows
-        words, scales = (
-            aligned(padded * weights.chunks * kind.row_bytes // 4, np.int32),
-            aligned(padded, np.float32),
-        )
+        words = aligned(padded * weights.chunks * kind.row_bytes // 4, np.int32)
+        scales = aligned(padded, np.float32)
         values = aligned(weights.chunks * kind.chunk_inputs, np.float32)
-        y = aligned((padded, weights.outputs), np.float32)
+        y = aligned(padded * weights.outputs, np.float32).reshape(padded, -1)
         rows = Scratch(count, tile_rows, address(words), address(scales), 0, 0, 0, 0)
         x = np.ascontiguousarray(x)
         pack_rows(kind, Storage("float32"), address(x), depth, rows, weights.chunks, address(values))

@@ -28,13 +28,12 @@ _LOWEST_PRIORITY = 19
 _REGION_BYTES = 64 << 20
 
 
-def aligned(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros that begin on a cache line; the system provides the memory as it is written."""
-    size = math.prod(shape) if isinstance(shape, tuple) else shape
+def aligned(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros from a cache line on; the system provides memory as it is written."""
     num_bytes = size * np.dtype(dtype).itemsize
     memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+    return memory[start : start + num_bytes].view(dtype)
 
 
 def address(array: NDArray[Any]) -> int:

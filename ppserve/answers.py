@@ -1,4 +1,4 @@
-"""What a caller asks with and what it gets, in the Python client and in `Pipeline` alike: plain, typed values."""
+"""What a caller asks with and gets, in the Python client and in `Pipeline` alike: typed values."""
 
 from __future__ import annotations
 

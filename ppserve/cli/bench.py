@@ -1,4 +1,4 @@
-"""The commands that measure a running server: `ppserve bench` loads it, `ppserve top` watches it."""
+"""Commands that measure a server: `ppserve bench` loads it, `ppserve top` watches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ppserve chat`: a conversation with any server of OpenAI's chat completions, by hand or line by line."""
+"""`ppserve chat`: a conversation with any server of OpenAI's chat completions."""
 
 from __future__ import annotations
 

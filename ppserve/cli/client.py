@@ -59,7 +59,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("top_p", Number(0, 1), "Draw from the most likely tokens that sum to this."),
     ("min_p", Number(0, 1), "Leave out tokens less likely than this part of the most likely one."),
     ("repetition_penalty", Number(0), "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", Number(-2, 2), "Taken off a token's logit for each time it was generated."),
+    ("frequency_penalty", Number(-2, 2), "Taken off a logit for each time its token was generated."),
     ("presence_penalty", Number(-2, 2), "Taken off a token's logit once it was generated."),
     ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),

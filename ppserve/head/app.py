@@ -1,4 +1,4 @@
-"""The head as a process: starts the engine, serves once the pipeline has formed, stops both in order."""
+"""The head as a process: starts the engine, serves once the pipeline has formed, stops both."""
 
 from __future__ import annotations
 

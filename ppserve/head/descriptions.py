@@ -1,4 +1,4 @@
-"""What the server says of itself and its limits: values, which each protocol turns into its messages."""
+"""What the server says of itself and its limits: values, from which protocols make messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
+"""Does a row's result not depend on the other rows? Asked once, at start-up.
 
 Our own kernels are so by construction, a library's perhaps. So it is tried, with the stage's own weights, shapes,
 threads and size of KV blocks:

@@ -1,4 +1,4 @@
-"""What would run where: sizes and predicted balance of a pipeline, from a model's configuration alone."""
+"""What would run where: sizes and balance of a pipeline, from a model's configuration alone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Conditions:
     latency_s: float = LATENCY_S
     """Between ranks. Only latencies count: what ranks exchange in a step is small."""
     return_s: float = 0.5e-3
-    """From the end of a step to the beginning of the one with its tokens: result, the head's work, plan."""
+    """From a step's end to the beginning of the one with its tokens: result, the head's work, plan."""
     num_cores: float = math.inf
     """Ranks that can compute at the same time, with all their threads."""
 

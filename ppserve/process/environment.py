@@ -76,7 +76,7 @@ def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ends this process with the thread that started it, at once if `parent_pid` has ended. Only on Linux."""
+    """Ends this process with the thread that started it, at once if `parent_pid` has. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:

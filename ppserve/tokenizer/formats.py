@@ -1,4 +1,4 @@
-"""The files that hold a tokenizer, one reader each. Each becomes one of Hugging Face's tokenizers."""
+"""The files that hold a tokenizer, each read as one of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 

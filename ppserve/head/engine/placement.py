@@ -93,7 +93,7 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
 
 
 def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
-    """By measured costs, for the expected load, or else by parameters. Of one stage nothing is logged."""
+    """By measured costs, for the expected load, or else by parameters. One stage logs nothing."""
     if parts is None or num_stages == 1:
         return split_by_weight(arch, num_stages)
     split = split_by_cost(parts, arch.num_layers, num_stages)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: config.json beside safetensors or torch files, whole or split by an index."""
+"""A Hugging Face directory: config.json beside safetensors or torch files, perhaps with an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions, by their parameters in a config, as transformers computes them."""
+"""The frequencies of rotary positions, by a config's parameters, as transformers computes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The operators as Triton kernels: for GPUs, and with TRITON_INTERPRET=1 for tests on the CPU.
 
-In every step a row's sums are formed in the same order: keys and inputs one after the other, and no sum is split.
-So a row's result depends on that row alone.
+In every step a row's sums have the same order and are not split.
+So its result depends on that row alone.
 """
 # mypy: ignore-errors
 # (Triton types these functions from their arguments)
@@ -59,8 +59,9 @@ class TritonOperators(Operators):
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         (num_rows, num_inputs), num_outputs = x_TK.shape, weight_NK.shape[0]
         y_TN = x_TK.new_empty(num_rows, num_outputs)
-        # Few wide tiles would leave most of a GPU idle. Narrow ones give the same bits, and are slower in float32.
-        is_narrow = triton.cdiv(num_outputs, 64) * triton.cdiv(num_rows, _TILE_ROWS) <= 160 and x_TK.itemsize == 2
+        # Few tiles would leave most of a GPU idle. Narrow ones give the same bits.
+        num_wide = triton.cdiv(num_outputs, 64) * triton.cdiv(num_rows, _TILE_ROWS)
+        is_narrow = num_wide <= 160 and x_TK.itemsize == 2
         outputs, inputs = (32, 128) if is_narrow else (64, 64)
         grid = triton.cdiv(num_outputs, outputs), triton.cdiv(num_rows, _TILE_ROWS)
         _product[grid](

@@ -1,4 +1,4 @@
-"""What surrounds gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
+"""Around gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
 
 from __future__ import annotations
 

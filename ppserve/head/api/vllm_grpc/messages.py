@@ -1,4 +1,4 @@
-"""From messages to fields, and from deltas to messages. Refuses what the protocol has and we have not."""
+"""Messages to fields, and deltas to messages. Refuses what the protocol has and we have not."""
 
 from __future__ import annotations
 

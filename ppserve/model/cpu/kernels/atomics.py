@@ -1,4 +1,4 @@
-"""int64 numbers that threads and processes share, by address, and what they ask of the system to wait for one."""
+"""int64 numbers that threads and processes share, by address, and how they wait for one."""
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
 

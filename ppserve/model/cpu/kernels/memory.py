@@ -80,7 +80,7 @@ def _touch(array: NDArray[np.uint8], zero: int) -> None:
 
 
 class Arena:
-    """Arrays one behind the other in huge pages, which all live as long as any of them. For one thread."""
+    """Arrays one behind the other in huge pages, which live as long as any of them. For one thread."""
 
     def __init__(self) -> None:
         self._region = np.zeros(0, np.uint8)

@@ -208,7 +208,7 @@ class Int8Pairs(Operation):
 
 
 class Int8Dot(Operation):
-    """The rows' values come as uint8, raised by 128; a sum begins at -128 times that of the output's weights."""
+    """The rows' values come as uint8, raised by 128; a sum begins at -128 times the weights' sum."""
 
     arithmetic = "int8"
     sums = I32

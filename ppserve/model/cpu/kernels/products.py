@@ -58,7 +58,7 @@ def pack(typing, kind, place, values):
 
 
 def _on_tile_unit(name, doc):
-    """An intrinsic without arguments that asks AMX's unit for this, and for other kernels does nothing."""
+    """An intrinsic that asks AMX's unit for this, and for other kernels does nothing."""
 
     def ask(typing, kind):
         def generate(context, builder, signature, arguments):

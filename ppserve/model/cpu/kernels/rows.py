@@ -81,7 +81,7 @@ def pack_row(kind, values, rows, chunks, row):
 
 @inlined
 def read_row(stored, source, count, values, padded):
-    """`count` numbers at an address as float32 at another, with zeros up to `padded`, a multiple of 16."""
+    """`count` numbers as float32 at another address, with zeros up to `padded`, a multiple of 16."""
     whole = count // 16 * 16
     for i in range(0, whole, 16):
         store(values, i, read_panel(stored, source + i * stored.element_bytes))
@@ -121,7 +121,7 @@ def _mean(norm, values):
 
 @inlined
 def normalise(norm, values):
-    """Norm of one row, in place: sums in 16 lanes, then by halves. values: with zeros up to a multiple of 16."""
+    """Norm of a row, in place: sums in 16 lanes, then by halves. values: zeros up to a multiple of 16."""
     size = np.float32(norm.width)
     mean = splat(_ZERO if norm.is_rms else _mean(norm, values))
     squares = splat(_ZERO)

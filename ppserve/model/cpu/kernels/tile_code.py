@@ -1,4 +1,4 @@
-"""What the code of every tile shares: its shape, its arguments, addresses, and how a sum becomes a result."""
+"""What every tile's code shares: shape, arguments, addresses, and how a sum becomes a result."""
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
 

@@ -180,7 +180,7 @@ def _pack_rows(product, single, weights, scratch, x, depth, context):
 
 @inlined
 def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
-    """Norm each of a thread's heads of all rows, in place. rows: the address of the first row's first head."""
+    """Norm a thread's heads of all rows, in place. rows: address of the first row's first head."""
     padded = -(-norm.width // PANEL) * PANEL
     for row in range(num_rows):
         for head in range(first, end):

@@ -56,7 +56,6 @@ def test_json_has_an_object_per_message(target: str) -> None:
     ("arguments", "code", "words"),
     [
         (("hello", "--stop", "", "--n", "99"), 1, ("INVALID_ARGUMENT", "stop.stop[0]", "sampling.n")),
-        (("hello", "--timeout", "1e-7"), 1, ("--timeout passed: DEADLINE_EXCEEDED",)),
         (("hello", "--top-p", "3"), 2, ("--top-p", "0<=x<=1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
@@ -126,6 +125,13 @@ def test_an_answer_that_its_time_limit_has_cut_is_no_success(flags: tuple[str, .
     done = asyncio.run(main())
     assert (done.returncode, done.stderr) == (1, "ppserve: error: --timeout passed before the answer's end\n")
     assert printed in done.stdout
+
+
+def test_a_time_limit_that_passes_before_an_answer_is_named() -> None:
+    with served_in_thread(FakeEngine(by_hand=True)) as target:
+        done = ppserve(target, "generate", "hello", "--timeout", "0.2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ppserve: error: --timeout passed: DEADLINE_EXCEEDED"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class ChatServer:
         kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
-        self._url = url.geturl()
+        self._url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
         self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})

@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import json
 import os
-import re
 import ssl
 import sys
 from itertools import starmap
@@ -32,8 +31,7 @@ from ppserve.client import (
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
 
-# gRPC judges its own.
-_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
 _COUNT = click.IntRange(0, 2**32 - 1)  # the proto's uint32
 _SEED = click.IntRange(0, 2**64 - 1)
 
@@ -59,8 +57,8 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("top_p", Number(0, 1), "Draw from the most likely tokens that sum to this."),
     ("min_p", Number(0, 1), "Leave out tokens less likely than this part of the most likely one."),
     ("repetition_penalty", Number(0), "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", Number(-2, 2), "Taken off a logit for each time its token was generated."),
-    ("presence_penalty", Number(-2, 2), "Taken off a token's logit once it was generated."),
+    ("frequency_penalty", Number(-10, 10), "Taken off a logit for each time its token was generated."),
+    ("presence_penalty", Number(-10, 10), "Taken off a token's logit once it was generated."),
     ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
@@ -125,9 +123,11 @@ def api_key(file: Path | None) -> str | None:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    if (match := re.fullmatch(r"(\d{1,9})=([-+.\de]+)", text)) is None:
-        raise ValueError(f"{text!r} is not ID=BIAS")
-    return int(match[1]), float(match[2])
+    token_id, _, bias = text.partition("=")
+    try:
+        return _COUNT(token_id), float(bias)
+    except (ValueError, click.BadParameter):
+        raise ValueError(f"{text!r} is not ID=BIAS") from None
 
 
 def _prompt(text: str) -> str:
@@ -155,6 +155,8 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
+    if sys.__stdout__ is None:
+        raise PpserveError("standard output is closed")
     try:
         asyncio.run(_answer(prompt, _options(flags), flags, as_json, stream))
     except KeyboardInterrupt:
@@ -211,7 +213,7 @@ async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json:
                 if as_it_comes:
                     print_chunk(chunk)
         except CallFailed as failure:
-            if failure.code != "DEADLINE_EXCEEDED":
+            if failure.code != "DEADLINE_EXCEEDED" or "timeout_s" not in options:
                 raise
             raise PpserveError(f"--timeout passed: {failure}") from None
         if not as_it_comes:

@@ -91,8 +91,6 @@ def _open_what_is_closed() -> None:
 
 def say(text: str, end: str = "\n") -> None:
     """Writes to standard output at once. Raises PpserveError, as on a full disk."""
-    if sys.__stdout__ is None:
-        raise PpserveError("standard output is closed")
     try:
         click.echo(text + end, nl=False)
     except OSError as error:

@@ -59,6 +59,8 @@ def test_json_has_an_object_per_message(target: str) -> None:
         (("hello", "--top-p", "3"), 2, ("--top-p", "0<=x<=1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
+        (("hello", "--logit-bias", "5=1e"), 2, ("--logit-bias", "'5=1e' is not ID=BIAS")),
+        (("hello", "--frequency-penalty", "11"), 2, ("--frequency-penalty", "-10<=x<=10")),
         (("\udcff",), 2, ("'PROMPT': not UTF-8 text",)),
         (("-",), 2, ("'PROMPT': standard input is not UTF-8 text",)),
         ((), 2, ("PROMPT",)),
@@ -214,7 +216,8 @@ def test_a_full_disk_is_one_line_and_a_pipe_without_a_reader_ends_the_command_in
 @pytest.mark.parametrize(
     ("arguments", "closed", "code", "said"),
     [
-        (["plan"], ">&-", 1, "standard output is closed"),
+        (["generate", "hi"], ">&-", 1, "standard output is closed"),
+        (["plan"], ">&-", 0, ""),
         (["generate", "-"], "<&-", 2, "Invalid value for 'PROMPT': standard input is closed"),
         (["chat", "--url", "127.0.0.1:1"], "<&- >&-", 0, ""),
     ],

@@ -21,8 +21,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast
 
-LATENCY_S = 50e-6
-"""Between ranks of one host."""
+LATENCY_S = 50e-6  # between ranks of one host
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,10 @@ from ppserve.errors import ConfigError
 
 _NS = 1_000_000_000
 _ENOUGH_STEPS = 50  # fewer do not tell what a row costs, and what a key
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Overheads = msgspec.defstruct(
+    "_Overheads", [(each.name, _Seconds, 0.0) for each in fields(OverheadTimes)], forbid_unknown_fields=True
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +71,17 @@ class CostSheet:
 class _StageCosts(msgspec.Struct):
     layers: Annotated[float, msgspec.Meta(ge=1, le=MAX_LAYERS, multiple_of=0.5)]
     steps: int
-    step_s: float
-    row_s: float
-    key_s: float
-    sample_s: float
+    step_s: _Seconds
+    row_s: _Seconds
+    key_s: _Seconds
+    sample_s: _Seconds
 
 
 class _CostFile(msgspec.Struct):
     stages: Annotated[list[_StageCosts], msgspec.Meta(min_length=1)]
     tensor: Annotated[int, msgspec.Meta(ge=1)]
     max_chunk: Annotated[int, msgspec.Meta(ge=1)]
-    overheads: OverheadTimes
+    overheads: _Overheads  # type: ignore[valid-type]
 
 
 def read_costs(path: Path) -> CostSheet:
@@ -90,7 +94,8 @@ def read_costs(path: Path) -> CostSheet:
     if any(each.steps < _ENOUGH_STEPS for each in file.stages) or Coefficients() in stages:
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
     layouts = stage_layouts(Split(tuple(round(2 * each.layers) for each in file.stages)))
-    return CostSheet(*_divided(stages, layouts), file.overheads, file.max_chunk, file.tensor)
+    overheads = OverheadTimes(**msgspec.structs.asdict(file.overheads))
+    return CostSheet(*_divided(stages, layouts), overheads, file.max_chunk, file.tensor)
 
 
 def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
@@ -149,8 +154,7 @@ class Simulator:
         self._overheads = overheads
         self._steps = Steps(len(stages))
         self._costs = [StageCost() for _ in stages]
-        blocks = BlockManager(num_blocks, config.block_size)
-        self._scheduler = Scheduler(replace(config, speculate=0), blocks, self._costs)
+        self._scheduler = Scheduler(config, BlockManager(num_blocks, config.block_size), self._costs)
         self._slots = None if config.microbatches else SlotCount(self._costs)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(stages)
@@ -193,8 +197,7 @@ class Simulator:
         self._scheduler.request_queue.admit(now_s)
         while (plan := self._scheduler.schedule(now_s)) is not None:
             now_s += self._overheads.head_s
-            num_slots = self._scheduler.slots.num_slots
-            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), num_slots)
+            step = self._steps.sent(plan, woken_ns, round(now_s * _NS), self._scheduler.slots.num_slots)
             self._account.dispatched(step)
             self._send(plan, now_s)
         return now_s
@@ -222,8 +225,7 @@ class Simulator:
         step = self._steps.reported(result, round(now_s * _NS))
         assert step is not None
         self._account.reported(step, result.stage)
-        seconds = (result.stamps.ended - result.stamps.begun) / _NS
-        self._costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
+        self._costs[result.stage].observe(StepSize.from_plan(step.plan), result.computed_ns / _NS)
         if self._slots is not None:
             self._scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         if result.stage == len(self._stages) - 1:

@@ -74,6 +74,19 @@ def test_a_sheet_of_a_server_that_computed_next_to_nothing(tmp_path: Path, stage
 
 
 @pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        ({"overheads": {"send_s": 0.1}}, r"unknown field `send_s` - at `\$\.overheads`"),
+        ({"overheads": {"head_s": -1e-3}}, r">= 0\.0 - at `\$\.overheads\.head_s`"),
+        ({"stages": [COST | {"row_s": -1e-3}]}, r">= 0\.0 - at `\$\.stages\[0\]\.row_s`"),
+    ],
+)
+def test_a_wrong_name_or_time_is_refused_with_its_place(tmp_path: Path, odd: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--costs: .*costs\.json is no cost sheet: .*{problem}"):
+        read(tmp_path, sheet("9,3") | odd)
+
+
+@pytest.mark.parametrize(
     "odd",
     [
         *({"max_chunk": 0}, {"max_chunk": "many"}, {"tensor": 0}, {"tensor": None}),

@@ -1,7 +1,7 @@
 """The engine: one thread that handles all messages and keeps the pipelines full.
 
-Ranks send messages. Other threads put calls into the inbox and wake the engine. All are handled in this thread, so
-nothing needs a lock. It sleeps until something arrives, or 0.1 s: then it checks deadlines and silent ranks.
+Ranks send messages. Other threads put calls into the inbox and wake the engine. It handles all in one thread, so
+nothing needs a lock. It sleeps until something arrives, or 40 ms: then it checks deadlines and silent ranks.
 
 Replicas share one request queue. What one replica cannot finish, another does.
 One that will not form again ends alone, as long as another is left.
@@ -243,6 +243,9 @@ class Engine(threading.Thread):
             if found := difference(hellos[0], hello):
                 self._fail(UsageError(f"replica {number} on {hello.host.name} has {found[1]}, unlike replica 0"))
                 return
+        decisions = filter(None, (replica.members.decision for replica in self.replicas))
+        for layers in dict.fromkeys(decision.layers for decision in decisions):
+            log.info("layers per stage: %s", layers)
         self.formed.set_result(None)
 
     def _end_replica(self, replica: Replica, reason: UsageError | StagesLost) -> None:

@@ -1,4 +1,4 @@
-"""The head's record of one rank, the changes of state that a rank may make, and the events of a pipeline.
+"""The head's record of one rank, its changes of state, and the events of a pipeline.
 
 The states of a rank's stage process, and the changes between them (`_NEXT`):
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from ppserve import wire
-from ppserve.core.architecture import StageLayout
+from ppserve.core.architecture import Split, StageLayout
 from ppserve.core.ledger.account import in_head_clock
-from ppserve.core.partition import PartCosts
+from ppserve.core.partition import PartCosts, balance
 from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import WireError
@@ -57,6 +57,14 @@ class Decision:
     transport: str
     scheduling: SchedulerConfig
     parts: PartCosts | None = None  # the mean of what the ranks measured; None where they did not
+
+    @property
+    def layers(self) -> str:
+        """Of each stage; and the predicted balance where costs were measured."""
+        split = Split(tuple(layout.num_sublayers for layout in self.layouts))
+        if self.parts is None:
+            return str(split)
+        return f"{split} (predicted balance {balance(self.parts.costs(split)):.0%})"
 
 
 @dataclass(frozen=True, slots=True)

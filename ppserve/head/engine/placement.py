@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.architecture import Architecture, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import (
-    PartCosts,
-    balance,
     check_split,
     check_tensor_ranks,
+    decode_parts,
     mean,
     split_by_cost,
-    split_by_weight,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
 from ppserve.process.network import LOOPBACK, is_loopback
-
-log = logging.getLogger("ppserve.head")
 
 # On CPUs more rows make a token no cheaper; equal chunks wait less (docs/performance.md).
 CPU_CHUNK = 128
@@ -38,7 +33,8 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     check_tensor_ranks(arch, grid.tensor)
     measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
     parts = mean(measured) if len(measured) == len(hellos) else None
-    split = config.pipeline.layers or choose_split(arch, parts, grid.pipeline)
+    costs = parts or decode_parts(arch)
+    split = config.pipeline.layers or split_by_cost(costs, arch.num_layers, grid.pipeline)
     check_split(split, arch, grid.pipeline)
     stage_addresses(hellos, grid)
     return Decision(
@@ -90,15 +86,6 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
             raise ConfigError("--interface", f"other hosts cannot reach {where}")
         addresses.append(own)
     return tuple(addresses)
-
-
-def choose_split(arch: Architecture, parts: PartCosts | None, num_stages: int) -> Split:
-    """By measured costs, for the expected load, or else by parameters. One stage logs nothing."""
-    if parts is None or num_stages == 1:
-        return split_by_weight(arch, num_stages)
-    split = split_by_cost(parts, arch.num_layers, num_stages)
-    log.info("--layers auto: %s, predicted balance %.0f%%", split, 100 * balance(parts.costs(split)))
-    return split
 
 
 def scheduler_config(

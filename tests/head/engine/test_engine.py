@@ -111,6 +111,13 @@ def test_nothing_is_served_until_every_replica_has_formed() -> None:
     assert not rig.engine.formed.done()
 
 
+def test_equal_layers_of_several_replicas_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    rig = EngineRig("", "", num_replicas=2)
+    assert rig.engine.formed.done()
+    assert caplog.messages == ["replica 0: epoch 1 formed", "replica 1: epoch 1 formed", "layers per stage: 4"]
+
+
 def test_a_stage_that_comes_back_to_a_replica_that_has_ended_is_told_to_exit() -> None:
     rig = EngineRig("", "", num_replicas=2)
     again = hello(1, 2, ARCH, wire.StageHost("host", "here"))

@@ -157,8 +157,8 @@ class Backend(Protocol):
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """An embedding, a bias or a norm's weight, rounded as hidden states."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
-        """Packs a checkpoint's weight, which can then be released. bias_N: as `stored`."""
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+        """Packs a weight, which can then be released. bias_N: as `stored`. is_probe: of the self-test."""
 
     def lm_head(self, weight_NK: Matrix) -> Linear:
         """The same for the LM head, by `Precision.head`."""

@@ -73,7 +73,7 @@ class InTwoHalves(CudaBackend):
     """From 128 rows on, products are summed in two halves; what comes out is rounded to bfloat16, as a library's
     bfloat16 products are, so that with usual weights hardly a number differs."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
         weight_NK, half = weight_NK[:], weight_NK.shape[1] // 2
         whole = super().linear(weight_NK, bias_N)
         low, high = super().linear(weight_NK[:, :half], None), super().linear(weight_NK[:, half:], bias_N)

@@ -93,9 +93,9 @@ class CpuBackend:
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.hidden)
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
-        # Apart: the self-test lets it go soon.
-        arena = Arena() if isinstance(weight_NK, torch.Tensor) else self._arena
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+        # A probe is let go soon, weights never.
+        arena = Arena() if is_probe else self._arena
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, arena)
         return PackedLinear(packed, self._thread_pool, self._scratch)
 

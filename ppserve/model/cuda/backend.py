@@ -77,7 +77,7 @@ class CudaBackend(TorchBackend):
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
         if self.options.batch_invariant:
             return PlainLinear(self.stored(weight_NK[:]), bias_N, self.operators.product)
         return super().linear(weight_NK, bias_N)

@@ -1,4 +1,4 @@
-"""Clients of a running server, `ppserve generate`, `health` and `restart`; and how every command reaches it."""
+"""`ppserve generate`, `health` and `restart`; and how every command reaches a server."""
 
 from __future__ import annotations
 
@@ -30,47 +30,61 @@ from ppserve.client import (
 )
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
+from ppserve.head.limits import MAX_COUNT, MAX_TEMPERATURE, RANGES
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
-_COUNT = click.IntRange(0, 2**32 - 1)  # the proto's uint32
-_SEED = click.IntRange(0, 2**64 - 1)
+_COUNT = click.IntRange(0, MAX_COUNT)
+_RANGES: dict[str, Any] = {field.rpartition(".")[2]: ends for field, ends in RANGES.items()}
 
+API_KEY_FILE = click.Option(
+    ["--api-key-file"], type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY."
+)
 CONNECTION = (
     click.Option(
-        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True, help="The server.",
+        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", help="The server.",
         type=Parsed("HOST:PORT", lambda text: text if text.startswith(_SCHEMES) else address(text)),
     ),
-    click.Option(["--api-key-file"], type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
+    API_KEY_FILE,
     click.Option(["--tls"], is_flag=True, help="Speak TLS, trusting the system's authorities."),
     click.Option(["--tls-ca"], type=FILE, help="Speak TLS, trusting this authority."),
     click.Option(["--tls-cert"], type=FILE, help="Certificate that proves who calls."),
-    click.Option(["--tls-key"], type=FILE, help="Its key."),
+    click.Option(["--tls-key"], type=FILE, help="Key of --tls-cert."),
 )  # fmt: skip
 """How commands reach a server. Every user sees arguments, so none is a key."""
 
-# An option's name, type (bool: a flag; a tuple: may be repeated), and help.
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return _COUNT(token_id), float(bias)
+    except (ValueError, click.BadParameter):
+        raise ValueError(f"{text!r} is not ID=BIAS") from None
+
+
+# Name, type (int, float: within RANGES; bool: a flag; tuple: repeatable), and help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
-    ("min_tokens", _COUNT, "Tokens before anything may end the text."),
-    ("temperature", Number(0), "0 is greedy. Default: 1."),
-    ("top_k", _COUNT, "Draw from the k most likely tokens. 0: from all."),
+    ("max_tokens", int, "Most tokens to generate. Default: what fits the context."),
+    ("min_tokens", int, "Tokens before anything may end the text."),
+    ("temperature", Number(0, MAX_TEMPERATURE), "0 is greedy. Default: 1."),
+    ("top_k", int, "Draw from the k most likely tokens. 0: from all."),
     ("top_p", Number(0, 1), "Draw from the most likely tokens that sum to this."),
-    ("min_p", Number(0, 1), "Leave out tokens less likely than this part of the most likely one."),
-    ("repetition_penalty", Number(0), "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", Number(-10, 10), "Taken off a logit for each time its token was generated."),
-    ("presence_penalty", Number(-10, 10), "Taken off a token's logit once it was generated."),
-    ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
+    ("min_p", float, "Leave out tokens less likely than this part of the likeliest."),
+    ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
+    ("frequency_penalty", float, "Taken off a logit for each time its token was generated."),
+    ("presence_penalty", float, "Taken off a token's logit once it was generated."),
+    ("logit_bias", (Parsed("ID=BIAS", _bias),), "Added to a token's logit. May be repeated."),
+    ("seed", int, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
     ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
     ("ignore_eos", bool, "Continue when the model ends its text."),
     ("include_stop", bool, "Keep the stop string that matched."),
     ("echo", bool, "Print the prompt before the answer."),
-    ("logprobs", _COUNT, "Log-probabilities, and those of so many alternatives (with --json)."),
+    ("logprobs", _COUNT, "Log-probabilities, and so many alternatives' (with --json)."),
     ("prompt_logprobs", _COUNT, "The same for the prompt's tokens (with --json)."),
     ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
     ("timings", bool, "Where the time went (with --json)."),
-    ("stream_interval", _COUNT, "Tokens per message."),
+    ("stream_interval", int, "Tokens per message."),
     ("priority", click.IntRange(-(2**31), 2**31 - 1), "Higher is admitted first; counts as at most 10."),
     ("request_id", TEXT, "A name for the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
@@ -79,6 +93,8 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
 
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
     flag = {"stop_token_ids": "stop-token-id", "timeout_s": "timeout"}.get(name, name.replace("_", "-"))
+    if name in _RANGES:
+        kind = {int: click.IntRange, float: Number}[kind](*_RANGES[name])
     several = isinstance(kind, tuple)
     parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
     return click.Option([f"--{flag}", name], help=text, **parsed)
@@ -122,14 +138,6 @@ def api_key(file: Path | None) -> str | None:
     return key
 
 
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition("=")
-    try:
-        return _COUNT(token_id), float(bias)
-    except (ValueError, click.BadParameter):
-        raise ValueError(f"{text!r} is not ID=BIAS") from None
-
-
 def _prompt(text: str) -> str:
     if text != "-":
         return str(TEXT(text))
@@ -145,10 +153,9 @@ def _prompt(text: str) -> str:
 @click.argument("prompt", type=Parsed("text", _prompt))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
-@click.option("--logit-bias", type=Parsed("ID=BIAS", _bias), multiple=True, help="Of a token. May be repeated.")
 @click.option(
-    "--resume-timeout", type=Number(0), default=120.0, show_default=True,
-    help="Seconds to try for while no server answers, or its queue is full.",
+    "--resume-timeout", type=Number(0), default=120.0,
+    help="Seconds to try while no server answers, or its queue is full.",
 )  # fmt: skip
 def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
@@ -166,23 +173,23 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
 
 @click.command(params=[*CONNECTION])
-@click.option("--service", default="", type=TEXT, help="Ask about one, such as ppserve.v1.GenerationService.")
-@click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, show_default=True, help="Seconds to wait.")
-def health(service: str, timeout_s: float, **flags: Any) -> None:
+@click.option("--service", type=TEXT, help="A service, such as ppserve.v1.GenerationService.")
+@click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, help="Seconds to wait.")
+def health(service: str | None, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
     with Client(**connection(flags)) as client:
         try:
-            serving = client.is_serving(service, timeout_s)
+            serving = client.is_serving(service or "", timeout_s)
         except CallFailed as failure:
-            if failure.code != "NOT_FOUND":
-                raise
-            raise PpserveError(f"--service: the server has none called {service!r}") from None
+            unknown = f"--service: the server has none called {service!r}"
+            problems = {"NOT_FOUND": unknown, "DEADLINE_EXCEEDED": f"--timeout passed: {failure}"}
+            raise PpserveError(problems.get(failure.code, str(failure))) from None
     say("SERVING" if serving else "NOT_SERVING")
     sys.exit(0 if serving else 1)
 
 
 @click.command(params=[*CONNECTION])
-@click.option("--replica", type=_COUNT, required=True, help="Its number, from 0.")
+@click.option("--replica", type=_COUNT, required=True, help="The replica's number, from 0.")
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes. Its streams continue at another replica at once."""
@@ -243,7 +250,5 @@ def _options(flags: dict[str, Any]) -> Options:
     for name, _, _ in _REQUEST_OPTIONS:
         value = flags.pop(name)
         if value is not None and value is not False and value != ():
-            options[name] = value
-    if biases := flags.pop("logit_bias"):
-        options["logit_bias"] = dict(biases)
+            options[name] = dict(value) if name == "logit_bias" else value
     return cast(Options, options)

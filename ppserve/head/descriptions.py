@@ -1,10 +1,9 @@
-"""What the server says of itself and its limits: values, from which protocols make messages."""
+"""What the server says of itself: values, from which protocols make messages."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,54 +15,8 @@ from ppserve.core.ledger.advice import advise
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.limits import Limits
 from ppserve.tokenizer import ChatFormat, Tokenizer, load_tokenizer, read_chat_format
-
-MAX_REQUEST_ID_BYTES = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Upper bounds, inclusive. Bytes are of UTF-8.
-
-    gRPC enforces max_message_bytes and max_metadata_bytes before it parses anything. A message holds a prompt of
-    max_prompt_bytes beside all else.
-    """
-
-    max_prompt_bytes: int = 128 << 10
-    max_n: int = 16
-    max_stop: int = 32
-    max_stop_bytes: int = 256
-    max_stop_token_ids: int = 64
-    max_logprobs: int = 20
-    max_logit_bias: int = 1024
-    max_request_id_bytes: int = MAX_REQUEST_ID_BYTES
-    max_message_bytes: int = 512 << 10
-    max_metadata_bytes: int = 16 << 10
-
-
-# What the proto's integers hold.
-MAX_COUNT = 2**32 - 1
-MAX_SEED = 2**64 - 1
-# Within these, arithmetic on logits stays finite. The temperature may be 0, too.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
-MAX_BIAS = 100.0
-RANGES: dict[str, tuple[float, float]] = {
-    "sampling.top_k": (0, MAX_COUNT),
-    "sampling.min_p": (0, 1),
-    # Logits divided by less may leave float32's range. Rounded as the values are.
-    "sampling.repetition_penalty": (c_float(0.01).value, 10),
-    "sampling.frequency_penalty": (-10, 10),
-    "sampling.presence_penalty": (-10, 10),
-    "sampling.seed": (0, MAX_SEED),
-    "stop.min_tokens": (0, MAX_COUNT),
-    "stop.max_tokens": (0, MAX_COUNT),
-    "output.stream_interval": (1, MAX_COUNT),
-}
-"""Inclusive; by the field's name in the proto."""
-
-# Priorities beyond count as these. Ten seconds of waiting raise a request by one.
-MOST_URGENT = 10
-LEAST_URGENT = -10
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def test_json_has_an_object_per_message(target: str) -> None:
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
         (("hello", "--logit-bias", "5=1e"), 2, ("--logit-bias", "'5=1e' is not ID=BIAS")),
         (("hello", "--frequency-penalty", "11"), 2, ("--frequency-penalty", "-10<=x<=10")),
+        (("hello", "--repetition-penalty", "0"), 2, ("--repetition-penalty", "0.01<=x<=10")),
+        (("hello", "--stream-interval", "0"), 2, ("--stream-interval", "1<=x<=4294967295")),
         (("\udcff",), 2, ("'PROMPT': not UTF-8 text",)),
         (("-",), 2, ("'PROMPT': standard input is not UTF-8 text",)),
         ((), 2, ("PROMPT",)),
@@ -173,6 +175,8 @@ def test_health() -> None:
         unknown = ppserve(target, "health", "--service", "foo")
         assert unknown.returncode == 1
         assert unknown.stderr == "ppserve: error: --service: the server has none called 'foo'\n"
+        late = ppserve(target, "health", "--timeout", "0.000001")
+        assert late.stderr.startswith("ppserve: error: --timeout passed: DEADLINE_EXCEEDED")
         done = ppserve("elsewhere:1", "health", "--target", target)
         assert (done.returncode, done.stdout) == (0, "SERVING\n")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
-from ppserve.head.descriptions import MAX_REQUEST_ID_BYTES
+from ppserve.head.limits import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, get_type_hints
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.descriptions import (
+from ppserve.head.descriptions import ModelDescription
+from ppserve.head.limits import (
     LEAST_URGENT,
     MAX_BIAS,
     MAX_TEMPERATURE,
@@ -22,7 +23,6 @@ from ppserve.head.descriptions import (
     MOST_URGENT,
     RANGES,
     Limits,
-    ModelDescription,
 )
 from ppserve.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDe
 
 def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
     if given.get("temperature", 0) != 0:
-        range_ends = c_float(MIN_TEMPERATURE).value, MAX_TEMPERATURE
+        range_ends = MIN_TEMPERATURE, MAX_TEMPERATURE
         yield from _outside("sampling.temperature", given["temperature"], *range_ends, "0 (greedy) or ")
     if not 0 < given.get("top_p", 1) <= 1:
         yield Violation("sampling.top_p", f"{given['top_p']:g} is not above 0 and at most 1")
@@ -238,7 +238,7 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
 
 
 def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:
-    if not low <= value <= high:  # also catches NaN
+    if not c_float(low).value <= value <= high:  # rounded as values are; also catches NaN
         yield Violation(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
 
 

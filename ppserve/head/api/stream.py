@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
-from ppserve.head.descriptions import MAX_COUNT
 from ppserve.head.engine.streams import TokenOutput
+from ppserve.head.limits import MAX_COUNT
 
 Score = TokenLogprobs | None
 ScoredToken = tuple[int, Score]

@@ -16,7 +16,7 @@ from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
 from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates
-from ppserve.head.descriptions import Limits
+from ppserve.head.limits import Limits
 from ppserve.head.listener import address_text, bound
 
 # Beyond so many calls gRPC answers RESOURCE_EXHAUSTED.

@@ -18,7 +18,7 @@ from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END
-from ppserve.head.descriptions import MAX_SEED
+from ppserve.head.limits import MAX_SEED
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256

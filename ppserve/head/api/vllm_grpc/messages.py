@@ -12,8 +12,8 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Violation
 from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
-from ppserve.head.descriptions import MAX_SEED
 from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.limits import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
 _UNSERVED = {

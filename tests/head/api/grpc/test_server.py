@@ -20,7 +20,7 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.grpc.calls import LOCAL_PEERS
 from ppserve.head.api.grpc.server import GrpcServer, server_options
 from ppserve.head.api.tls import read_certificates
-from ppserve.head.descriptions import Limits
+from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl

@@ -12,8 +12,9 @@ from google.protobuf.message import Message
 from ppserve.answers import Timings
 from ppserve.core.request import FinishReason
 from ppserve.head.api.grpc.messages import request_fields
-from ppserve.head.descriptions import Limits, RankDescription, StageDescription, Topology
+from ppserve.head.descriptions import RankDescription, StageDescription, Topology
 from ppserve.head.engine.streams import TokenOutput
+from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import EOS, ByteCodec, FakeEngine, code_of, drawn_token

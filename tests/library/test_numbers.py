@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from ppserve.model.cpu.kernels.variants import VARIABLE, available, features, in_use
+from ppserve.stage.device import REFERENCE
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 
+AS_GPU = {"batch_invariant": True, "max_num_seqs": 9}
+AS_GPU_SHAPES: list[tuple[int, dict[str, Any]]] = [(3, {"microbatches": 4, "cuda_graphs": False})]
 INT8 = {"quantization": "int8", "kv_dtype": "int8"}
 SHAPES: list[tuple[int, dict[str, Any]]] = [
     (3, {"layers": "1.5,5,1.5", "block_size": 8, "prefill_chunk": 5, "threads": 2}),
@@ -49,16 +52,21 @@ for tensor ranks nothing here changes arithmetic."""
         INT8 | {"dtype": "bfloat16"},
         {"kv_dtype": "bfloat16"},
         {"kv_dtype": "float32", "dtype": "bfloat16"},
+        AS_GPU,
     ],
-    ids=lambda numbers: " ".join(numbers.values()) or "float32",
+    ids=lambda numbers: " ".join(map(str, numbers.values())) or "float32",
 )
-def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str, Any]) -> None:
+def test_any_pipeline_among_others_answers_as_one_stage_alone(
+    numbers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens, text and log-probabilities, bit for bit."""
+    if numbers is AS_GPU:
+        monkeypatch.setenv(REFERENCE, "1")
     requests = mixed_requests(8)
     with tiny(**numbers) as pipeline:
         assert pipeline.model.deterministic, pipeline.model.why_not
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
-    for stages, settings in SHAPES + FURTHER_SHAPES * (not numbers):
+    for stages, settings in AS_GPU_SHAPES if numbers is AS_GPU else SHAPES + FURTHER_SHAPES * (not numbers):
         with tiny(stages, **numbers, **settings) as pipeline:
             for mixed, by_itself in zip(together(pipeline, requests), alone, strict=True):
                 assert_same(mixed, by_itself)

@@ -45,14 +45,14 @@ _DEFAULT_OPEN_REQUESTS = 100
 
 @click.command(short_help="Load a server and say what it did.", params=[*CONNECTION])
 @click.option("--concurrency", type=COUNT, help="Callers with one request each at a time.  [default: 16]")
-@click.option("--rate", type=POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
-@click.option("--prompt-tokens", type=_LENGTHS, default="128", show_default=True, help="128 or uniform:64:256.")
-@click.option("--new-tokens", type=_LENGTHS, default="64", show_default=True, help="Of each answer.")
+@click.option("--rate", type=POSITIVE, help="Open loop: requests a second, at random; inf = all at once.")
+@click.option("--prompt-tokens", type=_LENGTHS, default="128", help="Of each prompt: 128 or uniform:64:256.")
+@click.option("--new-tokens", type=_LENGTHS, default="64", help="Of each answer.")
 @click.option(
     "--requests", type=COUNT, help="Requests to send.  [default: 4 per caller, at least 16; open loop: 100;"
     " no limit with --duration]",
 )  # fmt: skip
-@click.option("--duration", type=POSITIVE, help="Seconds after which no more are sent.")
+@click.option("--duration", type=POSITIVE, help="Seconds after which no more requests are sent.")
 @click.option("--warm-up", "num_warm_up", type=click.IntRange(0), help="Requests before.  [default: 1 per caller]")
 @click.option("--timeout", "timeout_s", type=POSITIVE, help="Deadline of each request in seconds.")
 @click.option(
@@ -65,8 +65,8 @@ _DEFAULT_OPEN_REQUESTS = 100
 def bench(**flags: Any) -> None:
     """Load a server with random prompts, and print throughput, latencies and where its stages' time went.
 
-    Without --rate a closed loop: --concurrency callers, each waits for its answer before it asks again. With it
-    an open loop: requests are sent when they are due, and their latency counts from then.
+    Without --rate a closed loop: each of --concurrency callers waits for its answer. With it an open loop:
+    requests are sent when they are due, and their latency counts from then.
 
     Ctrl-C ends the run early and reports what was answered until then.
 
@@ -127,20 +127,19 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
 
 @click.command(params=[*CONNECTION])
 @click.option(
-    "--metrics", default="127.0.0.1:9400", show_default=True,
+    "--metrics", default="127.0.0.1:9400", help="The server's metrics port; `none`: only the stages.",
     type=Parsed("HOST:PORT", lambda text: None if text == "none" else address(text)),
-    help="The server's metrics port; `none`: only the stages.",
 )  # fmt: skip
 @click.option(
-    "--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,
+    "--interval", "interval_s", type=Number(0.1, 86400), default=1.0,
     help="Seconds that every view covers.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="One view, then the end.")
 def top(metrics: str | None, interval_s: float, once: bool, **flags: Any) -> None:
     """Stages as bars (busy, bubbles by cause, idle), requests, queue, KV use, latencies; Ctrl-C ends it.
 
-    On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
-    metrics page is not there at the start.
+    On a terminal a live screen, otherwise one line per interval. Exit code 1 without a server, or without its
+    metrics page at the start.
     """
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:

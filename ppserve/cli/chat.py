@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import click
 
-from ppserve.cli.client import api_key, trusting
+from ppserve.cli.client import API_KEY_FILE, api_key, trusting
 from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed
 from ppserve.errors import PpserveError
@@ -70,14 +70,15 @@ class ChatServer:
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
         self._url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
         self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
-        self._path = url.path.rstrip("/").removesuffix("/v1")
+        self._path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """An answer's events. Raises _Lost where trying again may help, or PpserveError."""
         with closing(self._connect()) as connection:
             try:
-                connection.request("POST", f"{self._path}/v1/chat/completions", json.dumps(body), self._headers)
+                content = json.dumps(body, ensure_ascii=False).encode()
+                connection.request("POST", self._path, content, self._headers)
                 response = connection.getresponse()
                 if response.status != 200:
                     problem = _problem(response.read())
@@ -85,6 +86,8 @@ class ChatServer:
                 for line in response:
                     if line.startswith(b"data: {"):
                         yield json.loads(line[6:])
+            except UnicodeEncodeError:
+                raise PpserveError("a message is not UTF-8 text") from None
             except OSError as error:
                 raise _Lost(f"{self._url}: {error}") from None
             except http.client.HTTPException as error:  # its text may be bytes of another protocol
@@ -161,38 +164,35 @@ def _url(text: str) -> SplitResult:
     return url
 
 
-@click.command(short_help="Talk to a model that answers.")
+@click.command(short_help="Talk to a model that answers.", epilog=COMMANDS, params=[API_KEY_FILE])
 @click.option(
     "--url", type=Parsed("url", _url), default="http://127.0.0.1:8000", envvar="PPSERVE_URL",
-    show_default=True, help="The server; any that has /v1/chat/completions.",
+    help="The server; any that has /v1/chat/completions.",
 )  # fmt: skip
-@click.option("--api-key-file", type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY.")
 @click.option("--tls-ca", type=FILE, help="The authority of an https server; unset = the system's.")
 @click.option("--model", type=TEXT, help="For servers of several models.")
 @click.option("--system", type=TEXT, help="The system's message.")
 @click.option("--max-tokens", type=COUNT, help="Of each answer.  [default: what fits]")
+@click.option("--temperature", type=Number(0), default=0.0, help="0 is greedy.")
 @click.option(
-    "--temperature", type=Number(0), default=0.0, show_default=True, help="0: always the likeliest token."
-)
-@click.option(
-    "--retry", "retry_s", type=Number(0), default=120.0, show_default=True, help="Seconds, while it is away."
-)
+    "--retry", "retry_s", type=Number(0), default=120.0,
+    help="Seconds to try while no server answers.",
+)  # fmt: skip
 @click.option("--timings", is_flag=True, help="Say after each answer how fast it came.")
 def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **flags: Any) -> None:
     """Ask, read, ask again: a line is a question, with what was said before.
 
-    /reset forgets the conversation, /system TEXT sets the system's message, /quit ends. Ctrl-C ends an answer.
-    Where standard input is no terminal, each of its lines is a question.
+    Ctrl-C ends an answer. Where standard input is no terminal, each of its lines is a question.
     """
     options = {name: flags[name] for name in ("model", "max_tokens", "temperature") if flags[name] is not None}
     server = ChatServer(url, api_key(api_key_file), tls_ca)
     conversation = Dialogue(server, options, flags["retry_s"])
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         click.echo(COMMANDS, err=True)
         import readline  # noqa: F401 - lines can be edited
     failed, system = False, flags["system"]
-    for line in _lines("> " if is_terminal else ""):
+    for line in _lines(is_terminal):
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
             break
@@ -207,14 +207,14 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
     sys.exit(1 if failed else 0)
 
 
-def _lines(prompt: str) -> Iterator[str]:
-    """Until the end of standard input. Ctrl-C begins the line anew."""
-    while True:
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Of standard input. At a terminal, Ctrl-C begins the line anew."""
+    while is_terminal:
         try:
-            yield input(prompt)
+            yield input("> ")
         except KeyboardInterrupt:
             say("")
         except EOFError:
-            if prompt:
-                say("")
+            say("")
             return
+    yield from sys.stdin

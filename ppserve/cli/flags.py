@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, IP_ADDRESS, LAYERS, PORTS, SIZE, Number, auto_or
+from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, IP, LAYERS, PORTS, SIZE, TEXT, Number, auto_or
 
 
 class _PortOption(click.Option):
@@ -20,12 +20,12 @@ class _PortOption(click.Option):
         return None if isinstance(value, str) and value.startswith("tcp://") else value
 
 
-def _flag(name: str, help: str, **parsed: Any) -> click.Option:
-    return click.Option([name], help=help, **parsed)
+def _flag(name: str, help: str, type: Any = None, **parsed: Any) -> click.Option:
+    return click.Option([name], help=help, type=type, **parsed)
 
 
 def _choice(name: str, choices: tuple[str, ...], default: str, help: str) -> click.Option:
-    return _flag(name, help, type=click.Choice(choices), default=default)
+    return _flag(name, help, click.Choice(choices), default=default)
 
 
 def _port(name: str, help: str, **parsed: Any) -> click.Option:
@@ -61,7 +61,7 @@ def _as_text(origin: str, value: object) -> str:
 
 _CONFIG = click.Option(
     ["--config"], type=FILE, is_eager=True, expose_value=False, callback=_load_config_file,
-    help="TOML file with any of these flags as entries.",
+    help="TOML file with these flags as entries.",
 )  # fmt: skip
 
 FLAGS: dict[str, tuple[click.Option, ...]] = {
@@ -70,77 +70,75 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--model", "`tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, a hub id.", default="tiny"),
         _choice("--dtype", cfg.DTYPES, "auto", "Of weights and hidden states."),
         _choice("--quantization", cfg.QUANTIZATIONS, "none", "Of linear layers; the LM head: int8. CPUs only."),
-        _flag("--chat-template", "Jinja template for chats; unset = the model's own.", type=FILE),
+        _flag("--chat-template", "Jinja template for chats; unset = the model's own.", FILE),
     ),
     "Pipeline": (
-        _flag("--stages", "From a plain shell: start this many stages under torchrun.", type=COUNT),
-        _flag("--tensor-parallel", "Ranks that share each stage's layers.", type=COUNT, default=1),
-        _flag("--replicas", "Pipelines with all layers each, behind one head.", type=COUNT, default=1),
+        _flag("--stages", "From a plain shell: stages to start under torchrun.", COUNT),
+        _flag("--tensor-parallel", "Ranks that share each stage's layers.", COUNT, default=1),
+        _flag("--replicas", "Pipelines with all layers each, behind one head.", COUNT, default=1),
         _choice("--parallel", ("off", "auto"), "off", "auto: measure the ranks and choose the shape."),
-        _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", type=auto_or(LAYERS), default="auto"),
-        _flag("--microbatches", "In flight; auto = stages, or one more.", type=auto_or(COUNT), default="auto"),
+        _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", auto_or(LAYERS), default="auto"),
+        _flag("--microbatches", "Steps in flight; auto = stages, or 1 more.", auto_or(COUNT), default="auto"),
         _choice("--transport", ("auto", "nccl", "gloo", "shm", "local"), "auto", "How hidden states travel."),
-        _flag("--threads", "Computing threads per stage; unset = this host's cores, shared.", type=COUNT),
+        _flag("--threads", "Computing threads per stage; unset = this host's cores, shared.", COUNT),
         _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
         _flag("--batch-invariant", "GPUs: tokens do not depend on what else is computed.", is_flag=True),
         _flag(
             "--cuda-graphs", "Record decoding steps when serving begins.",
-            type=bool, default="on", metavar="on|off",
+            bool, default="on", metavar="on|off",
         ),
-        _flag("--prefill-chunk", "Most prompt tokens in one step.", type=auto_or(COUNT), default="auto"),
+        _flag("--prefill-chunk", "Most prompt tokens in one step.", auto_or(COUNT), default="auto"),
         _flag(
             "--speculate", "Draft tokens per step; auto = where they pay.",
-            type=auto_or(DRAFT_TOKENS), default="auto",
+            auto_or(DRAFT_TOKENS), default="auto",
         ),
         _flag(
             "--expect", "Typical prompt tokens, new tokens, requests at once; for --layers and --parallel auto.",
-            type=EXPECTED, default="128,128,16",
+            EXPECTED, default="128,128,16",
         ),
     ),
     "Memory": (
         _flag(
-            "--kv-cache-memory", "Per stage, such as 2G, taken from the start; unset = from free memory, as used.",
-            type=SIZE,
+            "--kv-cache-memory", "Of a stage, such as 2G, taken at start; unset = from free memory, as used.",
+            SIZE,
         ),
         _choice(
             "--kv-dtype", cfg.KV_DTYPES, "auto",
-            "Of keys and values; auto = --dtype; beside int8 as in the checkpoint.",
+            "Of keys and values; auto = --dtype; of quantized models the file's.",
         ),
-        _flag("--block-size", "Tokens per KV block.", type=click.IntRange(1, 256), default=16),
+        _flag("--block-size", "Tokens per KV block.", click.IntRange(1, 256), default=16),
         _choice("--prefix-cache", ("shared", "per-key", "off"), "per-key", "Whose requests share equal prefixes."),
-        _flag("--max-model-len", "Longest prompt + answer; unset = what the model allows.", type=COUNT),
-        _flag("--max-num-seqs", "Sequences running at once.", type=COUNT, default=256),
-        _flag("--max-queue", "Requests waiting before new ones are refused.", type=COUNT, default=1024),
+        _flag("--max-model-len", "Longest prompt + answer; unset = the model's.", COUNT),
+        _flag("--max-num-seqs", "Sequences running at once.", COUNT, default=256),
+        _flag("--max-queue", "Requests that may wait.", COUNT, default=1024),
     ),
     "Front doors": (
-        _flag("--host", "Address to listen on.", type=IP_ADDRESS, default="127.0.0.1"),
+        _flag("--host", "Address to listen on.", IP, default="127.0.0.1"),
         _port("--port", "gRPC; 0 picks a free one.", default=50051),
         _port("--http-port", "HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine too, on the gRPC port, for routers.", is_flag=True),
         _port("--metrics-port", "HTTP /metrics; 0 picks a free one.", default=9400),
-        _flag("--api-key-file", "One key a line; reloaded on SIGHUP.", type=FILE),
-        _flag("--tls-cert", "Certificate for gRPC and HTTP; with the next.", type=FILE),
-        _flag("--tls-key", "Its key.", type=FILE),
-        _flag("--tls-client-ca", "Demand client certificates of this authority.", type=FILE),
-        _flag(
-            "--shutdown-timeout", "Seconds that running streams have to finish.", type=Number(0, 86400), default=25
-        ),
+        _flag("--api-key-file", "Accepted keys, one a line; reloaded on SIGHUP.", FILE),
+        _flag("--tls-cert", "Certificate for gRPC and HTTP; needs --tls-key.", FILE),
+        _flag("--tls-key", "Key of --tls-cert.", FILE),
+        _flag("--tls-client-ca", "Demand client certificates of this authority.", FILE),
+        _flag("--shutdown-timeout", "Seconds for running streams to finish.", Number(0, 86400), default=25),
     ),
     "Several hosts": (
-        _flag("--secret-file", "What head and stages prove to know; the same on every host.", type=FILE),
-        _flag("--stage-tls-cert", "This host's certificate for the head; with the next two.", type=FILE),
-        _flag("--stage-tls-key", "Its key.", type=FILE),
-        _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", type=FILE),
-        _flag("--interface", "This host's, for other stages; unset = the one that leads to the head."),
-        _flag("--advertise", "For other stages; unset = found as --interface is.", type=IP_ADDRESS),
-        _port("--control-port", "Of the head, for stages.", type=click.IntRange(1, 65535)),
-        _flag("--stage-ports", "Where stages listen for each other: 29600-29699; unset = any.", type=PORTS),
-        _flag("--start-timeout", "Seconds without progress at start.", type=Number(1), default=1800),
+        _flag("--secret-file", "Secret of head and stages; the same on every host.", FILE),
+        _flag("--stage-tls-cert", "This host's certificate; with the next two.", FILE),
+        _flag("--stage-tls-key", "Key of --stage-tls-cert.", FILE),
+        _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", FILE),
+        _flag("--interface", "Network interface for other stages; unset = that to the head.", TEXT),
+        _flag("--advertise", "Address for other stages; unset = the interface's.", IP),
+        _port("--control-port", "The head's, for stages; unset = MASTER_PORT + 1.", type=click.IntRange(1, 65535)),
+        _flag("--stage-ports", "Ports for other stages, as 29600-29699; unset = any.", PORTS),
+        _flag("--start-timeout", "Seconds without progress at start.", Number(1), default=1800),
     ),
     "Logs": (
         _choice("--log-level", ("debug", "info", "warning", "error"), "info", "The least that is logged."),
         _choice("--log-format", ("text", "json"), "text", "json: one object a line."),
-        _flag("--trace", "Chrome trace for Perfetto.", type=click.Path(dir_okay=False, path_type=Path)),
+        _flag("--trace", "A Chrome trace, for Perfetto.", click.Path(dir_okay=False, path_type=Path)),
     ),
 }  # fmt: skip
 

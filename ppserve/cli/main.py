@@ -47,7 +47,7 @@ class _ServeByDefault(click.Group):
         return command
 
 
-@click.group(cls=_ServeByDefault, context_settings={"help_option_names": ["--help"]})
+@click.group(cls=_ServeByDefault, context_settings={"show_default": True})
 @click.version_option(__version__)
 def cli() -> None:
     """Pipeline-parallel text generation for GPT-2 and the Llamas."""
@@ -57,9 +57,9 @@ def main() -> None:
     """Runs a command. A mistake is one line on standard error and exit code 2."""
     reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
-    for stream in (sys.stdin, sys.stdout):
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # for terminals without UTF-8
+            stream.reconfigure(errors=errors)  # for terminals without UTF-8
     try:
         sys.exit(cli.main(prog_name="ppserve", standalone_mode=False))
     except click.ClickException as error:
@@ -90,14 +90,14 @@ def _open_what_is_closed() -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard output at once. Raises PpserveError, as on a full disk."""
+    """Writes to standard output at once, or ends the command, as on a full disk."""
     try:
         click.echo(text + end, nl=False)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest at its end
         if isinstance(error, BrokenPipeError):  # `ppserve generate ... | head`
             sys.exit(_EXIT_BROKEN_PIPE)
-        raise PpserveError(f"standard output: {error.strerror}") from None
+        sys.exit(f"ppserve: error: standard output: {error.strerror}")
 
 
 def _report(problem: str, reports: bool) -> None:

@@ -32,11 +32,10 @@ _OF_SERVE = (
 
 @click.command(
     params=[flag for flags in FLAGS.values() for flag in flags if flag.opts[0] in _OF_SERVE],
-    context_settings={"show_default": True},
 )
-@click.option("--stages", type=COUNT, default=1)
+@click.option("--stages", type=COUNT, default=1, help="Stages of the pipeline.")
 @click.option("--world", type=click.IntRange(1, 4096), help="Compare all shapes of so many ranks.")
-@click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
+@click.option("--stage-memory", type=SIZE, default="16G", help="Of a stage, for weights and KV cache.")
 @click.option("--costs", type=FILE, help="/costs.json of a server: predict throughput, latency and bubbles.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def plan(**flags: Any) -> None:

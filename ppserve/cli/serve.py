@@ -16,14 +16,14 @@ from ppserve.process.environment import HEAD_SIGNALS, RankEnvironment, ignore_si
 from ppserve.process.keeper import run_rank
 from ppserve.process.stage_process import ForkServer
 
-# So that a slip of the finger does not fill the host with processes.
+# A slip of the finger must not fill the host with processes.
 _RANKS_PER_CORE = 64
 
 
 @click.command(
     cls=ServeCommand,
     params=[flag for flags in FLAGS.values() for flag in flags],
-    context_settings={"show_default": True, "auto_envvar_prefix": "PPSERVE"},
+    context_settings={"auto_envvar_prefix": "PPSERVE"},
 )
 def serve(stages: int | None, **flags: Any) -> None:
     """Serve a model: one pipeline stage per torchrun rank, gRPC and HTTP on rank 0.

@@ -14,8 +14,7 @@ from ppserve.core.architecture import Split
 from ppserve.core.partition import ExpectedWorkload
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-# More than any machine has, and representable at every stage.
-_MOST_BYTES = 1 << 60
+_MOST_BYTES = 1 << 60  # more than any machine has
 
 
 class Parsed(click.ParamType[Any]):
@@ -93,7 +92,7 @@ def _ports(text: str) -> tuple[int, int]:
     return ports
 
 
-IP_ADDRESS = Parsed("address", lambda text: text if text == "localhost" else str(ipaddress.ip_address(text)))
+IP = Parsed("address", lambda text: text if text == "localhost" else str(ipaddress.ip_address(text)))
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)

@@ -11,7 +11,7 @@ from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_s
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
-_INT4_BYTES = 20 / 32  # of a weight, with its part of its group's scale and minimum
+_INT4_BYTES = 20 / 32  # a weight's, with its part of a scale and minimum
 
 
 @dataclass(frozen=True, slots=True)

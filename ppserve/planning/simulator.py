@@ -1,8 +1,8 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
-What steps take is read from a running server (`/costs.json`), and divided into a layer's costs and the LM head's.
-Callers have one request at a time, all of one size. Stages run steps in order, in the predicted time, so all times
-of a step are known when it is sent. The head is one thread. It receives requests and results in the order of time.
+What steps take is read from a running server (`/costs.json`), and divided into costs of a layer and the LM head.
+Callers have one request at a time, all of one size. Stages run steps in order, in the predicted time, so all
+times of a step are known when it is sent. The head is one thread: it receives things in the order of time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CostSheet:
     """Final norm, LM head and sampling."""
     overheads: OverheadTimes
     max_chunk: int
-    """Prompt tokens that the server puts into a step at most."""
+    """Most prompt tokens in a step of the server."""
     num_tensor: int = 1
     """Tensor ranks of each stage; the costs include their waiting for each other."""
 

@@ -127,6 +127,21 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
         assert wrong.one_line.startswith("ppserve: error: Invalid value for '--url': ")
 
 
+def test_a_line_that_is_no_text_is_refused_alone() -> None:
+    with answering(SHORT) as (url, bodies):
+        done = subprocess.run(command(url), input=b"caf\xe9\nhi\n", capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"\nend\n")
+    assert done.stderr == b"ppserve: error: a message is not UTF-8 text\n"
+    assert [m["content"] for m in bodies[0]["messages"]] == ["hi"]
+
+
+def test_a_full_disk_ends_it() -> None:
+    with answering(SHORT, SHORT) as (url, bodies), open("/dev/full", "w") as full:
+        done = subprocess.run(command(url), input=b"a\nb\n", stdout=full, stderr=subprocess.PIPE, timeout=60)
+    no_space = b"ppserve: error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr, len(bodies)) == (1, no_space, 1)
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
     begun = threading.Event()
 

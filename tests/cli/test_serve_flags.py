@@ -49,6 +49,10 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
     )
 
 
+def test_a_name_that_no_message_can_hold_is_refused() -> None:
+    assert "'--interface': not UTF-8 text" in run("serve", "--interface", "\udcff").one_line
+
+
 @pytest.mark.parametrize(
     ("entry", "flags"),
     [

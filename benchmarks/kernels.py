@@ -145,7 +145,7 @@ def main() -> None:
 
 @main.command()
 @click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
-@click.option("--quantization", default="none", type=click.Choice(["none", "int8"]))
+@click.option("--quantization", default="none", type=click.Choice(["none", "int8", "int4"]))
 @click.option("--threads", default="1", help="Numbers of threads, with commas.")
 @click.option("--ranks", default=1, help="Tensor ranks of one thread each, beside those; 1: none.")
 @click.option("--context", default=160, help="Positions before each decoded row.")

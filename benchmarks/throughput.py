@@ -35,6 +35,7 @@ DTYPES = {
     "float32": "--dtype float32",
     "bfloat16": "--dtype bfloat16",
     "int8": "--dtype bfloat16 --quantization int8",
+    "int4": "--dtype bfloat16 --quantization int4",
 }
 STAGES = {1: "--stages 1 --threads 2", 2: "--stages 2 --threads 1"}
 CALLERS = (1, 16, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from ppserve.core.architecture import Architecture, Split, StageLayout, stage_la
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, TensorPart
-from ppserve.model.checkpoint.families import FAMILIES
+from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.linear import READ_BYTES
 from ppserve.model.decoder import load_stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers
+from tests.model.checkpoint.parity import hugging_face
 from tests.model.pipelines import Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 
@@ -26,17 +28,31 @@ def int8(dtype: str = "float32") -> CpuBackend:
     return CpuBackend(dtype, quantization="int8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_is_the_same_from_every_format_and_split(tmp_path: Path, dtype: str) -> None:
+def of_gpt2(directory: Path) -> list[Path]:
+    """One model in several formats."""
     arch = writers.architecture()
     tensors = writers.random_tensors(arch)
     kinds = ("safetensors in parts", "bin", "llm.c", "GGUF")
-    places = [writers.WRITERS[kind](tmp_path / kind, arch, tensors) for kind in kinds]
-    ids = prompt(20, vocab_size=arch.vocab_size)
+    return [writers.WRITERS[kind](directory / kind, arch, tensors) for kind in kinds]
+
+
+def of_llama(directory: Path) -> list[Path]:
+    stored = open_checkpoint(str(hugging_face(directory / "files", model="Llama", parts=2).place))
+    tensors = {name: stored.tensor(name) for name in tensor_shapes(stored.architecture)}
+    file = writers.write_gguf(directory / "llama.gguf", stored.architecture, tensors, model="llama")
+    return [directory / "files", file]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("written", [of_gpt2, of_llama])
+def test_int8_is_the_same_from_every_format_and_split(
+    tmp_path: Path, written: Callable[[Path], list[Path]], dtype: str
+) -> None:
     first = None
-    for place in places:
+    for place in written(tmp_path):
         checkpoint: Checkpoint = open_checkpoint(str(place)).rounded_to(dtype)
+        ids = prompt(20, vocab_size=checkpoint.architecture.vocab_size)
         for split in ("3", "1.5,1.5"):
             pipeline = Pipeline(checkpoint, split, backend=int8(dtype), num_sequences=1)
             logits = pipeline.logits(pipeline.hidden(ids, 20))

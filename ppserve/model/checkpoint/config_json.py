@@ -47,6 +47,8 @@ HARMLESS = frozenset(
 """Nothing that a forward pass reads."""
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
+NULLABLE = ("eos_token_id", "sliding_window")
+"""Keys where null is a value."""
 
 
 def read_config(directory: Path) -> Architecture:
@@ -82,8 +84,8 @@ def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> 
 
 def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
     """With all rows of the embedding as the vocabulary. Raises CheckpointError."""
-    # null counts as absent, as it does for transformers, but for an id.
-    given = {name: value for name, value in values.items() if value is not None or name == "eos_token_id"}
+    # null counts as absent, as it does for transformers.
+    given = {name: value for name, value in values.items() if value is not None or name in NULLABLE}
     for name, own in family.synonyms.items():
         if name in given:
             value = given.pop(name)
@@ -98,7 +100,7 @@ def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Archite
 
 def _check_other_key(path: Path, name: str, value: object, family: ModelFamily) -> None:
     """A key that is not read may only be harmless, say what is so anyway, or be false or empty."""
-    if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
+    if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in (None, [], {}, ""):
         return
     if name in family.only and value != family.only[name]:
         problem = f"is {shown(value)}; only {shown(family.only[name])} is served"

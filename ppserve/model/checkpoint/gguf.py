@@ -28,7 +28,6 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTenso
 
 DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
-DIMENSIONS = range(1, 5)
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
@@ -169,7 +168,7 @@ def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, Stor
 
 
 def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -> Architecture:
-    """stored: what the frequencies of rotary positions are divided by. Raises CheckpointError."""
+    """stored: what rotary positions' frequencies are divided by. Raises CheckpointError."""
     if arch.rotary is None or stored is None:
         return arch
     count = len(arch.rotary.frequencies)
@@ -192,7 +191,7 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
     if name not in TYPES:
         problem = f"has the type {name}; served are {', '.join(TYPES)}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
-    if len(tensor.shape) not in DIMENSIONS:
+    if not 1 <= len(tensor.shape) <= 4:
         problem = f"has {len(tensor.shape)} dimensions, not 1 to 4"
         raise CheckpointError(path, problem, field=shown(tensor.name))
     numbers_per_block, block_bytes = gguf.GGML_QUANT_SIZES[Type(tensor.type)]

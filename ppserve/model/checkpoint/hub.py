@@ -28,10 +28,8 @@ OPTIONAL = (
     *("vocab.json", "merges.txt", "added_tokens.json"),
 )
 WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 """In the order in which transformers looks for them."""
 

@@ -35,7 +35,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     num_key_value_heads: settings.Width | None = None
     """None: as many as of queries."""
     head_dim: settings.Width | None = None
-    """None: the heads share the width; a Qwen3's have 128 features."""
+    """None: the heads share the width; a Qwen3's have 128."""
     hidden_act: settings.ActivationName = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
@@ -44,7 +44,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     """The two keys before in one, as transformers 5 writes them."""
     tie_word_embeddings: bool = False
     sliding_window: settings.Positions | None = 4096
-    """null: each row sees all. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
+    """null: none. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
     use_sliding_window: bool = False
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     """Implied by the window."""

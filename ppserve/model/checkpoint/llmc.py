@@ -80,17 +80,15 @@ def _architecture(path: Path, header: Header) -> Architecture:
 
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:
-    """Every tensor follows the one before; the last one must end where the file ends."""
+    """Each follows the one before; the last must end where the file ends."""
     layers = [f"h.{i}.{name}" for name in FAMILIES[arch.family].layer_shapes(arch) for i in range(arch.num_layers)]
     names = ("wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias")
     shapes, itemsize = tensor_shapes(arch), DTYPES[dtype].itemsize
-    begin, total = HEADER_BYTES // itemsize, sum(math.prod(shapes[name]) for name in names)
+    sizes = [math.prod(shapes[name]) for name in names]
+    begin, total = HEADER_BYTES // itemsize, sum(sizes)
     size, expected = file_size(path), (begin + total) * itemsize
     if size != expected:
         raise CheckpointError(path, f"is {size} bytes long; its header asks for {expected}", field="size")
     numbers = torch.from_file(str(path), shared=False, size=begin + total, dtype=DTYPES[dtype])[begin:]
-    each = torch.split(numbers, [math.prod(shapes[name]) for name in names])
-    return [
-        StoredTensor(path, name, shapes[name], dtype, of.view(shapes[name]))
-        for name, of in zip(names, each, strict=True)
-    ]
+    each = zip(names, torch.split(numbers, sizes), strict=True)
+    return [StoredTensor(path, name, shapes[name], dtype, of.view(shapes[name])) for name, of in each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,6 @@ Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Scaled = tuple[Frequencies, float]
 
 
-def _default(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
-    return frequencies, 1.0
-
-
-def _linear(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
-    return frequencies / float(of["factor"]), 1.0
-
-
 def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     """Long waves are stretched, short ones stay, those between in proportion."""
     factor, low, high = (float(of[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -81,9 +74,12 @@ def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     high = min(math.ceil(feature(float(of.get("beta_slow") or 1))), 2 * count - 1)
     stretched = np.clip((np.arange(count) - low) / max(high - low, 0.001), 0, 1)
     scaled = frequencies * (1 - stretched + stretched / factor)
-    if of.get("attention_factor") is not None:
-        return scaled, float(of["attention_factor"])
-    return scaled, 0.1 * math.log(max(factor, 1.0)) + 1
+    return scaled, float(of.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1)
 
 
-SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+SCALINGS: dict[str, Callable[[Frequencies, dict[str, Any]], Scaled]] = {
+    "default": lambda given, of: (given, 1.0),
+    "linear": lambda given, of: (given / float(of["factor"]), 1.0),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

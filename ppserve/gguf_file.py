@@ -1,6 +1,6 @@
 """What the header of a GGUF file says: its values by key, and where its tensors are.
 
-Every length is compared with what is left of the file before it is believed. (The reader of the `gguf` package
+Every length is compared with what is left of the file before it is believed. (That of the `gguf` package
 loops over counts that a damaged file claims.) Layout: ggml-org/ggml, docs/gguf.md, version 3, little endian.
 """
 
@@ -19,6 +19,7 @@ MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of `struct`, by the type of a value."""
 TEXT, ARRAY = 8, 9
+MAX_BYTES = 64 << 20  # of the header: more than any in use
 
 
 class TensorInfo(NamedTuple):
@@ -45,16 +46,16 @@ def is_gguf(path: Path) -> bool:
 
 def read_header(path: Path) -> GGUFHeader:
     """Raises CheckpointError."""
-    file_size(path)
+    size = min(file_size(path), MAX_BYTES)
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as content:
             return _header(_Cursor(content))
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(path, f"is not a GGUF file ({reason(error)})") from error
 
 
 class _Cursor:
-    """A place in a file; reading moves it. Raises ValueError where the file ends too early."""
+    """A place in a file; reading moves it. Raises ValueError where the file ends."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.at = 0
@@ -62,7 +63,7 @@ class _Cursor:
 
     def bytes(self, count: int) -> bytes:
         if count > len(self._content) - self.at:
-            raise ValueError(f"it ends within what begins at byte {self.at}")
+            raise ValueError(f"it ends, or passes 64 MiB, after byte {self.at}")
         self.at += count
         return self._content[self.at - count : self.at]
 

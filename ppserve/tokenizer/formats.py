@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 from collections.abc import Callable
 from operator import itemgetter
@@ -13,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 import tiktoken
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from ppserve.errors import CheckpointError
 from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, read_start, reason, shown
@@ -21,6 +20,7 @@ from ppserve.gguf_file import read_header
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
 
 MAX_FILE_BYTES = 64 << 20
+MAX_TOKEN = 1024  # longer than any in use
 LLMC_MAGIC = 20240328
 LLMC_HEADER_BYTES = 256 * 4
 
@@ -45,7 +45,7 @@ class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenize
     """token_type: by id, llama.cpp's: 3 control, 4 of the user's, 6 a byte."""
 
     model: Literal["gpt2", "llama"]
-    tokens: list[str]
+    tokens: list[Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)]]
     token_type: list[int] = []
     pre: str = "gpt-2"
     merges: list[str] = []
@@ -61,16 +61,16 @@ _WORDS = (
 """Llama 3's and Qwen's, which differ in how many digits are one word."""
 
 
-def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool) -> pre_tokenizers.PreTokenizer:
+def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool = True) -> pre_tokenizers.PreTokenizer:
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
     return pre_tokenizers.Sequence([*first, last])
 
 
 PRE_TOKENIZERS = {
-    "gpt-2": _split(by_gpt2=True),
-    "smollm": _split(pre_tokenizers.Digits(individual_digits=True), by_gpt2=True),
-    "llama-bpe": _split(pre_tokenizers.Split(tokenizers.Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False),
-    "qwen2": _split(pre_tokenizers.Split(tokenizers.Regex(_WORDS % ""), "isolated"), by_gpt2=False),
+    "gpt-2": _split(),
+    "smollm": _split(pre_tokenizers.Digits(individual_digits=True)),
+    "llama-bpe": _split(pre_tokenizers.Split(Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False),
+    "qwen2": _split(pre_tokenizers.Split(Regex(_WORDS % ""), "isolated"), by_gpt2=False),
 }
 """How a text is split into words, by the name in a GGUF."""
 
@@ -118,7 +118,7 @@ def read_tiktoken(path: Path) -> Tokenizer:
     """tiktoken's format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
     ranks = _read_ranks(path)
     taken = set(ranks.values())
-    unused = next(token_id for token_id in range(len(ranks) + 1) if token_id not in taken)
+    unused = next(i for i in range(len(ranks) + 1) if i not in taken)
     return _ranked(path, ranks, _end(unused))
 
 
@@ -132,10 +132,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             encoded, rank = line.split()
             token = base64.b64decode(encoded, validate=True)
             token_id = msgspec.convert(rank.decode(), TokenId, strict=False)
-        except (ValueError, binascii.Error):
+        except ValueError:
             raise CheckpointError(path, "not a base64 token and its rank", f"line {number}") from None
-        if token in ranks or not token:
-            raise CheckpointError(path, "this token is empty or occurs twice", f"line {number}")
+        if token in ranks or not 0 < len(token) <= MAX_TOKEN:
+            raise CheckpointError(path, "this token is empty, too long or occurs twice", f"line {number}")
         ranks[token] = token_id
     return ranks
 
@@ -162,9 +162,9 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     if version not in (1, 2):
         raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
     tokens = _length_prefixed(path, content, count)
-    if version == 1:  # only for GPT-2's own vocabulary; the header names no end of text
+    if version == 1:  # of GPT-2's own vocabulary: names no end of text
         end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
-    ranks = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
+    ranks = {token: i for i, token in enumerate(tokens) if i != end_of_text}
     if len(ranks) != count - (end_of_text < count):
         raise CheckpointError(path, "a token occurs twice")
     return _ranked(path, ranks, _end(end_of_text) if end_of_text < count else {})
@@ -283,5 +283,5 @@ def _byte_level(
         raise CheckpointError(source, f"is not a vocabulary ({reason(error)})") from error
     library.pre_tokenizer = pre_tokenizer
     library.decoder = decoders.ByteLevel()
-    library.add_tokens([tokenizers.AddedToken(token.content, special=token.special) for token in added.values()])
+    library.add_tokens([AddedToken(token.content, special=token.special) for token in added.values()])
     return Tokenizer(source, library)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import gguf
 import pytest
 import tokenizers
 
+from ppserve.errors import CheckpointError
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 from ppserve.tokenizer.formats import PRE_TOKENIZERS
 from tests.tokenizer.test_sources import TEXTS
@@ -51,3 +53,13 @@ def test_sentencepiece_falls_back_to_bytes(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("ab ab\u00e9")
     assert [tokenizer.token_bytes(i) for i in ids] == [b" ab", b" ab", b"\xc3", b"\xa9"]
+
+
+def test_a_token_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    """Where one can be cut in two is tried everywhere."""
+    path = write(tmp_path / "m.gguf", "llama", ["<unk>", "b" * 1025], [2, 1], token_scores=[0.0, 0.0])
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.tokens: Expected `str` of length <= 1024"):
+        load_tokenizer(str(path))
+    (tmp_path / "tokenizer.tiktoken").write_bytes(base64.b64encode(b"b" * 1025) + b" 0")
+    with pytest.raises(CheckpointError, match="line 1: this token is empty, too long or occurs twice"):
+        load_tokenizer(str(tmp_path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,8 @@ def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match=problem):
             open_checkpoint(str(path))
+    a_value = struct.pack("<IQQQIIQ", 3, 0, 1, 0, 9, 0, 3 << 30)  # a list of 3 GB
+    path.write_bytes(b"GGUF" + a_value)
+    os.truncate(path, 4 << 30)
+    with pytest.raises(CheckpointError, match="it ends, or passes 64 MiB, after byte"):
+        open_checkpoint(str(path))

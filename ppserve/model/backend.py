@@ -97,7 +97,7 @@ Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
 """(T, D) hidden states x, in `Precision.hidden`, to x + attention(norm(x)) or x + mlp(norm(x))."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""(R, D) hidden states to float32 logits (R, v) of the rank's ids."""
+"""(R, D) hidden states to float32 logits (R, v) of the rank's ids, until the next call."""
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
 

@@ -122,7 +122,7 @@ def _compare_rows(
     compute: Callable[[torch.Tensor], torch.Tensor], rows_T: torch.Tensor, row_counts: tuple[int, ...]
 ) -> str | None:
     """rows_T: `compute` makes one row each of them, as many as the last count."""
-    y_TN = compute(rows_T)
+    y_TN = compute(rows_T).clone()
     for count in row_counts[:-1]:
         if not torch.equal(compute(rows_T[:count]), y_TN[:count]):
             return f"rows differ between {count} and {row_counts[-1]} rows at once"

@@ -75,7 +75,7 @@ class Pipeline:
         head = self.stages[-1].head
         assert head is not None
         with torch.inference_mode():
-            return head.logits(hidden_TD)
+            return head.logits(hidden_TD).clone()
 
     def generate(
         self, prompt: tuple[int, ...], count: int, draw: Draw = GREEDY_DRAW, sequence: int = 0

@@ -134,15 +134,15 @@ class PackedLinear:
         scratch.fit(self.weights)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self.result_of(self._jobs, x_TK)
+        return self.result_of(self._jobs, x_TK).clone()
 
     def result_of(self, jobs: Jobs, x_TK: torch.Tensor) -> torch.Tensor:
-        """The result of a job that ends with this product."""
+        """The result of a job that ends with it, until the next."""
         x_TK, num_rows = x_TK.contiguous(), len(x_TK)
-        scratch, kept = self._scratch.of_step(num_rows)
-        step = as_table(scratch)
-        # Tiles are whole.
-        y_TN = torch.empty(-(-num_rows // scratch.tile_rows) * scratch.tile_rows, self.weights.outputs)
-        self._thread_pool.run(jobs.address, jobs.count, address(step), x_TK.data_ptr(), 0, y_TN.data_ptr())
+        scratch, (y, *kept) = self._scratch.of_step(num_rows)
+        step, x = as_table(scratch), x_TK.data_ptr()
+        self._thread_pool.run(jobs.address, jobs.count, address(step), x, 0, scratch.y)
         del kept
-        return y_TN[:num_rows, : self.num_outputs]
+        shape = num_rows, self.num_outputs
+        strides = self.weights.outputs, 1
+        return torch.from_numpy(y).as_strided(shape, strides)

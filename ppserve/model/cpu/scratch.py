@@ -36,19 +36,19 @@ class ScratchMemory:
         self._chunks, self._outputs = max(self._chunks, weights.chunks), max(self._outputs, weights.outputs)
 
     def of_step(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
-        """What a step writes, and the arrays to keep as long as it does."""
+        """What a step writes, and the arrays to keep as long: y first."""
         kind = self._kind
         # Tiles are whole; the rows behind the last are computed and never read.
         rows = max(num_rows, _ROWS_AT_FIRST) + kind.rows[-1]
         width = self._chunks * kind.chunk_inputs + GROUP
         arrays = [
+            self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
             self._array("words", rows * self._chunks * kind.row_bytes // 4, np.int32),
             self._array("scales", rows, np.float32),
-            self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
             self._array("inner", rows * width, np.float32),
             self._array("values", self._num_threads * width, np.float32),
         ]
-        words, scales, y, inner, values = (place for _, place in arrays)
+        y, words, scales, inner, values = (place for _, place in arrays)
         scratch = Scratch(num_rows, kind.tile_rows(num_rows), words, scales, y, inner, values, 4 * width)
         return scratch, [array for array, _ in arrays]
 

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.files import TINY, checked, read_bytes, read_json
+from ppserve.files import MAX_JSON_BYTES, TINY, checked, read_bytes, read_json
 from ppserve.gguf_file import is_gguf, read_header
 
-MAX_TEMPLATE_BYTES = 1 << 20
 GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Special tokens: their names in a GGUF, and in templates."""
 
@@ -55,7 +54,7 @@ def _of_directory(directory: Path) -> ChatFormat:
         template = next((named.template for named in template if named.name == "default"), None)
     if lexists(template_file):
         try:
-            template = read_bytes(template_file, MAX_TEMPLATE_BYTES).decode()
+            template = read_bytes(template_file, MAX_JSON_BYTES).decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(template_file, "is not UTF-8 text") from error
     # A token is its text, or an object with it.

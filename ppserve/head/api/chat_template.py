@@ -1,7 +1,7 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
-A special token that the template writes is that token; one that a caller writes is text. So callers' text is
-marked where it could be read as a token, and the marks are taken out afterwards.
+A special token that the template writes is that token, and is marked. What comes from a caller is text,
+whatever the template makes of it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-from ppserve.head.api.template_process import parse
+from ppserve.head.api.template_process import MARK, Marks, parse
 
 MAX_RENDERERS = 4
+MAX_REASON = 500
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -37,8 +38,9 @@ class ChatTemplate:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source = source
-        self._tokens = tokens
-        self._special = special
+        self._marks = Marks(special)
+        self._tokens = {name: self._marks.put(token) for name, token in tokens.items()}
+        self._begin = json.dumps([source, [*special]])
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
         self.words = frozenset(re.findall(r"""(?<=['"])\w+(?=['"])""", source))
         """What stands in quotes: its own roles are among them."""
@@ -67,15 +69,13 @@ class ChatTemplate:
             return await loop.run_in_executor(self._threads, self._render, messages, variables, continues)
 
     def _render(self, messages: Messages, variables: Mapping[str, Any], continues: bool) -> list[str]:
-        marks = _Marks(self._special)
-        # A role is one of a few words, or of the template's, which compares it.
-        shown = [{**marks.put(message), "role": message["role"]} for message in messages]
         # The space shows whether the template strips messages; transformers does the same.
         end = secrets.token_hex(16) + " "
         if continues:
-            shown[-1]["content"] += end
-        text = self._ask({**marks.put(dict(variables)), **self._tokens, "messages": shown})
-        return marks.split(_until(end, text) if continues else text)
+            *earlier, last = messages
+            messages = [*earlier, {**last, "content": last["content"] + end}]
+        text = self._ask({**variables, **self._tokens, "messages": messages})
+        return self._marks.split(_until(end, text) if continues else text)
 
     def close(self) -> None:
         """Ends the idle processes; the others end with the head."""
@@ -87,7 +87,7 @@ class ChatTemplate:
         try:
             process = self._idle.pop()
         except IndexError:
-            process = _start(self.source)
+            process = _start(self._begin)
         try:
             assert process.stdout is not None
             print(json.dumps(variables), file=process.stdin, flush=True)
@@ -97,49 +97,25 @@ class ChatTemplate:
             _end(process)
             answer = {"error": "it takes too long"}
         if "error" in answer:
-            raise InvalidRequest([Violation("messages", f"the chat template refuses them: {answer['error']}")])
+            start = answer["error"].replace(MARK, "")[:MAX_REASON]
+            why = "".join(char if char.isprintable() else " " for char in start)
+            raise InvalidRequest([Violation("messages", f"the chat template refuses them: {why}")])
         return str(answer["text"])
 
 
-def _start(source: str) -> subprocess.Popen[str]:
+def _start(begin: str) -> subprocess.Popen[str]:
     # A session of its own: Ctrl-C is for the head, with which it ends.
     process = subprocess.Popen(
         [sys.executable, "-m", parse.__module__], text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    print(json.dumps(source), file=process.stdin)
+    print(begin, file=process.stdin)
     return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
-
-
-class _Marks:
-    """Marks, unguessable numbers, for special tokens' texts in messages."""
-
-    def __init__(self, special: Collection[str]) -> None:
-        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
-        self._mark = f"{secrets.randbits(128):039d}"
-        self._any = "|".join(map(re.escape, texts)) or r"(?!)"
-        self._begun = tuple({text[:length] for text in texts for length in range(1, len(text))})
-
-    def put(self, value: Any) -> Any:
-        """A caller's JSON, marked within special tokens and behind their beginnings."""
-        if isinstance(value, dict):
-            return {name: self.put(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self.put(item) for item in value]
-        if not isinstance(value, str):
-            return value
-        marked = re.sub(f"(?={self._any})(.)", rf"\g<1>{self._mark}", value, flags=re.DOTALL)
-        end = len(marked.rstrip())
-        return f"{marked[:end]}{self._mark}{marked[end:]}" if marked[:end].endswith(self._begun) else marked
-
-    def split(self, text: str) -> list[str]:
-        """Texts without marks, and special tokens, in turn."""
-        return [part.replace(self._mark, "") for part in re.split(f"({self._any})", text)]
 
 
 def _until(mark: str, text: str) -> str:

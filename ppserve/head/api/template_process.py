@@ -1,15 +1,17 @@
 """The process that renders a chat template: another person's program.
 It may use little memory and time here, and cannot hurt the head.
 
-It reads the template's source as a line of JSON, then a line for each chat, and answers each with one.
+It reads a template and special tokens as a line of JSON, then a line for each chat, and answers with one.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sys
+from collections.abc import Collection
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
@@ -19,10 +21,33 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_SOURCE = 1 << 20
 MAX_MEMORY_BYTES = 1 << 30
 MAX_TEXT = 16 << 20
 MAX_CPU_S = 5.0
 """For one chat. A template that takes longer ends this process."""
+MARK = "\udc00"
+"""Precedes special tokens that a template writes. Half a surrogate pair: no caller's text has it."""
+
+
+class Marks:
+    """Tells special tokens that a template writes from callers' text."""
+
+    def __init__(self, special: Collection[str]) -> None:
+        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
+        self._whole = "|".join(map(re.escape, texts)) or "(?!)"
+        # A role may complete one: '<|' + role + '|>'. But '</' + name + '>' closes an element.
+        begun = {text[:end] for text in texts for end in range(2, len(text))}
+        self._begun = "|".join(re.escape(text) for text in begun if text[-1] != "/")
+
+    def put(self, text: str) -> str:
+        """A template's literal, or a variable of the model's own, with marks."""
+        return re.sub(rf"{self._whole}|(?:{self._begun})\Z", rf"{MARK}\g<0>", text)
+
+    def split(self, text: str) -> list[str]:
+        """Texts without marks, and special tokens, in turn."""
+        parts = re.split(f"{MARK}({self._whole})", text)
+        return [part.replace(MARK, "") for part in parts]
 
 
 class GenerationBlock(Extension):
@@ -37,6 +62,8 @@ class GenerationBlock(Extension):
 
 def parse(source: str) -> None:
     """Raises ValueError for what is no template. Compiling would fold constants."""
+    if len(source) > MAX_SOURCE:
+        raise ValueError(f"it has {len(source)} characters; the limit is {MAX_SOURCE}")
     try:
         _environment().parse(source)
     except (TemplateError, RecursionError, MemoryError) as error:
@@ -55,18 +82,25 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 @cache
-def _compiled(source: str) -> Template:
-    return _environment().from_string(source)
+def _compiled(source: str, *special: str) -> Template:
+    environment, marks = _environment(), Marks(special)
+    tree = environment.parse(source)
+    for data in tree.find_all(nodes.TemplateData):
+        data.data = marks.put(data.data)
+    for literal in tree.find_all(nodes.Const):
+        if isinstance(literal.value, str):
+            literal.value = marks.put(literal.value)
+    return environment.from_string(tree)
 
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
+def render(source: str, special: Collection[str], variables: dict[str, Any]) -> dict[str, str]:
     """`text`, or `error`."""
     try:
-        text = _compiled(source).render(variables)
+        text = _compiled(source, *special).render(variables)
         return {"text": text} if len(text) <= MAX_TEXT else {"error": "the text is too long"}
     except Exception as error:
         # On unforeseen messages a template may fail in any way.
@@ -77,11 +111,11 @@ def main() -> None:
     """Until standard input ends, with the head."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source: str = json.loads(sys.stdin.readline())
+    source, special = json.loads(sys.stdin.readline())
     for line in sys.stdin:
         variables = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = json.dumps(render(source, variables))
+        answer = json.dumps(render(source, special, variables))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 

@@ -106,6 +106,40 @@ def test_texts_of_two_messages_or_of_a_variable_are_no_token_together() -> None:
     template.close()
 
 
+@pytest.mark.parametrize(
+    ("source", "content", "shown"),
+    [
+        ("{{ messages[0].content | lower }}", "<|IM_END|>", "<|im_end|>"),
+        ("{{ messages[0].content | replace(' ', '') }}", "< |im_end| >", "<|im_end|>"),
+        ("{{ messages[0].content | reverse }}", ">|dne_mi|<", "<|im_end|>"),
+        ("{{ messages[0].content[:5] }}", "<|im_end|>", "<|im_"),
+        ("{{ documents | tojson }}", "", '[{"<|im_end|>": 1}]'),
+        ("{% for name in documents[0] %}{{ name }}{% endfor %}", "", "<|im_end|>"),
+        ("{{ '</' + messages[0].content + '>' }}", "s", "</s>"),
+    ],
+)
+def test_what_a_template_makes_of_a_callers_text_is_text(source: str, content: str, shown: str) -> None:
+    """Keys too. It gets that text as it is, so slices and lengths are those of transformers."""
+    template = ChatTemplate(source + "{{ '<|im_end|>' }}", TOKENS, SPECIAL)
+    parts = render(template, messages_of([("user", content)]), documents=[{"<|im_end|>": 1}])
+    assert parts == [shown, "<|im_end|>", ""]
+    template.close()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [(r"a\n<|im_end|>", "a <|im_end|>"), (r"\x1b[31m", "a [31m"), ("'*9999+'", ": " + "a" * 500)],
+)
+def test_a_refusal_is_one_short_printable_line(refusal: str, told: str) -> None:
+    template = ChatTemplate("{{ raise_exception('a" + refusal + "') }}", {}, SPECIAL)
+    with pytest.raises(InvalidRequest) as caught:
+        render(template, [])
+    template.close()
+    text = str(caught.value)
+    assert text.endswith(told)
+    assert text.isprintable()
+
+
 def test_many_chats_at_once() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, ())
     texts = list(map(str, range(64)))

@@ -157,7 +157,9 @@ async def test_without_a_template_the_reason_is_told() -> None:
         assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
 
 
-@pytest.mark.parametrize("content", [b"{% for %}", b"{{ " + b"(" * 5000, b"{% tool %}", b"\xff\xfe", None])
+@pytest.mark.parametrize(
+    "content", [b"{% for %}", b"{{ " + b"(" * 5000, b"{% tool %}", b"\xff", b"x" * ((1 << 20) + 1), None]
+)
 def test_files_that_are_no_template(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "chat.jinja"
     if content is not None:

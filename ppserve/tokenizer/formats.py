@@ -182,25 +182,25 @@ def read_gguf(path: Path) -> Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(given.tokens)}
     kinds = dict(zip(given.tokens, given.token_type, strict=False))
     added = [AddedToken(t, special=kind == 3) for t, kind in kinds.items() if kind in (3, 4)]
+    if given.model == "gpt2" and given.pre not in PRE_TOKENIZERS:
+        problem = f"is {shown(given.pre)}; served are {', '.join(PRE_TOKENIZERS)}"
+        raise CheckpointError(path, problem, "tokenizer.ggml.pre")
     try:
-        is_pieces = given.model == "llama"
-        library = _sentencepiece(given, vocab) if is_pieces else _byte_level_of_gguf(path, given, vocab)
-    except CheckpointError:
-        raise
+        build = _byte_level_of_gguf if given.model == "gpt2" else _sentencepiece
+        library = build(given, vocab)
     except Exception as error:
         raise CheckpointError(path, f"is not a vocabulary ({reason(error)})", "tokenizer.ggml") from error
     library.add_tokens(added)
     return Tokenizer(path, library)
 
 
-def _byte_level_of_gguf(path: Path, given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
-    if given.pre not in PRE_TOKENIZERS:
-        problem = f"is {shown(given.pre)}; served are {', '.join(PRE_TOKENIZERS)}"
-        raise CheckpointError(path, problem, "tokenizer.ggml.pre")
+def _byte_level_of_gguf(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.merges)]
     # Llama 3 takes a word that is a token as it stands.
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=given.pre == "llama-bpe")
     library = tokenizers.Tokenizer(model)
+    if given.pre == "qwen2":
+        library.normalizer = normalizers.NFC()
     library.pre_tokenizer = PRE_TOKENIZERS[given.pre]
     library.decoder = decoders.ByteLevel()
     return library

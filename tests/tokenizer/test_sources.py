@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 from ppserve.errors import CheckpointError
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 from ppserve.tokenizer.formats import _WORDS
-from tests.tokenizer.conftest import VOCABULARIES
+from tests.tokenizer.conftest import VOCABULARIES, random_texts
 from tools import make_random_gpt2 as maker
 
 TEXTS = (
@@ -32,6 +32,7 @@ TEXTS = (
     "nul \0 and \x7f, e\u0301 \u200b \ufeff",
     "<|endoftext|> is only text <|endoftext",
     "a" * 300 + " " * 300 + "!" * 300,
+    *random_texts(300),
 )
 
 

@@ -1,7 +1,7 @@
 """The process that renders a chat template: another person's program.
 It may use little memory and time here, and cannot hurt the head.
 
-It reads a template and special tokens as a line of JSON, then a line for each chat, and answers with one.
+It reads a line of JSON with the template and special tokens, then one for each chat, and answers each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TEXT = 16 << 20
 MAX_CPU_S = 5.0
 """For one chat. A template that takes longer ends this process."""
 MARK = "\udc00"
-"""Precedes special tokens that a template writes. Half a surrogate pair: no caller's text has it."""
+"""Precedes special tokens that a template writes. Half a surrogate pair: not in callers' text."""
 
 
 class Marks:
@@ -36,7 +36,7 @@ class Marks:
     def __init__(self, special: Collection[str]) -> None:
         texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
         self._whole = "|".join(map(re.escape, texts)) or "(?!)"
-        # A role may complete one: '<|' + role + '|>'. But '</' + name + '>' closes an element.
+        # A role may complete one: '<|' + role + '|>'. '</' + name + '>' is no token.
         begun = {text[:end] for text in texts for end in range(2, len(text))}
         self._begun = "|".join(re.escape(text) for text in begun if text[-1] != "/")
 

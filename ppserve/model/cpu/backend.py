@@ -3,7 +3,7 @@
 Whatever the dtype, results are float32. Weights, keys, values and hidden states are stored as `bfloat16`, and
 linear layers round their inputs to it; sums, biases, norms, activations and attention are float32.
 With `int8` weights each output and each row of inputs has a scale, and sums are exact integers.
-With `int4` so has each group of 32 inputs (`four_bits`), and the LM head has int8 weights.
+With `int4` so has each group of 32 inputs of both (`four_bits`), and the LM head has int8 weights.
 """
 
 from __future__ import annotations

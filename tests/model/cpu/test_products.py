@@ -194,18 +194,18 @@ def test_int4_is_exact_sums_of_groups_in_one_order(depth: int, width: int, kind:
     weight[:, 0] = 3e-7  # denormal in float16
     padded = torch.nn.functional.pad(weight, (0, -depth % 32))
     numbers, scales, minima = in_four_bits(padded)
-    most = np.abs(x).max(axis=1, keepdims=True)
-    row_scales, inverse = most / np.float32(127), np.float32(127) / most
-    rows = np.rint(x.astype(np.float64) * inverse.astype(np.float64)).astype(np.int64)
     expected = np.zeros((len(x), width), np.float32)
     for group in range(numbers.shape[1]):
-        own = rows[:, 32 * group : 32 * group + 32]
+        own = x[:, 32 * group : 32 * group + 32]
+        most = np.abs(own).max(axis=1, keepdims=True)
+        row_scales, inverse = most / np.float32(127), np.float32(127) / most
+        own = np.rint(own.astype(np.float64) * inverse.astype(np.float64)).astype(np.int64)
         sums = (own @ numbers[:, group, : own.shape[1]].numpy().astype(np.int64).T).astype(np.float64)
-        expected = _rounded_once(sums * scales[:, group].double().numpy(), expected)
-        expected = _rounded_once(own.sum(axis=1, keepdims=True) * minima[:, group].double().numpy(), expected)
-    scaled = expected.astype(np.float64) * row_scales
-    expected = _rounded_once(scaled, np.broadcast_to(bias.numpy(), scaled.shape))
-    assert np.array_equal(Product(kind, "int4", weight, bias)(x), expected)
+        factors = row_scales * scales[:, group].float().numpy()
+        expected = _rounded_once(sums * factors.astype(np.float64), expected)
+        x_sums = (own.sum(axis=1, keepdims=True).astype(np.float32) * row_scales).astype(np.float64)
+        expected = _rounded_once(x_sums * minima[:, group].double().numpy(), expected)
+    assert np.array_equal(Product(kind, "int4", weight, bias)(x), expected + bias.numpy())
 
 
 def test_four_bits_are_near_what_they_stand_for() -> None:

@@ -1,9 +1,9 @@
 """The code of a tile whose weights have 4 bits, in groups of 32 inputs with a scale and a minimum for each output.
 
-    y[r, n] = scale[r] · Σ over groups g of (d[n, g] · Σ x[r] · q[n] + m[n, g] · Σ x[r])
+    y[r, n] = Σ over groups g of (d[n, g] · s[r, g] · Σ x[r] · q[n] + m[n, g] · (s[r, g] · Σ x[r]))
 
-x: a row's int8 numbers, q: numbers from 0 to 15, so an output's weight is d · q + m. Sums within a group are exact
-integers; over groups each output is one chain of float32 multiply-adds, in order.
+x: a row's int8 numbers, so its inputs are s · x; q: numbers from 0 to 15, so weights are d · q + m. Sums within a
+group are exact integers; over groups each output is one chain of float32 multiply-adds, in order.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
@@ -33,9 +33,11 @@ class GroupTile(VectorTile):
             self.fetch(place)
         scales = [self._scale_and_minimum(panels, column) for column in range(len(totals[0]))]
         for r, (row_totals, row_sums) in enumerate(zip(totals, sums, strict=True)):
-            x_sum = splat(builder, self.load(x, (r + 1) * self.kind.row_bytes - 4, F32), lanes)
+            end = (r + 1) * self.kind.row_bytes
+            x_scale, x_sum = (splat(builder, self.load(x, end - before, F32), lanes) for before in (8, 4))
             for total, group_sum, (scale, minimum) in zip(row_totals, row_sums, scales, strict=True):
-                value = fma(builder.sitofp(builder.load(group_sum), floats), scale, builder.load(total))
+                factor = builder.fmul(x_scale, scale)
+                value = fma(builder.sitofp(builder.load(group_sum), floats), factor, builder.load(total))
                 builder.store(fma(x_sum, minimum, value), total)
 
     def _scale_and_minimum(self, panels, column: int):
@@ -52,9 +54,3 @@ class GroupTile(VectorTile):
         value = builder.bitcast(builder.fmul(builder.bitcast(size, vector(F32, count)), raised), halves.type)
         sign = builder.shl(builder.and_(halves, constant(I32, count, 0x8000)), constant(I32, count, 16))
         return builder.bitcast(builder.or_(value, sign), vector(F32, count))
-
-    def _result(self, total, column: int, row_scale_at):
-        floats = vector(F32, self.kind.lanes)
-        row_scale = splat(self.builder, self.load(row_scale_at, 0, F32), self.kind.lanes)
-        bias = self.load(self.arguments.bias, self.column_bytes * column, floats)
-        return call(self.builder, f"llvm.fma.v{self.kind.lanes}f32", floats, total, row_scale, bias)

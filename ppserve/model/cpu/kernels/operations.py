@@ -232,14 +232,14 @@ class Int8Dot(Operation):
 
 class Int4(Operation):
     """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers: an output's scale
-    and, in the upper half, its minimum. Behind a row's stands the sum of its values, in float32.
+    and, in the upper half, its minimum. Behind a row's stand its scale and the sum of its inputs, in float32.
     sums: within a group."""
 
     arithmetic = "int4"
     sums = I32
     inputs = 8
     words = 4
-    tail_lines, row_tail_bytes = 1, 4
+    tail_lines, row_tail_bytes = 1, 8
     unroll = 2
 
     def row(self, builder, pointer, step):

@@ -35,10 +35,10 @@ _WHOLE = np.float32(1.5 * 2**23)
 
 @inlined
 def scale_for_int8(values, count):
-    """Two factors: the one that turns the row's int8 numbers back into its `count` values, and the one that turns
-    its values into int8 numbers.
+    """Two factors: the one that turns int8 numbers back into `count` values of a row, and the one that turns these
+    values into int8 numbers.
 
-    A row whose values are all below 1e-30 becomes zeros.
+    Values that are all below 1e-30 become zeros.
     If a value is not finite, the first factor is a NaN, and all that is computed from the row.
     """
     most, not_finite = splat(_ZERO), splat(_ZERO)
@@ -62,11 +62,13 @@ def pack_row(kind, values, rows, chunks, row):
     row_bytes = kind.row_bytes
     place = rows.words + (tile * chunks * rows.tile_rows + r) * row_bytes
     inputs, panels = kind.chunk_inputs, kind.chunk_inputs // 16
-    panel_bytes = (row_bytes - 4 * kind.has_groups) // panels
-    if kind.is_integer:
+    panel_bytes = (row_bytes - 8 * kind.has_groups) // panels
+    if kind.is_integer and not kind.has_groups:
         scale, inverse = scale_for_int8(values, chunks * inputs)
         store_one(rows.scales, row, scale)
     for chunk in range(chunks):
+        if kind.has_groups:
+            scale, inverse = scale_for_int8(values + 4 * chunk * inputs, inputs)
         total = splat(_ZERO)
         for panel in range(panels):
             here = load(values, chunk * inputs + 16 * panel)
@@ -75,7 +77,8 @@ def pack_row(kind, values, rows, chunks, row):
                 total = total + (here - splat(_WHOLE))
             pack(kind, place + panel * panel_bytes, here)
         if kind.has_groups:
-            store_one(place + row_bytes - 4, 0, sum_lanes(total))
+            store_one(place + row_bytes, -2, scale)
+            store_one(place + row_bytes, -1, sum_lanes(total) * scale)
         place += rows.tile_rows * row_bytes
 
 

@@ -172,7 +172,7 @@ class VectorTile(Code):
         """A result from a complete sum: an integer is multiplied by both scales; then the bias is added."""
         builder, floats = self.builder, vector(F32, self.kind.lanes)
         bias = self.load(self.arguments.bias, self.column_bytes * column, floats)
-        if self.operation.sums == F32:
+        if self.sums_in_memory == F32:
             return builder.fadd(total, bias)
         row_scale = splat(builder, self.load(row_scale_at, 0, F32), self.kind.lanes)
         output_scale = self.load(self.arguments.output_scales, self.column_bytes * column, floats)

@@ -1,8 +1,13 @@
-"""The makers of models: what they promise is what comes out. And the memory limits of a benchmark."""
+"""The makers of models: what they promise is what comes out. Also a memory limit, and the end of `make chat`."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,8 +19,8 @@ import transformers
 from benchmarks import large
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import architecture, random_tensors, write_gguf
+from tools import chat, make_random_llama
 from tools import make_random_gpt2 as random_maker
-from tools import make_random_llama
 from tools import make_tiny_model as tiny_maker
 from tools.make_random_gpt2 import gpt2_config
 
@@ -94,3 +99,32 @@ def test_a_host_has_a_cgroup(files: tuple[str, ...], tmp_path: Path, monkeypatch
     assert (group / files[1]).read_text() == str(4 << 30)
     (group / "memory.stat").write_text(f"file 7\n{files[2]} {5 << 20}\n")
     assert (host.own_mb(), host.most_mb) == (5, 5)
+
+
+FAKE = """import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+os.rename(sys.argv[1], sys.argv[1] + ".pid")
+if "soon" in sys.argv:
+    print("ppserve ready grpc=a:1 http=b:2", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ready", "ending"), [("never", signal.SIGINT), ("soon", signal.SIGTERM), ("soon", signal.SIGHUP)]
+)
+def test_a_signal_ends_the_server_of_make_chat(ready: str, ending: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "ppserve.py").write_text(FAKE)
+    begun = tmp_path / ("chat.pid" if ready == "soon" else "serve.pid")
+    command = [sys.executable, chat.__file__, "--model", ready]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        starting = process.stderr.readline()
+        while not begun.exists():
+            time.sleep(0.01)
+        process.send_signal(ending)
+        assert (starting, process.stderr.read()) == (f"starting 2 stages of {ready}\n", "")
+    assert process.returncode == 128 + ending
+    for started in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(started.read_text()), 0)

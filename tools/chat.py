@@ -13,6 +13,14 @@ from pathlib import Path
 
 READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
 PPSERVE = (sys.executable, "-m", "ppserve")
+ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+def stop(number: int, _frame: object) -> None:
+    """Ends the server and this program, at the first of these signals."""
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def main() -> int:
@@ -22,6 +30,8 @@ def main() -> int:
     known, others = parser.parse_known_args()
     ports = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
     command = [*PPSERVE, "serve", "--model", known.model, "--stages", known.stages, *ports]
+    for ending in ENDINGS:
+        signal.signal(ending, stop)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "server.log")
         with log.open("wb") as output:

@@ -34,14 +34,14 @@ class ReceivedAnswer:
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = {**body, "stream": True, "return_token_ids": True}
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self.text = ""
         self.is_complete = False
         self.num_tokens = 0
 
     def body(self) -> dict[str, Any]:
         """What to ask for now."""
-        return self._body | ({"resume": {"token_ids": self._ids}} if self._ids else {})
+        return self._body | ({"resume": {"token_ids": self.ids}} if self.ids else {})
 
     def add(self, event: dict[str, Any]) -> str:
         """An event's new text. Raises _Lost for one that says that the stream failed."""
@@ -51,10 +51,11 @@ class ReceivedAnswer:
             self._body["seed"] = event["seed"]
         new = ""
         for choice in event.get("choices", ()):
-            new += choice["delta"].get("content") or ""
+            text = choice["delta"].get("content") or ""
+            new += text
             ids = choice.get("token_ids") or []
-            self._ids += ids
-            self.num_tokens += len(ids) or 1  # other servers send about one token an event
+            self.ids += ids
+            self.num_tokens += len(ids) or bool(text)  # others: about one an event
             self.is_complete |= choice.get("finish_reason") is not None
         self.text += new
         return new
@@ -73,11 +74,11 @@ class ChatServer:
         self._path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """An answer's events. Raises _Lost where trying again may help, or PpserveError."""
+    def texts(self, answer: ReceivedAnswer) -> Iterator[str]:
+        """What each event adds. Raises _Lost where trying again may help, or PpserveError."""
         with closing(self._connect()) as connection:
             try:
-                content = json.dumps(body, ensure_ascii=False).encode()
+                content = json.dumps(answer.body(), ensure_ascii=False).encode()
                 connection.request("POST", self._path, content, self._headers)
                 response = connection.getresponse()
                 if response.status != 200:
@@ -85,13 +86,20 @@ class ChatServer:
                     raise _Lost(problem) if response.status in (429, 502, 503) else PpserveError(problem)
                 for line in response:
                     if line.startswith(b"data: {"):
-                        yield json.loads(line[6:])
+                        yield self._read(line[6:], answer)
             except UnicodeEncodeError:
                 raise PpserveError("a message is not UTF-8 text") from None
             except OSError as error:
                 raise _Lost(f"{self._url}: {error}") from None
             except http.client.HTTPException as error:  # its text may be bytes of another protocol
                 raise _Lost(f"{self._url}: no HTTP answer ({type(error).__name__})") from None
+
+    def _read(self, event: bytes, answer: ReceivedAnswer) -> str:
+        try:
+            return answer.add(json.loads(event))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            sent = event.decode("utf-8", "replace").strip()[:200]
+            raise PpserveError(f"{self._url} sent no event of a chat: {sent!r}") from None
 
 
 def _problem(content: bytes) -> str:
@@ -109,11 +117,12 @@ class Dialogue:
         self.history: list[dict[str, str]] = []
 
     def ask(self, text: str, system: str | None, shows_timings: bool) -> bool:
-        """Prints the answer as it comes, up to a Ctrl-C, and says whether there was one."""
+        """Prints the answer as it comes, up to a Ctrl-C, and says whether all is well."""
         told = [{"role": "system", "content": system}] if system else []
         question = {"role": "user", "content": text}
         answer = ReceivedAnswer({**self._options, "messages": [*told, *self.history, question]})
         begun_s, first_s = time.monotonic(), 0.0
+        problem = ""
         try:
             for new in self._texts(answer):
                 first_s = first_s or time.monotonic() - begun_s
@@ -121,26 +130,32 @@ class Dialogue:
         except KeyboardInterrupt:
             pass
         except PpserveError as error:
-            click.echo(f"ppserve: error: {error}", err=True)
+            problem = f"ppserve: error: {error}"
+        say("")
+        if problem:
+            click.echo(problem, err=True)
+        if problem and not answer.text:
             return False
-        finally:
-            say("")
         self.history += [question, {"role": "assistant", "content": answer.text}]
         if shows_timings:
             _show_timings(answer.num_tokens, first_s, time.monotonic() - begun_s)
-        return True
+        return not problem
 
     def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
         """Until the answer's end, calling again while the server is away."""
         until_s: float | None = None
         while not answer.is_complete:
             try:
-                for event in self._server.stream(answer.body()):
+                for new in filter(None, self._server.texts(answer)):
                     until_s = None
-                    yield answer.add(event)
+                    yield new
                 if not answer.is_complete:
-                    raise _Lost("the stream ended before the answer")
+                    raise _Lost("the stream ended too early")
             except _Lost as error:
+                if answer.is_complete:
+                    break
+                if answer.text and not answer.ids:
+                    raise PpserveError(f"the answer broke off: {error}") from None
                 if until_s is None:
                     until_s = time.monotonic() + self._retry_s
                     click.echo(f"\n[the server is away ({error}): trying for {self._retry_s:g} s]", err=True)

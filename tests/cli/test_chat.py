@@ -127,6 +127,47 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
         assert wrong.one_line.startswith("ppserve: error: Invalid value for '--url': ")
 
 
+def plain(**choice: Any) -> bytes:
+    """An event of a server that sends no tokens' ids."""
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+ONE, TWO = (plain(delta={"content": word}) for word in ("one ", "two "))
+STOP = plain(delta={"content": ""}, finish_reason="stop")
+
+
+def test_an_answer_without_ids_that_breaks_off_is_kept_as_far_as_it_came() -> None:
+    with answering(saying(ONE, TWO), SHORT, saying(ONE, b'data: {"choices": 1}\n\n'), SHORT) as (url, bodies):
+        done = chat(url, "a\nb\nc\nd\n")
+    assert (done.returncode, done.stdout) == (0, "one two \nend\none \nend\n")
+    broken, strange = done.stderr.splitlines()
+    assert broken == "ppserve: error: the answer broke off: the stream ended too early"
+    assert strange == f"""ppserve: error: {url} sent no event of a chat: '{{"choices": 1}}'"""
+    assert [m["content"] for m in bodies[3]["messages"]] == ["a", "one two ", "b", "end", "c", "one ", "d"]
+
+
+def test_what_is_no_event_is_shown_on_one_line_and_not_the_end() -> None:
+    sent = ['{"error": "boom"}', '{"choices": null}', '{"choices": [{"index": 0}]}', "{nope", '{"é']
+    with answering(*(saying(f"data: {event}\n\n".encode()) for event in sent), SHORT) as (url, bodies):
+        done = chat(url, "hi\n" * 6)
+    assert (done.returncode, done.stdout) == (0, "\n" * 5 + "end\n")
+    assert done.stderr.splitlines() == [
+        f"ppserve: error: {url} sent no event of a chat: {event!r}" for event in sent
+    ]
+    assert [m["content"] for m in bodies[5]["messages"]] == ["hi"]
+
+
+def test_events_without_text_neither_count_as_tokens_nor_renew_the_time_to_retry() -> None:
+    role, usage = plain(delta={"role": "assistant", "content": ""}), b'data: {"choices": []}\n\n'
+    with answering(saying(role, ONE, TWO, STOP, usage)) as (url, _):
+        assert "[2 tokens in " in chat(url, "a\n", "--timings").stderr
+    fails = saying(role, b'data: {"error": {"message": "x"}}\n\n')
+    with answering(*[fails] * 9) as (url, bodies):
+        done = chat(url, "a\n", "--retry", "0.1")
+    assert (done.returncode, len(bodies)) == (1, 2)
+    assert done.stderr.endswith("\nppserve: error: no answer: x\n")
+
+
 def test_a_line_that_is_no_text_is_refused_alone() -> None:
     with answering(SHORT) as (url, bodies):
         done = subprocess.run(command(url), input=b"caf\xe9\nhi\n", capture_output=True, timeout=60)

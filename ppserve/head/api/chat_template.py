@@ -1,7 +1,7 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
-A special token that the template writes is that token, and is marked. What comes from a caller is text,
-whatever the template makes of it.
+A special token in the template's own literals is that token, and is marked. All other text is text, but for what
+completes a token that a literal begins: '<|' + role + '|>'.
 """
 
 from __future__ import annotations

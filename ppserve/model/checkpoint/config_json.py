@@ -54,6 +54,8 @@ def read_config(directory: Path) -> Architecture:
     if lexists(overruling):  # as in transformers' generate
         ends = read_json(overruling, Config).eos_token_id
         values |= {} if ends is None else {"eos_token_id": ends}
+    if values.get("model_type") == "qwen3" and values.get("head_dim") is None:
+        values["head_dim"] = 128  # transformers' default, and not that of a GGUF
     family = family_of(path, values)
     arch = declared(path, values, family)
     vocab_size = real_vocabulary(directory, arch.padded_vocab_size, arch.eos_id)

@@ -43,7 +43,11 @@ def fetch(report: Callable[[str], None]) -> Path:
         if not _is_whole(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.with_name(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    report("waiting for another fetch")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 _fetch_alone(path, report)
     except OSError as error:
         raise PpserveError(f"{NAME}: cannot be kept in {path.parent}: {reason(error)}") from error

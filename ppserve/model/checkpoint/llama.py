@@ -35,7 +35,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     num_key_value_heads: settings.Width | None = None
     """None: as many as of queries."""
     head_dim: settings.Width | None = None
-    """None: the heads share the width; a Qwen3's have 128."""
+    """None: the heads share the width."""
     hidden_act: settings.ActivationName = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
@@ -50,8 +50,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     """Implied by the window."""
 
     def architecture(self, path: Path) -> Architecture:
-        shared = self.hidden_size // self.num_attention_heads
-        head_size = self.head_dim or (128 if self.model_type == "qwen3" else shared)
+        head_size = self.head_dim or self.hidden_size // self.num_attention_heads
         scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or self.rope_parameters or {})
         has_window = self.model_type == "mistral" or self.use_sliding_window
         window = (has_window and self.sliding_window) or self.max_position_embeddings

@@ -24,7 +24,8 @@ def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: i
         if name not in KNOWN:
             field = f"rope_scaling.{shown(name)}"
             raise CheckpointError(path, "is not a parameter that is served", field)
-        if isinstance(value, int | float) and not 1e-6 <= value <= 1e12:
+        is_number = isinstance(value, int | float) and 1e-6 <= value <= 1e12
+        if name not in ("rope_type", "type") and value is not None and not is_number:
             problem = f"is {shown(value)}, not from 1e-6 to 1e12"
             raise CheckpointError(path, problem, field=f"rope_scaling.{name}")
     if head_size % 2:

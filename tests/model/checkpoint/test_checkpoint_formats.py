@@ -90,7 +90,7 @@ def test_gguf(tmp_path: Path, model: str, kind: str) -> None:
     """The numbers that were converted, rounded as the package rounds them; parts are those of the whole."""
     arch = architecture(width=64, inner_width=256, vocab_size=37, padded_vocab_size=40)
     if model != "gpt2":
-        arch = llama(width=64, head_width=32, inner_width=96, vocab_size=64)
+        arch = llama(width=64, head_width=16 if model == "qwen3" else 32, inner_width=96, vocab_size=64)
         arch = replace(arch, qkv_biases=model == "qwen2", qk_norms=model == "qwen3")
     tensors = random_tensors(arch)
     path = write_gguf(tmp_path / "model.gguf", arch, tensors, kind, model)

@@ -54,6 +54,7 @@ def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"head_dim": 7}, "head_dim"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "nan"}}, "rope_scaling.factor: is nan, not from"),
         ({"model_type": "gemma"}, "served are gpt2, llama, mistral, qwen2, qwen3"),
     ],
 )

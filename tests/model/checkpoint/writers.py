@@ -179,9 +179,10 @@ def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F3
     else:
         writer.add_head_count_kv(arch.num_kv_heads)
         writer.add_layer_norm_rms_eps(arch.layer_norm_epsilon)
-    if arch.rotary is not None:
+    if arch.rotary is not None and arch.head_size * arch.num_heads != arch.width:
         writer.add_key_length(arch.head_size)
         writer.add_value_length(arch.head_size)
+    if arch.rotary is not None:
         writer.add_rope_dimension_count(arch.head_size)
         writer.add_rope_freq_base(10000.0)
     if arch.eos_id is not None:

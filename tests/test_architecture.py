@@ -240,33 +240,34 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
             assert imported_by(name) == room.imports, name
 
 
-# At most so many lines in a room, as `wc -l` counts them, without generated files: a feature has to make its room.
-# The second number is where the room should be: it has still to lose the difference.
+# The most lines that a room may have, as `wc -l` counts them, without generated files: its size in November 2026
+# and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
+# needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": (1_058, 1_010),
-    "ppserve/core/*.py": (1_070, 1_000),
-    "ppserve/core/scheduling/*.py": (1_871, 1_871),
-    "ppserve/core/ledger/*.py": (850, 850),
-    "ppserve/planning/*.py": (550, 550),
-    "ppserve/process/*.py": (1_084, 1_084),
-    "ppserve/stage/*.py": (1_249, 1_249),
-    "ppserve/stage/transport/*.py": (926, 926),
-    "ppserve/head/*.py ppserve/head/engine/*.py": (2_684, 2_684),
-    "ppserve/head/api/**/*.py": (2_767, 2_600),
-    "ppserve/head/observe/*.py": (763, 763),
-    "ppserve/model/*.py": (1_531, 1_531),
-    "ppserve/model/compiled/*.py": (588, 588),
-    "ppserve/model/cpu/**/*.py": (3_576, 3_576),
-    "ppserve/model/cuda/*.py": (1_304, 1_300),
-    "ppserve/model/checkpoint/*.py": (1_664, 1_643),
-    "ppserve/tokenizer/*.py": (661, 640),
-    "ppserve/library/*.py": (491, 491),
-    "ppserve/client/*.py": (594, 594),
-    "ppserve/bench/*.py": (749, 749),
-    "ppserve/cli/*.py": (1_363, 1_340),
-    "tests/**/*.py": (27_000, 27_000),
-    "benchmarks/**/*.py": (2_500, 2_500),
-    "README.md": (180, 180),
+    "ppserve/*.py": 1_164,
+    "ppserve/core/*.py": 1_177,
+    "ppserve/core/scheduling/*.py": 2_059,
+    "ppserve/core/ledger/*.py": 936,
+    "ppserve/planning/*.py": 605,
+    "ppserve/process/*.py": 1_193,
+    "ppserve/stage/*.py": 1_374,
+    "ppserve/stage/transport/*.py": 1_019,
+    "ppserve/head/*.py ppserve/head/engine/*.py": 2_953,
+    "ppserve/head/api/**/*.py": 3_044,
+    "ppserve/head/observe/*.py": 840,
+    "ppserve/model/*.py": 1_685,
+    "ppserve/model/compiled/*.py": 647,
+    "ppserve/model/cpu/**/*.py": 3_933,
+    "ppserve/model/cuda/*.py": 1_435,
+    "ppserve/model/checkpoint/*.py": 1_831,
+    "ppserve/tokenizer/*.py": 728,
+    "ppserve/library/*.py": 541,
+    "ppserve/client/*.py": 654,
+    "ppserve/bench/*.py": 824,
+    "ppserve/cli/*.py": 1_500,
+    "tests/**/*.py": 30_000,
+    "benchmarks/**/*.py": 2_744,
+    "README.md": 200,
 }
 
 
@@ -277,9 +278,7 @@ def lines_of(patterns: str) -> int:
 
 @pytest.mark.parametrize("patterns", BUDGET)
 def test_a_room_keeps_its_budget(patterns: str) -> None:
-    limit, goal = BUDGET[patterns]
-    assert goal <= limit
-    assert 0 < lines_of(patterns) <= limit
+    assert 0 < lines_of(patterns) <= BUDGET[patterns]
 
 
 def test_every_module_is_in_a_room_with_a_budget() -> None:
@@ -290,7 +289,7 @@ def test_every_module_is_in_a_room_with_a_budget() -> None:
 
 def test_the_pages_keep_their_budget() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    assert 0 < sum(len(page.read_text().split()) for page in pages) <= 25_000
+    assert 0 < sum(len(page.read_text().split()) for page in pages) <= 34_000
 
 
 def test_the_spine_can_be_read_in_an_evening() -> None:

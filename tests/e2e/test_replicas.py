@@ -78,7 +78,7 @@ def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server, u
         await_serving(server, [True, True])
         assert server.stage_pid(idle) != killed
     assert len(re.findall(r"replica \d stage 0 died", server.log[since:])) == 2
-    assert "move to other replicas" not in server.log[since:], "it was idle"
+    assert "sequences go back to the queue" not in server.log[since:], "it was idle"
     assert server.process.poll() is None
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -57,8 +58,17 @@ def test_a_second_sigterm_ends_at_once() -> None:
         os.kill(head, signal.SIGTERM)
         server.wait_for_line("draining")
         os.kill(head, signal.SIGTERM)
+        assert {code_at_the_end(stream) for stream in streams} == {grpc.StatusCode.UNAVAILABLE}
         server.wait_exit()
         server.wait_gone()
+
+
+def code_at_the_end(stream: grpc.Call) -> grpc.StatusCode:
+    """The status that a stream ends with: OK where its answer was completed."""
+    with suppress(grpc.RpcError):
+        for _ in stream:
+            pass
+    return stream.code()
 
 
 def refused(tmp_path: Path, stages: int, *arguments: str) -> str:

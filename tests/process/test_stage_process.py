@@ -153,6 +153,8 @@ def test_one_server_forks_one_stage_after_the_other_and_leaves_nothing_open(
     with pytest.raises(FileNotFoundError):
         ForkServer(("/no/such/program",)).fork()
     assert sorted(os.listdir("/proc/self/fd")) == before, "descriptors stay open"
+    with open(os.devnull):
+        assert sorted(os.listdir("/proc/self/fd")) != before, "the test can fail"
 
 
 def test_nothing_said_is_not_the_end(server_of: Callable[[str], ForkServer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,18 @@ def test_epochs_leave_nothing_open(pipeline: Pipeline) -> None:
         pipeline.run(relay, torch.float32, 1)
         counts.append(pipeline.count_descriptors())
     assert counts[-1] == counts[1], counts
+    kept = pipeline.run(keep_a_descriptor)
+    assert pipeline.count_descriptors() != counts[1], "the test can fail"
+    pipeline.run(close_descriptors, kept)
+
+
+def keep_a_descriptor(transport: Transport, stage: int) -> int:
+    """Leave an epoch with one open descriptor more; returns it."""
+    return os.open(os.devnull, os.O_RDONLY)
+
+
+def close_descriptors(transport: Transport, stage: int, kept: list[int]) -> None:
+    os.close(kept[stage])
 
 
 # Ends of waits.

@@ -69,6 +69,16 @@ def test_other_ranks_failing_in_turn_are_chance_for_longer(alone: list[set[int]]
     assert convicted == [None] * (len(alone) + 1) + ["a"]
 
 
+def test_a_request_may_be_blamed_for_four_losses_in_a_row_that_it_did_not_cause() -> None:
+    """A known limit, found by a simulated history: a killed stage and three that hang, two of them at the same
+    place, all before the request's first token. Nothing tells this from a request that kills stages."""
+    killed, hung, hung_elsewhere = {(0, 1, "exit")}, {(0, 0, "stuck")}, {(1, 0, "stuck")}
+    isolation = PoisonIsolation()
+    losses = [({"a", "b"}, killed), ({"a", "b"}, hung), ({"a"}, hung_elsewhere), ({"a"}, hung_elsewhere)]
+    convicted = [isolation.record_loss(in_flight, failed) for in_flight, failed in losses]
+    assert convicted == [None, None, None, "a"]
+
+
 def test_who_kills_beside_a_suspect_that_is_stuck_elsewhere_becomes_one_too() -> None:
     isolation, convicted = after(("s", {0}), ("s", {0}), ("k", {0}), ("k", {0}))
     assert set(convicted) == {None}

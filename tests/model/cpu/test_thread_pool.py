@@ -69,17 +69,16 @@ def test_a_thread_that_waits_long_sleeps_and_is_woken() -> None:
     wait_once(address(job_queue), 0, 1)  # compiles
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(wait_once, address(job_queue), thread, 3) for thread in (1, 2)]
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 100
         while (num_asleep := job_queue[ARRIVED + SLEEPERS]) < 2 and time.monotonic() < until_s:
             time.sleep(1e-3)
         is_over = [each.done() for each in waiting]
         wait_once(address(job_queue), 0, 3)
         for each in waiting:
             each.result(60)
-    assert job_queue[ARRIVED + SLEEPERS] == 0
     assert is_over == [False, False]
-    if num_asleep < 2:
-        pytest.skip("no core to spare: a thread yields to other programs 20,000 times before it sleeps")
+    assert num_asleep == 2, "no thread was woken: in 100 s not both slept"
+    assert job_queue[ARRIVED + SLEEPERS] == 0
 
 
 def run(thread_pool: ThreadPool, numbers: np.ndarray, rounds: int) -> None:

@@ -49,7 +49,7 @@ def plan(**flags: Any) -> None:
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
     intent = _intent(arch, flags)
-    sheet = read_costs(flags["costs"]) if flags["costs"] is not None else None
+    sheet = read_costs(flags["costs"], arch) if flags["costs"] is not None else None
     if flags["world"] is not None:
         _refuse_shape_flags()
         found = compare(arch, intent, flags["world"], _conditions(arch, sheet) if sheet is not None else None)

@@ -1,7 +1,7 @@
 """Which part of the model goes to which stage, for the load that is expected.
 
 All layers cost the same, and the last stage also runs the LM head. Stages are cut between layers or, where that
-balances them better, between a layer's attention and its MLP, a third and two thirds of its weights.
+balances them better, between a layer's attention and its MLP.
 The best split is the one whose heaviest stage is lightest.
 """
 

@@ -175,7 +175,9 @@ def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
 
 
 def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
-    found = advise(reading.times, reading.decision.layouts, reading.microbatches)
+    hello = reading.ranks[0][0].hello
+    assert hello is not None
+    found = advise(reading.times, reading.decision.layouts, hello.model.architecture, reading.microbatches)
     return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 
 

@@ -58,11 +58,12 @@ class CostSheet:
             problem = f"it is of a server with {self.num_tensor} tensor ranks in each stage"
             raise ConfigError("--costs", f"{problem}, and says nothing of {layout.num_tensor}")
         head = self.head if layout.is_last else Coefficients()
+        layer_weights = layout.layer_weights(arch)
         measured = replace(layout, tensor=0, num_tensor=self.num_tensor)
         share = sublayer_params(arch, layout) / sublayer_params(arch, measured)
         return Coefficients(
-            share * (self.layer.step * layout.layer_weights + head.step),
-            share * (self.layer.row * layout.layer_weights + head.row),
+            share * (self.layer.step * layer_weights + head.step),
+            share * (self.layer.row * layer_weights + head.row),
             share * self.layer.key * len(layout.attentions),
             share * head.sample,
         )
@@ -84,8 +85,8 @@ class _CostFile(msgspec.Struct):
     overheads: _Overheads  # type: ignore[valid-type]
 
 
-def read_costs(path: Path) -> CostSheet:
-    """Reads a server's /costs.json. Raises ConfigError."""
+def read_costs(path: Path, arch: Architecture) -> CostSheet:
+    """Read the /costs.json of a server with this model. Raises ConfigError."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_CostFile)
     except (OSError, ValueError, RecursionError) as error:
@@ -95,13 +96,15 @@ def read_costs(path: Path) -> CostSheet:
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
     layouts = stage_layouts(Split(tuple(round(2 * each.layers) for each in file.stages)))
     overheads = OverheadTimes(**msgspec.structs.asdict(file.overheads))
-    return CostSheet(*_divided(stages, layouts), overheads, file.max_chunk, file.tensor)
+    return CostSheet(*_divided(stages, layouts, arch), overheads, file.max_chunk, file.tensor)
 
 
-def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
+def _divided(
+    stages: list[Coefficients], layouts: tuple[StageLayout, ...], arch: Architecture
+) -> tuple[Coefficients, Coefficients]:
     """A layer and the head: what the last stage takes beyond its layers; of a lone one, its sampled rows."""
     others = list(zip(stages, layouts, strict=True))[: max(1, len(stages) - 1)]
-    num_layers = sum(layout.layer_weights for _, layout in others)
+    num_layers = sum(layout.layer_weights(arch) for _, layout in others)
     num_attentions = sum(len(layout.attentions) for _, layout in others)
     # In decode every row is sampled, so the fit cannot separate the two.
     rows_s = sum(cost.row for cost, _ in others) + sum(cost.sample for cost in stages[:-1])
@@ -111,7 +114,7 @@ def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tu
         key=sum(cost.key for cost, _ in others) / num_attentions,
     )
     last = stages[-1]
-    own = layouts[-1].layer_weights
+    own = layouts[-1].layer_weights(arch)
     step_s = last.step - layer.step * own
     sample_s = last.sample + last.row - layer.row * own
     return layer, Coefficients(step=max(0.0, step_s), sample=max(0.0, sample_s))

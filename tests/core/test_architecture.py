@@ -1,8 +1,22 @@
-"""Which layers and sublayers a stage has."""
+"""Which layers and sublayers a stage has, and what they weigh."""
+
+from typing import Any
 
 import pytest
 
-from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, Rotary, Split, stage_layouts, stage_params
+
+GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+
+
+def llama(width: int, heads: int, kv_heads: int, inner: int, **fields: Any) -> Architecture:
+    sizes = {"inner_width": inner, "kv_heads": kv_heads, "vocab_size": 49152, "padded_vocab_size": 49152}
+    rotary = Rotary((1.0,) * (width // heads // 2))
+    return Architecture(4, width, heads, 2048, **sizes, biases=False, is_gated=True, rotary=rotary, **fields)
+
+
+LLAMA_3_8B = llama(4096, 32, 8, 14336)
+QWEN_7B = llama(3584, 28, 4, 18944, qkv_biases=True)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +38,31 @@ def test_what_a_split_gives_to_each_stage(written, spans, attentions, mlps):
     assert [layout.attentions for layout in layouts] == attentions
     assert [layout.mlps for layout in layouts] == mlps
     assert tuple(layout.num_sublayers for layout in layouts) == split.sublayers
-    assert sum(layout.layer_weights for layout in layouts) == pytest.approx(sum(split.sublayers) / 2)
+    for arch in (GPT2, LLAMA_3_8B):
+        weights = sum(layout.layer_weights(arch) for layout in layouts)
+        assert weights == pytest.approx(sum(split.sublayers) / 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "attention", "mlp"),
+    [
+        # Weights, biases and the norm before: those of each file's tensors.
+        (GPT2, 768 * 3 * 768 + 3 * 768 + 768 * 768 + 768 + 2 * 768, 2 * 768 * 3072 + 3072 + 768 + 2 * 768),
+        (llama(576, 9, 3, 1536), 576 * (576 + 2 * 192) + 576 * 576 + 576, 3 * 576 * 1536 + 576),
+        (LLAMA_3_8B, 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 4096, 3 * 4096 * 14336 + 4096),
+        (QWEN_7B, 3585 * (3584 + 2 * 512) + 3584 * 3584 + 3584, 3 * 3584 * 18944 + 3584),
+    ],
+    ids=["gpt2 0.33", "smollm2 0.25", "llama-3-8b 0.19", "qwen2.5-7b 0.13"],
+)
+def test_an_attention_weighs_what_it_has_of_its_layers_parameters(
+    arch: Architecture, attention: int, mlp: int, request: pytest.FixtureRequest
+) -> None:
+    share = attention / (attention + mlp)
+    assert arch.attention_share == pytest.approx(share)
+    assert f"{share:.2f}" == request.node.callspec.id.split()[-1]
+    first, last = stage_layouts(Split.parse("2.5,1.5"))
+    assert first.layer_weights(arch) == pytest.approx(2 + share)
+    assert last.layer_weights(arch) == pytest.approx(2 - share)
 
 
 def test_a_cut_layer_counts_once_and_a_tied_embedding_once_in_the_model_and_twice_in_its_stages():

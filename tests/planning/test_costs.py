@@ -14,19 +14,19 @@ from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.simulator import CostSheet, read_costs
+from tests.core.test_architecture import GPT2, LLAMA_3_8B
 
-GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 OVERHEADS = OverheadTimes(1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3)
 TRUTH = CostSheet(Coefficients(1e-3, 1e-4, 1e-8), Coefficients(5e-3, 0.0, 0.0, 4e-4), OVERHEADS, max_chunk=128)
 SIZES = [StepSize(1, 10, 1), StepSize(8, 800, 8), StepSize(64, 2000, 0)]
 
 
-def sheet(split: str, unsplit: float = 0.0) -> dict[str, Any]:
+def sheet(split: str, unsplit: float = 0.0, arch: Architecture = GPT2) -> dict[str, Any]:
     """As a server with TRUTH would say. unsplit: how much of the last stage's cost per sampled row was taken for
     cost per row."""
     stages = []
     for layout in stage_layouts(Split.parse(split)):
-        cost = TRUTH.stage(GPT2, layout)
+        cost = TRUTH.stage(arch, layout)
         moved = unsplit * cost.sample
         terms = replace(cost, row=cost.row + moved, sample=cost.sample - moved)
         named = {f"{term}_s": seconds for term, seconds in asdict(terms).items()}
@@ -34,23 +34,26 @@ def sheet(split: str, unsplit: float = 0.0) -> dict[str, Any]:
     return {"stages": stages, "tensor": 1, "max_chunk": 128, "overheads": asdict(OVERHEADS)}
 
 
-def read(tmp_path: Path, content: object) -> CostSheet:
+def read(tmp_path: Path, content: object, arch: Architecture = GPT2) -> CostSheet:
     path = tmp_path / "costs.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return read_costs(path)
+    return read_costs(path, arch)
 
 
 @pytest.mark.parametrize("split", ["12", "9,3", "6,6", "4,4,4", "7.5,4.5", "4.5,3,4.5"])
 @pytest.mark.parametrize("unsplit", [0.0, 0.4])
-def test_costs_of_layers_and_head_are_told_apart(tmp_path: Path, split: str, unsplit: float) -> None:
-    found = read(tmp_path, sheet(split, unsplit))
+@pytest.mark.parametrize("arch", [GPT2, replace(LLAMA_3_8B, num_layers=12)], ids=["gpt2", "llama"])
+def test_costs_of_layers_and_head_are_told_apart(
+    tmp_path: Path, arch: Architecture, split: str, unsplit: float
+) -> None:
+    found = read(tmp_path, sheet(split, unsplit, arch), arch)
     assert (found.overheads, found.max_chunk, found.num_tensor) == (OVERHEADS, 128, 1)
     # A lone stage cannot tell its layers' fixed costs from the head's: it has the whole model, and so have these.
     for layout in stage_layouts(Split.parse("12" if split == "12" else "5,7")):
         for size in SIZES[: 2 if unsplit else 3]:
             drawn = replace(size, sampled=size.sampled * layout.is_last)
-            expected = TRUTH.stage(GPT2, layout).seconds(drawn)
-            assert found.stage(GPT2, layout).seconds(drawn) == pytest.approx(expected)
+            expected = TRUTH.stage(arch, layout).seconds(drawn)
+            assert found.stage(arch, layout).seconds(drawn) == pytest.approx(expected)
 
 
 def test_tensor_ranks_have_their_share_of_the_weights() -> None:

@@ -27,7 +27,7 @@ LAYER_S = 1e-3
 
 def reads(layout: StageLayout, step: StepPlan) -> float:
     """Reading the weights takes all of a step's time; the head has those of 5.45 layers."""
-    return (layout.layer_weights + 5.45 * layout.is_last) * LAYER_S / layout.num_tensor
+    return (layout.layer_weights(GPT2) + 5.45 * layout.is_last) * LAYER_S / layout.num_tensor
 
 
 def computes(layout: StageLayout, step: StepPlan) -> float:

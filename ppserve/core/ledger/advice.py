@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.architecture import ATTENTION_SHARE, StageLayout
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import PartCosts, balance, split_by_cost
@@ -24,7 +24,9 @@ _REMEDIES = {
 }
 
 
-def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], microbatches: int) -> str:
+def advise(
+    stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture, microbatches: int
+) -> str:
     """Empty when the pipeline is well used or was measured too shortly. microbatches: the most in flight."""
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
@@ -34,29 +36,32 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
     share = lost_ns[cause] / demand_ns
     if share < _WORTHWHILE_SHARE:
         return ""
-    remedy = _rebalance(stages, layouts) if cause == IMBALANCE else _REMEDIES[cause]
+    remedy = _rebalance(stages, layouts, arch) if cause == IMBALANCE else _REMEDIES[cause]
     if cause == TOKEN_RETURN and microbatches <= len(stages):
         remedy = f"stages wait for tokens on their way back; --microbatches {len(stages) + 1} would hide it"
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def _measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> PartCosts:
-    """Useful time of a layer and of the LM head, which takes two stages to tell apart.
+def _measured_parts(
+    stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture
+) -> PartCosts:
+    """Useful time of a layer, divided by parameters, and of the LM head, which takes two stages to tell apart.
 
     The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
     """
     busy = [times.computed_ns for times in stages]
-    layer = sum(busy[:-1]) / sum(layout.layer_weights for layout in layouts[:-1])
-    head = max(0.0, busy[-1] - layouts[-1].layer_weights * layer)
-    return PartCosts(layer * ATTENTION_SHARE, layer * (1 - ATTENTION_SHARE), 0.0, head)
+    layer = sum(busy[:-1]) / sum(layout.layer_weights(arch) for layout in layouts[:-1])
+    head = max(0.0, busy[-1] - layouts[-1].layer_weights(arch) * layer)
+    attention = layer * arch.attention_share
+    return PartCosts(attention, layer - attention, 0.0, head)
 
 
-def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:
+def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture) -> str:
     busy = [times.computed_ns for times in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
-    parts = _measured_parts(stages, layouts)
+    parts = _measured_parts(stages, layouts, arch)
     better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:

@@ -1,6 +1,7 @@
-"""AMX's instructions, done by plain code: the tile code that uses them runs on any machine.
+"""AMX's instructions, and `vpdpbusd` beside them, done by plain code: tile code with them runs on any machine.
 
-What stays untested without an AMX machine is that the instructions do what is written here.
+What stays untested without an AMX machine is that the instructions do what is written here. Nothing here may ask
+LLVM for an instruction that this CPU lacks: LLVM ends the process then.
 """
 # mypy: ignore-errors
 
@@ -12,9 +13,9 @@ from functools import reduce
 from llvmlite import ir
 from numba.core import cgutils
 
-from ppserve.model.compiled.llvm import call
+from ppserve.model.compiled.llvm import call, constant
 from ppserve.model.cpu.kernels.amx_tile import TileUnit
-from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, OPERATIONS
+from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, OPERATIONS, Int8Tiles
 from ppserve.model.cpu.kernels.products import TILE_CODES
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 
@@ -83,8 +84,23 @@ class EmulatedUnit(TileUnit):
         return call(self.builder, "llvm.fma.f32", F32, x, w, total)
 
 
+class EmulatedDot(Int8Tiles):
+    """`vpdpbusd` of few rows: four products of an unsigned and a signed byte, added to each sum."""
+
+    def step(self, builder, total, row, weights):
+        for shift in (0, 8, 16, 24):
+            x = builder.and_(builder.lshr(row, self._all(shift)), self._all(0xFF))
+            w = builder.ashr(builder.shl(weights, self._all(24 - shift)), self._all(24))
+            total = builder.add(total, builder.mul(x, w))
+        return total
+
+    def _all(self, value: int):
+        return constant(I32, self.lanes, value)
+
+
 def emulated(kind: MicroKernel) -> MicroKernel:
-    """The same micro-kernel without AMX."""
+    """The same micro-kernel by instructions that every CPU has."""
     name, code = f"emulated {kind.operation}", TILE_CODES[kind.operation]
-    OPERATIONS[name], TILE_CODES[name] = OPERATIONS[kind.operation], type(name, (code,), {"unit": EmulatedUnit})
+    OPERATIONS[name] = EmulatedDot if kind.operation == "int8_tiles" else OPERATIONS[kind.operation]
+    TILE_CODES[name] = type(name, (code,), {"unit": EmulatedUnit})
     return replace(kind, operation=name)

@@ -8,11 +8,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from llvmlite import binding, ir
 
-from ppserve.model.cpu.kernels.amx_tile import AmxTile
-from ppserve.model.cpu.kernels.products import CHOICES, TILE_CODES
-from ppserve.model.cpu.kernels.tile_code import MicroKernel, TileArguments
+from ppserve.model.cpu.kernels.products import CHOICES
+from ppserve.model.cpu.kernels.tile_code import MicroKernel
+from tests.model.cpu.compiling import CannotCompile, assembly_by_child
+
+pytestmark = pytest.mark.slow
 
 INSTRUCTIONS = {
     "fma": "vfmadd",
@@ -39,33 +40,6 @@ CASES = [
     )
     for of in CHOICES
 ]
-X86 = "x86_64-unknown-linux-gnu"
-
-
-def assembly(kind: MicroKernel, cpu: str, triple: str = X86) -> str:
-    """Of the tile with the most rows, optimised as numba does."""
-    module = ir.Module("tile")
-    module.triple = triple
-    number = ir.IntType(64)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [number] * len(TileArguments._fields)), "tile")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    code = TILE_CODES[kind.operation](builder, kind, TileArguments(*function.args))
-    uses_tiles = isinstance(code, AmxTile)
-    if uses_tiles:
-        code.unit(builder).configure()
-    code.tile(kind.rows[-1])
-    if uses_tiles:
-        code.unit(builder).release()
-    builder.ret_void()
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
-    target = binding.Target.from_triple(triple)
-    machine = target.create_target_machine(cpu=cpu, opt=3, reloc="pic", codemodel="small")
-    parsed = binding.parse_assembly(str(module))
-    parsed.verify()
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(parsed, passes)
-    return str(machine.emit_assembly(parsed))
 
 
 def innermost_loop(text: str, instruction: str) -> list[str]:
@@ -76,7 +50,7 @@ def innermost_loop(text: str, instruction: str) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "cpu"), CASES)
 def test_the_innermost_loop_multiplies_in_registers(kind: MicroKernel, cpu: str) -> None:
-    loop = innermost_loop(assembly(kind, cpu), INSTRUCTIONS[kind.operation])
+    loop = innermost_loop(assembly_by_child(kind, cpu), INSTRUCTIONS[kind.operation])
     register = "%zmm" if kind.lanes == 16 else "%ymm"
     multiplied = [line for line in loop if INSTRUCTIONS[kind.operation] in line]
     assert len(multiplied) % (kind.rows[-1] * kind.panels * 16 // kind.lanes) == 0
@@ -90,20 +64,28 @@ def test_the_innermost_loop_multiplies_in_registers(kind: MicroKernel, cpu: str)
 
 def test_a_tile_that_is_too_large_is_found() -> None:
     """The control: more sums than registers."""
-    loop = innermost_loop(assembly(MicroKernel("fma", 8, 1, (9,)), "haswell"), "vfmadd")
+    loop = innermost_loop(assembly_by_child(MicroKernel("fma", 8, 1, (9,)), "haswell"), "vfmadd")
     assert [line for line in loop if "(%rsp)" in line and "mm" in line]
+
+
+def test_what_llvm_cannot_compile_ends_a_child_and_no_test() -> None:
+    """`vpdpbusd` of 512 bits, which a CPU of 2013 does not have."""
+    kind = next(kind for kind, cpu in CASES if cpu == "cascadelake")
+    with pytest.raises(CannotCompile, match=r"LLVM .* ended its process over MicroKernel\(.* for haswell"):
+        assembly_by_child(kind, "haswell")
+    assert "vpdpbusd" in assembly_by_child(kind, "cascadelake")
 
 
 def test_other_architectures_get_their_own_vectors() -> None:
     kind = next(choice.kind for choice in CHOICES if (choice.precision, choice.variant) == ("float32", "portable"))
-    loop = innermost_loop(assembly(kind, "neoverse-n1", "aarch64-unknown-linux-gnu"), "fmla")
+    loop = innermost_loop(assembly_by_child(kind, "neoverse-n1", "aarch64-unknown-linux-gnu"), "fmla")
     assert sum("fmla" in line for line in loop) % (4 * kind.rows[-1]) == 0
 
 
 @pytest.mark.parametrize(("precision", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbusd")])
 def test_amx_has_its_instructions(precision: str, instruction: str) -> None:
     kind = next(choice.kind for choice in CHOICES if (choice.precision, choice.variant) == (precision, "amx"))
-    text = assembly(kind, "sapphirerapids")
+    text = assembly_by_child(kind, "sapphirerapids")
     loop = innermost_loop(text, instruction)
     assert sum(instruction in line for line in loop) == 4
     assert sum("tileloadd" in line for line in loop) == 4

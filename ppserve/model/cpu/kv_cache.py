@@ -108,9 +108,9 @@ class CpuCache:
         slices = StepSlices(len(rows.slots_T), len(rows.start_S), turns, *places)
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         scratch, scratch_arrays = self._scratch.of_step(slices.num_rows)
-        attention, attention_array = self._scratch.of_attention(self._kind, self._shape, most_positions)
+        attention, attention_arrays = self._scratch.of_attention(self._kind, self._shape, most_positions)
         table = as_table(scratch, slices, self._shape, *attention)
-        return address(table), (table, together, turns_Td, scratch_arrays, attention_array)
+        return address(table), (table, together, turns_Td, scratch_arrays, attention_arrays)
 
     def fill(self, value: float) -> None:
         number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])

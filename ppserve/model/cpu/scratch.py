@@ -5,7 +5,6 @@ T rows.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,24 +53,31 @@ class ScratchMemory:
 
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
-    ) -> tuple[list[AttentionScratch], NDArray[Any]]:
-        """What each thread writes, and the array to keep as long as it does."""
-        rows = max(cache.num_heads * cache.readers, kind.most_rows)
+    ) -> tuple[list[AttentionScratch], list[NDArray[Any]]]:
+        """What each thread writes, and the arrays to keep as long as it does."""
+        rows = kind.rows_of_tiles(cache.num_heads * cache.readers)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
-        # A tile writes whole groups, also behind the last position.
-        stride = 4 * (-(-most_positions // GROUP) + kind.panels + 1) * GROUP
-        panels = -(-cache.head_size // GROUP)
-        groups, queries = 6 * 8 * most_groups, 4 * (rows * cache.head_size + GROUP)
-        scores, sums = rows * stride, 4 * (kind.most_rows * panels + 1) * GROUP
-        sizes = [-(-size // LINE_BYTES) * LINE_BYTES for size in (groups, queries, scores, sums)]
-        memory, begin = self._array("attention", self._num_threads * sum(sizes), np.uint8)
-        threads = []
-        for _ in range(self._num_threads):
-            at = [*accumulate(sizes, initial=begin)]
-            threads.append(AttentionScratch(at[0], most_groups, at[1], at[2], stride, at[3]))
-            begin = at[4]
-        return threads, memory
+        # A tile writes whole groups, and one may begin at the last position.
+        stride = 4 * (-(-most_positions // GROUP) + 1) * GROUP
+        row_of_sums = -(-cache.head_size // GROUP) * GROUP
+        sizes = {
+            "groups": 6 * 8 * most_groups,
+            "queries": 4 * rows * cache.head_size,
+            "scores": rows * stride,
+            "sums": 4 * kind.most_rows * (row_of_sums + 1),
+        }
+        arrays, places = [], []
+        for name, size in sizes.items():
+            # Each thread's on cache lines of its own.
+            apart = -(-size // LINE_BYTES) * LINE_BYTES
+            array, begin = self._array(name, apart * (self._num_threads - 1) + size, np.uint8)
+            arrays.append(array)
+            places.append(range(begin, begin + apart * self._num_threads, apart))
+        return [
+            AttentionScratch(groups, most_groups, queries, scores, stride, sums)
+            for groups, queries, scores, sums in zip(*places, strict=True)
+        ], arrays
 
     def _array(self, name: str, size: int, dtype: type) -> tuple[NDArray[Any], int]:
         """At least so many numbers, and where; half as many again when more are needed."""

@@ -31,6 +31,17 @@ def test_every_format_and_field(tmp_path: Path, variant: str) -> None:
         check(authored, split, num_prompts, num_tokens)
 
 
+@pytest.mark.parametrize(("width", "inner", "head"), [(256, 512, 32), (64, 96, 32), (512, 1024, 64)])
+def test_four_readers_of_a_head_for_whom_no_tile_has_as_many_rows(
+    tmp_path: Path, width: int, inner: int, head: int
+) -> None:
+    """On CPUs tiles of attention have 1, 3 or 6: what the last one fills up is memory that is there."""
+    of = {"hidden_size": width, "intermediate_size": inner, "head_dim": head}
+    authored = hugging_face(tmp_path, model="Llama", num_attention_heads=8, num_key_value_heads=2, **of)
+    for split in ("2,1", "1.5,1.5", "1,2"):
+        check(authored, split, num_prompts=1, num_tokens=8)
+
+
 def test_the_padding_of_a_50304_row_embedding_is_known(tmp_path: Path) -> None:
     """nanoGPT pads GPT-2's vocabulary and says so nowhere."""
     arch = architecture(num_layers=1, width=8, num_heads=2, inner_width=32, vocab_size=50304, activation="gelu")

@@ -56,6 +56,11 @@ class AttentionKernel:
     def most_rows(self) -> int:
         return self.rows[-1]
 
+    def rows_of_tiles(self, count: int) -> int:
+        """Rows that tiles read and write for so many: each is filled up to one of `rows`, and the last of them may
+        begin at the last row."""
+        return count + self.most_rows - 1
+
 
 # As many sums as the registers hold: 16 registers of AVX2, 32 of AVX-512.
 _SHAPES = {"avx512": (16, 4, (1, 3, 6)), "portable": (8, 1, (1, 3, 6))}

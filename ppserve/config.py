@@ -33,6 +33,8 @@ class ModelSettings:
     quantization: str = "none"
     """Of the linear layers and the LM head."""
     force_cpu: bool = False
+    served_model_name: tuple[str, ...] = ()
+    """What callers call the model; answers carry the first. None given: the hub id, or the last part of `path`."""
     max_model_len: int | None = None
 
 

@@ -46,6 +46,7 @@ T = TypeVar("T")
 EOS = 256
 CARD = ModelDescription(
     name="fake",
+    root="fake",
     architecture=Architecture(2, 8, 2, 64, vocab_size=257, padded_vocab_size=320, inner_width=32, eos_ids=(EOS,)),
     num_parameters=12345,
     dtype="float32",

@@ -9,7 +9,20 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import COUNT, DRAFT_TOKENS, EXPECTED, FILE, IP, LAYERS, PORTS, SIZE, TEXT, Number, auto_or
+from ppserve.cli.types import (
+    COUNT,
+    DRAFT_TOKENS,
+    EXPECTED,
+    FILE,
+    IP,
+    LAYERS,
+    NAMES,
+    PORTS,
+    SIZE,
+    TEXT,
+    Number,
+    auto_or,
+)
 
 
 class _PortOption(click.Option):
@@ -22,6 +35,11 @@ class _PortOption(click.Option):
 
 def _flag(name: str, help: str, type: Any = None, **parsed: Any) -> click.Option:
     return click.Option([name], help=help, type=type, **parsed)
+
+
+def _list(name: str, help: str, type: Any) -> click.Option:
+    """A flag that may be repeated; each value is a list as well."""
+    return _flag(name, help, type, multiple=True, callback=lambda _ctx, _param, lists: sum(lists, ()))
 
 
 def _choice(name: str, choices: tuple[str, ...], default: str, help: str) -> click.Option:
@@ -40,13 +58,16 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
         entries = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}") from None
-    known = {param.name for param in ctx.command.params if param.name != "config"}
-    defaults: dict[str, str] = {}
+    known = {param.name: param for param in ctx.command.params if param.name != "config"}
+    defaults: dict[str, str | list[str]] = {}
     for key, value in entries.items():
         name = key.replace("-", "_")
         if name not in known:
             raise click.BadParameter(f"{path}: unknown entry {key!r}")
-        defaults[name] = _as_text(f"{path}: {key}", value)
+        is_list = known[name].multiple
+        parts = value if is_list and isinstance(value, list) else [value]
+        texts = [_as_text(f"{path}: {key}", part) for part in parts]
+        defaults[name] = texts if is_list else texts[0]
     ctx.obj = path  # for messages
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
@@ -68,6 +89,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
     "Model": (
         _CONFIG,
         _flag("--model", "`tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, a hub id.", default="tiny"),
+        _list("--served-model-name", "Its names for callers, as a,b; unset = hub id or file name.", NAMES),
         _choice("--dtype", cfg.DTYPES, "auto", "Of weights and hidden states."),
         _choice("--quantization", cfg.QUANTIZATIONS, "none", "Of linear layers; the LM head: int8. CPUs only."),
         _flag("--chat-template", "Jinja template for chats; unset = the model's own.", FILE),

@@ -20,6 +20,8 @@ _MOST_BYTES = 1 << 60  # more than any machine has
 class Parsed(click.ParamType[Any]):
     """What a function makes of a text. Its ValueError is a mistake of the user."""
 
+    envvar_list_splitter = ","
+
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
@@ -72,6 +74,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    if not text.strip() or not _text(text).isprintable():
+        raise ValueError(f"{text!r} is not a name")
+    return text.strip()
+
+
 def _count(text: str) -> int:
     if not re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", text):
         raise ValueError(f"{text!r} is not a whole number from 1 to 999999999")
@@ -99,6 +107,7 @@ SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
 """Other bytes are lone surrogates in Python, which no message can hold."""
+NAMES = Parsed("name,...", lambda text: tuple(map(_name, text.split(","))))
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)

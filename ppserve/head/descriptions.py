@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import lexists
 from pathlib import Path
 
 from ppserve import __version__
@@ -23,7 +25,7 @@ from ppserve.tokenizer import ChatFormat, Tokenizer, load_tokenizer, read_chat_f
 class ModelDescription:
     """The model as served."""
 
-    name: str
+    name: str  # as answers carry it
     architecture: Architecture
     num_parameters: int
     dtype: str  # resolved, never `auto`
@@ -37,6 +39,9 @@ class ModelDescription:
     kernels: str = ""  # those of all stages, in words
     kv_dtype: str = "float32"  # of keys and values
     chat_format: ChatFormat = field(default_factory=ChatFormat)  # with all special tokens that have names
+    aliases: tuple[str, ...] = ()  # further names that callers may use
+    root: str = ""  # what the names stand for: a hub id, or the last part of a path
+    path: str = ""  # as the operator gave it: understood where no names are given, and never shown
 
     @property
     def numbers(self) -> str:
@@ -47,7 +52,7 @@ class ModelDescription:
     def fingerprint(self) -> str:
         """Equal fingerprints: the same request and seed has the same tokens and log-probabilities."""
         kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
-        return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
+        return f"{self.root}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +140,13 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     chats = read_chat_format(checkpoint)
     members = [member for replica in replicas for member in replica.all]
     reasons = why_not_deterministic(members)
+    path, names = config.model.path, config.model.served_model_name
+    root = own_name(path)
     description = ModelDescription(
-        # Callers need not know the server's directories.
-        name=Path(config.model.path).name,
+        name=names[0] if names else root,
+        aliases=names[1:],
+        root=root,
+        path=root if names else path,
         architecture=arch,
         num_parameters=arch.num_params,
         dtype=hello.model.dtype,
@@ -153,6 +162,14 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         chat_format=replace(chats, tokens={**_name_end(arch, tokenizer), **chats.tokens}),
     )
     return description, tokenizer
+
+
+def own_name(path: str) -> str:
+    """The name of a model to which none is given: its hub id, or the last part of its path.
+
+    Callers need not know the server's directories."""
+    place = os.path.expanduser(path)
+    return Path(os.path.abspath(place)).name if lexists(place) else path
 
 
 def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:

@@ -23,7 +23,7 @@ def test_every_flag_reaches_the_configuration() -> None:
 
 
 def test_help_has_every_flag_under_a_heading() -> None:
-    assert len(serve.params) <= 48
+    assert len(serve.params) <= 49
     shown = serve.get_help(click.Context(serve))
     for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
         assert f"\n{heading}\n" in shown
@@ -49,6 +49,16 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
     )
 
 
+def test_a_model_has_several_names() -> None:
+    assert given()["served_model_name"] == ()
+    assert given(PPSERVE_SERVED_MODEL_NAME="a, org/b c")["served_model_name"] == ("a", "org/b c")
+    flags = ["--served-model-name", "a, org/b", "--served-model-name", "c"]
+    parsed = serve.make_context("serve", flags).params["served_model_name"]
+    assert parsed == ("a", "org/b", "c")
+    for wrong in ("", "a,,b", " ", "a\nb"):
+        assert "is not a name" in run("serve", "--served-model-name", wrong).one_line
+
+
 def test_a_name_that_no_message_can_hold_is_refused() -> None:
     assert "'--interface': not UTF-8 text" in run("serve", "--interface", "\udcff").one_line
 
@@ -62,6 +72,8 @@ def test_a_name_that_no_message_can_hold_is_refused() -> None:
         ("kv-cache-memory = 4096", ["--kv-cache-memory", "4096"]),
         ("shutdown_timeout = 2.5", ["--shutdown-timeout", "2.5"]),
         ('model = "a, b"', ["--model", "a, b"]),
+        ('served-model-name = "a, org/b"', ["--served-model-name", "a,org/b"]),
+        ('served_model_name = ["a", "org/b"]', ["--served-model-name", "a", "--served-model-name", "org/b"]),
     ],
 )
 def test_entries_of_a_file_are_flags(tmp_path: Path, entry: str, flags: list[str]) -> None:
@@ -75,6 +87,7 @@ def test_entries_of_a_file_are_flags(tmp_path: Path, entry: str, flags: list[str
     [
         "port = 1.5", "stages = 2.5", "layers = true", "layers = [[1]]", 'model = ["a"]', "model = {}",
         "model = 2026-11-23", "force-cpu = 5", "kv-cache-memory = -1", "stage-ports = [1, 2]", "layers = [true]",
+        "served-model-name = [{}]", "served-model-name = {}",
         'host = "nowhere"', f"max-queue = 1{20 * '0'}", 'kv-cache-memory = "9999999T"', f"stages = {400 * '9'}",
     ],
 )  # fmt: skip

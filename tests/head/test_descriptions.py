@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ppserve.head.api.vllm_grpc.messages import load_message
-from ppserve.head.descriptions import why_not_deterministic
+from ppserve.head.descriptions import own_name, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -48,3 +49,16 @@ def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:
     (told,) = why_not_deterministic((old, on(1, "torch")))
     assert "PPSERVE_CPU_KERNELS" not in told
     assert not why_not_deterministic((old, on(1, "fma", "portable")))
+
+
+def test_a_model_is_called_by_its_hub_id_or_the_last_part_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "org" / "model"
+    place.mkdir(parents=True)
+    assert own_name(str(place)) == own_name(f"{place}/") == "model"
+    monkeypatch.chdir(place)
+    assert own_name(".") == own_name("../model") == "model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert own_name("~/org/model") == "model"
+    assert [own_name(name) for name in ("org/model", "tiny", "smollm2")] == ["org/model", "tiny", "smollm2"]

@@ -189,9 +189,9 @@ def parse_body(content: bytearray, kind: type[B]) -> B:
 
 def check_model(name: str | None, handler: RequestHandler) -> None:
     """Raises HttpError for another model. No name means the served one."""
-    served = handler.description.name
-    if name is not None and name != served:
-        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
+    served = handler.description
+    if name not in (None, served.name, *served.aliases, served.path):
+        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served.name!r} is", "model")
 
 
 def _asks(value: Any, neutral: object) -> bool:

@@ -36,13 +36,16 @@ async def health(_request: Request, handler: RequestHandler) -> Response:
 
 async def models(_request: Request, handler: RequestHandler) -> Response:
     """GET /v1/models."""
-    return JsonResponse({"object": "list", "data": [_model(handler)]})
+    served = handler.description
+    names = dict.fromkeys((served.name, *served.aliases))
+    return JsonResponse({"object": "list", "data": [_model(name, handler) for name in names]})
 
 
 async def model(request: Request, handler: RequestHandler) -> Response:
     """GET /v1/models/NAME."""
-    check_model(request.path_params["name"], handler)
-    return JsonResponse(_model(handler))
+    name = request.path_params["name"]
+    check_model(name, handler)
+    return JsonResponse(_model(name, handler))
 
 
 async def version(_request: Request, handler: RequestHandler) -> Response:
@@ -77,12 +80,14 @@ async def tokenizer_info(_request: Request, handler: RequestHandler) -> Response
     return JsonResponse(handler.tokenizer_config())
 
 
-def _model(handler: RequestHandler) -> dict[str, Any]:
+def _model(name: str, handler: RequestHandler) -> dict[str, Any]:
     description = handler.description
     return {
-        "id": description.name,
+        "id": name,
         "object": "model",
         "created": _STARTED_S,
         "owned_by": "ppserve",
+        "root": description.root,
+        "parent": None,
         "max_model_len": description.max_context,
     }

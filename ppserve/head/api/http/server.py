@@ -42,7 +42,7 @@ ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/completions", partial(generate, kind=CompletionBody, form=Answers)),
     ("POST", "/v1/chat/completions", partial(generate, kind=ChatBody, form=ChatAnswers)),
     ("GET", "/v1/models", describing.models),
-    ("GET", "/v1/models/{name}", describing.model),
+    ("GET", "/v1/models/{name:path}", describing.model),
     ("GET", "/health", describing.health),
     ("GET", "/version", describing.version),
     ("GET", "/tokenizer_info", describing.tokenizer_info),

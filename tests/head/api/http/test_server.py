@@ -6,16 +6,18 @@ import asyncio
 import socket
 import ssl
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 from starlette.types import Receive, Scope, Send
 
 from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import CARD, EOS
+from tests.fake_engine import CARD, EOS, FakeEngine
 from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import Served, raw, served_http
 from tests.head.api.test_request_handler import PARENT
@@ -24,11 +26,46 @@ from tests.head.api.test_request_handler import PARENT
 async def test_what_is_served(served: Served) -> None:
     (model,) = (await served.ask("/v1/models")).json["data"]
     assert model.pop("created") > 0
-    assert model == {"id": "fake", "object": "model", "owned_by": "ppserve", "max_model_len": 64}
+    assert model == {
+        "id": "fake",
+        "object": "model",
+        "owned_by": "ppserve",
+        "max_model_len": 64,
+        "root": "fake",
+        "parent": None,
+    }
     assert (await served.ask("/v1/models/fake")).json["id"] == "fake"
     assert (await served.ask("/v1/models/other")).status == 404
     assert (await served.ask("/version")).json == {"version": "0", "system_fingerprint": CARD.fingerprint}
     assert (await served.ask("/tokenizer_info")).json["eos_token"] == "<eos>"
+
+
+async def test_a_model_is_served_under_each_of_its_names() -> None:
+    """A hub's id has a slash, which some clients escape in a path; answers carry the first name, as vLLM's do."""
+    card = replace(CARD, name="org/model-7B", aliases=("gpt-4",), root="org/model-7B", path="/models/org/model-7B")
+    async with served_http(FakeEngine(description=card)) as served:
+        listed = (await served.ask("/v1/models")).json["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [
+            ("org/model-7B", "org/model-7B"),
+            ("gpt-4", "org/model-7B"),
+        ]
+        for escaped, name in {
+            "org/model-7B": "org/model-7B",
+            "org%2Fmodel-7B": "org/model-7B",
+            "gpt-4": "gpt-4",
+            "/models/org/model-7B": "/models/org/model-7B",
+        }.items():
+            assert (await served.ask(f"/v1/models/{escaped}")).json["id"] == name
+            assert (await served.complete(model=name, prompt="a"))["model"] == "org/model-7B"
+            (event, *_) = await served.stream(model=name, prompt="a")
+            assert event["model"] == "org/model-7B"
+        for other in ("model-7B", "org", "org/model-7B/"):
+            assert (await served.ask(f"/v1/models/{other}")).status == 404
+            status, param, message = await served.refusal(model=other, prompt="a")
+            assert (status, param, message) == (404, "model", "this model is not served; 'org/model-7B' is")
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+            assert (await client.models.retrieve("org/model-7B")).id == "org/model-7B"
+            assert [model.id async for model in client.models.list()] == ["org/model-7B", "gpt-4"]
 
 
 async def test_text_to_tokens_and_back() -> None:

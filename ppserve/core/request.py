@@ -93,6 +93,12 @@ class Request:
     deadline_s: float | None = None
     """On the head's monotonic clock."""
 
+    @property
+    def indices(self) -> range:
+        """Those of the sequences that are generated."""
+        resumed = self.resume_index
+        return range(self.num_sequences) if resumed is None else range(resumed, resumed + 1)
+
     def end_after(self, num_generated: int, token_id: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
         """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
         stop = self.stop

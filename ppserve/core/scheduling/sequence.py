@@ -252,10 +252,8 @@ class SequenceGroup:
 
     def __init__(self, request: Request, first_id: int, config: SchedulerConfig, submitted_s: float) -> None:
         """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
-        resumed = request.resume_index
-        indices = range(request.num_sequences) if resumed is None else [resumed]
         self.request = request
-        self.sequences = [Sequence(first_id + i, request, k, config) for i, k in enumerate(indices)]
+        self.sequences = [Sequence(first_id + i, request, k, config) for i, k in enumerate(request.indices)]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time
         self.replica: int | None = None  # the latest to compute it

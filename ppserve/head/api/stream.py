@@ -62,15 +62,13 @@ class RequestStream:
     def __init__(
         self, request: Request, echo: str, news: asyncio.Event | None = None, deadline_is_error: bool = False
     ) -> None:
-        resumed = request.resume_index
-        indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
         self.request = request
         self.news = news or asyncio.Event()
         """Set when there may be deltas."""
         self._echo, self._deadline_is_error = echo, deadline_is_error
         self._interval = request.output.stream_interval
-        self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
-        self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in indices}
+        self._scored_index = None if request.output.prompt_logprobs is None else request.indices[0]
+        self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in request.indices}
         self._begun: set[int] = set()
         self._error: RequestError | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float
 from functools import partial
 from typing import Any, ClassVar
@@ -54,10 +54,17 @@ class Answers:
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
+    def opening(self) -> Iterator[bytes]:
+        """The events before the first delta's."""
+        return iter(())
+
     def event(self, place: int, delta: Delta) -> bytes:
         """What is new of a sequence of the prompt at `place`."""
-        prompt, more = self._prompts[place], {}
-        choice = self._choice(prompt, delta, is_whole=False)
+        prompt = self._prompts[place]
+        return self._event(prompt, self._choice(prompt, delta, is_whole=False))
+
+    def _event(self, prompt: PromptProgress, choice: Json) -> bytes:
+        more = {}
         if self._options.include_usage:
             more["usage"] = _usage([prompt]) if self._options.continuous_usage_stats else None
         return encode(self._record(self.objects[1], (choice,), **more))
@@ -113,7 +120,7 @@ class PromptProgress:
 def _usage(prompts: Sequence[PromptProgress]) -> Json:
     num_prompt = sum(len(prompt.request.prompt_ids) for prompt in prompts)
     num_generated = sum(delta.num_generated for prompt in prompts for delta in prompt.newest.values())
-    cached = (max(delta.last.cached_tokens for delta in prompt.newest.values()) for prompt in prompts)
+    cached = (max([delta.last.cached_tokens for delta in prompt.newest.values()], default=0) for prompt in prompts)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,

@@ -136,10 +136,17 @@ class ChatAnswers(Answers):
     id_prefix: ClassVar[str] = "chatcmpl-"
     _is_first = True
 
+    def opening(self) -> Iterator[bytes]:
+        """A role for each sequence, in their order, and nothing else: OpenAI's stream helpers make a choice of its
+        first event and then add that event's log-probabilities to it, and number choices as they come."""
+        (prompt,) = self._prompts
+        for index in prompt.request.indices:
+            nothing = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
+            yield self._event(prompt, {"index": index, "delta": {"role": "assistant", "content": ""}, **nothing})
+
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
-        role = {"role": "assistant"} if delta.is_first else {}
         logprobs = prompt.writers[delta.index].chat(delta.tokens) if prompt.has_scores else None
-        message = {**role, "content": delta.text}
+        message = {"role": "assistant", "content": delta.text} if is_whole else {"content": delta.text}
         return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:

@@ -46,8 +46,9 @@ async def _answer(
             return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(whole)))
         deltas = deltas_of(streams)
         # Until there is an event, a status can tell an error.
-        first = _event(answers.event(*await anext(deltas)))
-        return EventStream(_events(call, answers, first, deltas), stack.pop_all())
+        first = await anext(deltas)
+        begin = b"".join(map(_event, (*answers.opening(), answers.event(*first))))
+        return EventStream(_events(call, answers, begin, deltas), stack.pop_all())
 
 
 async def _open_streams(
@@ -85,10 +86,10 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
 
 
 async def _events(
-    call: Call, answers: Answers, first: bytes, others: AsyncIterator[tuple[int, Delta]]
+    call: Call, answers: Answers, begin: bytes, others: AsyncIterator[tuple[int, Delta]]
 ) -> AsyncGenerator[bytes, None]:
     """Errors are events, too."""
-    yield first
+    yield begin
     try:
         async for place, delta in others:
             yield _event(answers.event(place, delta))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,10 +15,23 @@ from starlette.types import Receive, Scope, Send
 
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Unauthenticated
 
-encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+# U+0085, U+2028 and U+2029. Readers that split text with `str.splitlines` would end an event there; all other
+# characters at which that splits are escaped in any JSON.
+_LINE_ENDS = re.compile(b"\xc2\x85|\xe2\x80[\xa8\xa9]")
 
 # A server that drains or lost its stages is replaced at an unknown time.
 _RETRY_UNAVAILABLE_S = 5.0
+
+
+def encode(content: object) -> bytes:
+    """JSON that is one line for every reader of lines."""
+    encoded = _encoder.encode(content)
+    return encoded if encoded.isascii() else _LINE_ENDS.sub(_escape, encoded)
+
+
+def _escape(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
 
 
 class JsonResponse(Response):

@@ -39,6 +39,7 @@ async def test_a_chat_whole_and_streamed_for_openai_s_client(served: Served) -> 
         mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(part.delta.content or "" for part in mine) == choice.message.content
         assert [part.delta.role for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert (mine[0].delta.content, mine[0].logprobs) == ("", None)
         assert choice.logprobs is not None
         content = choice.logprobs.content
         assert content is not None

@@ -2,12 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from typing import Any
+
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
+from ppserve.head.engine.streams import TokenOutput
 from tests.head.api.http.asking import Served
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("top_logprobs", [None, 0, 2])
+async def test_its_stream_helper_makes_of_a_stream_the_whole_answer(
+    served: Served, n: int, top_logprobs: int | None
+) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": n}
+    if top_logprobs is not None:
+        asked |= {"logprobs": True, "top_logprobs": top_logprobs}
+    usage: Any = {"include_usage": True}
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        whole = await client.chat.completions.create(**asked)
+        async with client.chat.completions.stream(**asked, stream_options=usage) as stream:
+            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+            final = stream.current_completion_snapshot  # `get_final_completion` raises for answers cut short
+    told = [choice.model_dump(exclude_none=True) for choice in whole.choices]
+    assert [choice.model_dump(exclude_none=True) for choice in final.choices] == told
+    assert all(len(choice["logprobs"]["content"]) == 6 for choice in told if top_logprobs is not None)
+    assert final.usage == whole.usage
+    assert [choice.index for chunk in chunks[:n] for choice in chunk.choices] == list(range(n))
+    for chunk in chunks[:n]:
+        (choice,) = chunk.choices
+        assert choice.delta.to_dict() == {"role": "assistant", "content": ""}
+        assert (choice.logprobs, choice.finish_reason) == (None, None)
+
+
+async def test_the_answer_s_end_comes_in_any_order_of_choices(served: Served) -> None:
+    """The helper numbers choices in the order in which it first sees them."""
+    served.engine.by_hand = True
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        opening = client.chat.completions.stream(model="fake", messages=HELLO, n=3)
+
+        async def read() -> list[str | None]:
+            async with opening as stream:
+                return [choice.message.content for choice in (await stream.get_final_completion()).choices]
+
+        reading = asyncio.create_task(read())
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        (sink,) = served.engine.sinks.values()
+        for index in (2, 0, 1):
+            sink([TokenOutput(index, 0, 65, "abc"[index], finish=FinishReason.EOS)])
+            await asyncio.sleep(0)
+        assert await reading == ["a", "b", "c"]
+
+
+async def test_no_character_ends_a_line_of_a_stream(served: Served) -> None:
+    """Other readers split it as `str.splitlines` does: httpx's `iter_lines` among them."""
+    text = "a".join(map(chr, [*range(0x20), 0x7F, 0x85, 0xA0, 0x2028, 0x2029, 0x1F600]))
+    served.engine.by_hand = True
+    for stream in (False, True):
+        body = {"prompt": "a", "stream": stream}
+        asking = asyncio.create_task(served.ask("/v1/completions", body))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        _, sink = served.engine.sinks.popitem()
+        sink([TokenOutput(0, 0, 65, text, finish=FinishReason.EOS)])
+        answer = (await asking).body.decode()
+        lines = [line.removeprefix("data: ") for line in answer.splitlines() if line]
+        (said,) = map(json.loads, lines[:1])
+        assert said["choices"][0]["text"] == text
+        assert lines[1:] == ["[DONE]"] * stream
 
 
 async def test_errors_are_its_classes(served: Served) -> None:

@@ -185,12 +185,12 @@ class Failed(_Message, frozen=True, tag=True):
 
 
 class Meeting(_Message, frozen=True, tag=True):
-    """Where a server's head listens, a path or HOST:PORT, and the file with the secret that its ranks share.
-    is_ours: the head makes the file. tls: whose files encrypt; None in the clear."""
+    """Where a server's head listens, @NAME on one host or HOST:PORT, and the file with the secret that its ranks
+    share; None on one host. secret: the file's at the start. tls: whose files encrypt; None in the clear."""
 
     address: str
-    secret_file: Path
-    is_ours: bool
+    secret_file: Path | None = None
+    secret: bytes = b""
     tls: NetworkSettings | None = None
 
 

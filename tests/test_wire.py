@@ -68,8 +68,8 @@ MESSAGES: dict[Any, list[Any]] = {
     ],
     wire.Start: [
         wire.Start(ServeConfig(), 1, 2),
-        wire.Start(ServeConfig(), 1, 2, wire.Meeting("/run/head", Path("/run/secret"), True)),
-        wire.Start(ServeConfig(), 1, 2, wire.Meeting("h:3", Path("s"), False)),
+        wire.Start(ServeConfig(), 1, 2, wire.Meeting("@ppserve-0-head")),
+        wire.Start(ServeConfig(), 1, 2, wire.Meeting("h:3", Path("s"), b"of the start")),
         wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
     ],
 }

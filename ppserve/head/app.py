@@ -39,7 +39,7 @@ from ppserve.process.environment import (
     survive_full_disks,
 )
 from ppserve.process.keeper import Keeper
-from ppserve.process.meeting import close_meeting, find_meeting, open_meeting
+from ppserve.process.meeting import find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
 from ppserve.tokenizer import ChatFormat, Tokenizer
@@ -102,15 +102,12 @@ class HeadProcess:
 
     async def run(self) -> int:
         """Until a signal; returns the exit code. Raises UsageError, StagesLost."""
-        try:
-            self._listen_to_signals()
-            self._keeper_thread.start()
-            mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
-            self._make_engine()
-            await self._run_engine(mistake)
-            return 0
-        finally:
-            close_meeting(self._meeting)
+        self._listen_to_signals()
+        self._keeper_thread.start()
+        mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
+        self._make_engine()
+        await self._run_engine(mistake)
+        return 0
 
     async def _run_engine(self, mistake: UsageError | StagesLost | None) -> None:
         self._engine.start()

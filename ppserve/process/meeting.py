@@ -1,7 +1,7 @@
 """Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
 
-Each rank finds address and secret by itself. On one host: a Unix socket and a file, in a directory of this user
-that is named for the launcher. On several hosts: a port of MASTER_ADDR, and --secret-file.
+Each rank finds address and secret by itself. On one host: a Unix socket without a file, named for the launcher;
+both ends must be of one user. On several hosts: a port of MASTER_ADDR, and --secret-file.
 Not by the launcher's store: everyone who can reach it may read and write it.
 
 In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both.
@@ -11,17 +11,14 @@ The secret is never sent.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
-import shutil
 import socket
-import stat
-import tempfile
+import sys
 import time
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from ppserve import wire
@@ -34,9 +31,9 @@ from ppserve.wire import Meeting
 
 T = TypeVar("T")
 
+log = logging.getLogger("ppserve.control")
+
 MIN_SECRET_BYTES = 16
-# Some systems allow a Unix socket's path 103 bytes; directory and name take 45.
-_MAX_PLACE_BYTES = 58
 _RETRY_EVERY_S = 0.2
 # The head answers within a turn of its engine.
 _ANSWER_WITHIN_S = 10.0
@@ -44,9 +41,11 @@ _ANSWER_WITHIN_S = 10.0
 
 def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     """The same for all ranks of a launcher. Raises UsageError."""
-    if environment.local_world_size == environment.world_size:
-        directory = _directory_of_launcher()
-        return Meeting(str(directory / "head"), directory / "secret", is_ours=True)
+    if environment.local_world_size == environment.world_size and sys.platform == "linux":
+        # Only this launcher tells its ranks all of these. The name is of a network namespace, as ports are.
+        told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+        return Meeting(f"@ppserve-{os.getuid()}-{name}")
     if not (host := os.environ.get("MASTER_ADDR")):
         raise UsageError("MASTER_ADDR is not set: start ranks on several hosts with torchrun")
     port = config.network.control_port or number_of("MASTER_PORT") + 1
@@ -54,72 +53,38 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
     tls = config.network if config.network.stage_tls_cert else None
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Meeting(address, config.network.secret_file, is_ours=False, tls=tls)
+    secret = read_secret(Meeting(address, config.network.secret_file))
+    return Meeting(address, config.network.secret_file, secret, tls)
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """Opens the head's socket; returns it with the secret, which is new on one host. Raises UsageError.
-    A killed head's files are removed first, so that no rank brings an old secret."""
-    if meeting.is_ours:
-        _take_over(meeting)
+    """Opens the head's socket; returns it with the secret. Raises UsageError."""
+    secret = read_secret(meeting)
     try:
-        listener = listen(meeting.address)
+        return listen(meeting.address), secret
     except OSError as error:
+        if meeting.secret_file is None:
+            raise UsageError(f"another server listens on {meeting.address}: {error.strerror}") from None
         raise ConfigError("--control-port", f"cannot listen on {meeting.address}: {error.strerror}") from None
-    if meeting.is_ours:
-        draft = meeting.secret_file.with_suffix(".draft")
-        draft.touch(0o600)
-        draft.write_text(secrets.token_hex(32))
-        draft.rename(meeting.secret_file)
-    return listener, read_secret(meeting)
-
-
-def _take_over(meeting: Meeting) -> None:
-    directory = meeting.secret_file.parent
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(0o700)
-    _check_private(directory)
-    with contextlib.suppress(OSError), connect(meeting.address, timeout_s=1.0):
-        raise UsageError(f"another server listens on {meeting.address}")
-    meeting.secret_file.unlink(missing_ok=True)
-
-
-def close_meeting(meeting: Meeting) -> None:
-    """Removes the head's files."""
-    if meeting.is_ours:
-        shutil.rmtree(meeting.secret_file.parent, ignore_errors=True)
 
 
 def read_secret(meeting: Meeting) -> bytes:
-    """Raises UsageError, and FileNotFoundError while the head has not begun."""
+    """The file's, as a head that was started anew may have another; the one known before if that is gone. Raises
+    ConfigError. On one host it tells servers apart: the kernel tells users apart (`network.connect`)."""
     path = meeting.secret_file
-    if meeting.is_ours:
-        _check_private(path.parent)
-        return path.read_bytes()
+    if path is None:
+        return meeting.address.encode()
     try:
         secret = path.read_bytes().strip()
+        problem = f"needs at least {MIN_SECRET_BYTES} characters" if len(secret) < MIN_SECRET_BYTES else ""
     except OSError as error:
-        raise ConfigError("--secret-file", f"{path}: {error.strerror}") from None
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError("--secret-file", f"{path}: needs at least {MIN_SECRET_BYTES} characters")
-    return secret
-
-
-def _directory_of_launcher() -> Path:
-    """Named for what only this launcher tells its ranks in this network namespace."""
-    told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    with contextlib.suppress(OSError):  # only Linux has network namespaces
-        told.append(os.readlink("/proc/self/ns/net"))
-    name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
-    places = os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()
-    fits = [place for place in places if os.access(place, os.W_OK) and len(os.fsencode(place)) <= _MAX_PLACE_BYTES]
-    return Path(fits[0] if fits else "/tmp", f"ppserve-{os.getuid()}-{name}").absolute()
-
-
-def _check_private(directory: Path) -> None:
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UsageError(f"{directory} must be a directory that this user alone can open")
+        problem = str(error.strerror)
+    if not problem:
+        return secret
+    if meeting.secret:
+        log.warning("--secret-file: %s: %s; the secret of the start is used", path, problem)
+        return meeting.secret
+    raise ConfigError("--secret-file", f"{path}: {problem}")
 
 
 # ---- the handshake ----
@@ -128,17 +93,20 @@ def _check_private(directory: Path) -> None:
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
     """A proved connection. Raises OSError after `within_s`, UsageError for other secrets."""
     until_s = time.monotonic() + within_s
+    told = False
     while True:
         try:
             return _connect(meeting, rank, max(_RETRY_EVERY_S, until_s - time.monotonic()))
         except (OSError, WireError) as error:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"{meeting.address}: {error}") from error
+            if not told:
+                log.warning("cannot reach the head at %s yet: %s", meeting.address, error)
+            told = True
         time.sleep(_RETRY_EVERY_S)
 
 
 def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
-    # Every time: a head that was started anew may have another.
     secret = read_secret(meeting)
     connection = connect(meeting.address, timeout_s)
     try:

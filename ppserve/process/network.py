@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,31 +82,48 @@ def interfaces() -> Interfaces:
 
 
 def listen(address: str) -> socket.socket:
-    """At a path, which is taken over, or HOST:PORT. Raises OSError."""
-    if not address.startswith("/"):
+    """At @NAME, a Unix socket that has no file (Linux: "abstract"), or HOST:PORT. Raises OSError."""
+    if not address.startswith("@"):
         return _listen_to_hosts(address)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
+    try:
+        listener.bind(_abstract(address))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """Raises OSError."""
-    if not address.startswith("/"):
+    """Raises OSError, also if another user listens at @NAME."""
+    if not address.startswith("@"):
         connection = socket.create_connection(_host_and_port(address), timeout=timeout_s)
         prepare(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(address)
+        connection.connect(_abstract(address))
+        if not is_of_this_user(connection):
+            raise PermissionError(f"another user listens on {address}")
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _abstract(address: str) -> str:
+    return "\0" + address[1:]
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether this user holds the other end too; always over TCP, where a secret decides. Every user can list and
+    reach abstract names."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def prepare(connection: socket.socket) -> None:

@@ -78,7 +78,8 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
 def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     return [
         *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
-        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "ppserve"),
+        # Without a place for logs torchrun makes one below the temporary directory, and leaves it there.
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", f"--log-dir={os.devnull}", "-m", "ppserve"),
         *(arguments if arguments[:1] == ["serve"] else ["serve", *arguments]),
     ]
 

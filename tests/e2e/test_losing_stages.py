@@ -76,11 +76,15 @@ def ask_and_hurt(
 
 
 @pytest.fixture(scope="module", params=["shm", "gloo"])
-def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
+def three_stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that several tests hurt; its stages are cut in the middle of layers. (Fresh interpreters are killed
-    under torchrun in test_front_doors.)"""
+    under torchrun in test_front_doors.) A logout removes its runtime directory, a cleaner the temporary one."""
     flags = ("--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug")
-    with serving(3, *flags, by=Forked) as server:
+    places = {name: str(tmp_path_factory.mktemp("own")) for name in ("XDG_RUNTIME_DIR", "TMPDIR")}
+    with serving(3, *flags, by=Forked, env=places) as server:
+        for directory in places.values():
+            assert os.listdir(directory) == []
+            os.rmdir(directory)
         yield server
 
 

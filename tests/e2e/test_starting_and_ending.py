@@ -21,12 +21,17 @@ from tests.e2e.serving import Forked, launch, plain_shell, serving
 from tests.e2e.test_losing_stages import TINY
 
 
-def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher() -> None:
+def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher(
+    tmp_path: Path,
+) -> None:
+    """Nor does any file: nothing is written below the directories for what is temporary."""
+
     def listening(process: psutil.Process) -> set[tuple[str, str]]:
         found = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         return {(address.ip.removeprefix("::ffff:"), str(address.port)) for address in found}
 
-    with serving(2, by=plain_shell) as server:
+    places = {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    with serving(2, by=plain_shell, env=places) as server:
         everywhere = set().union(*(listening(process) for process in server.processes()))
         assert {host for host, _ in everywhere} == {"127.0.0.1"}
         assert listening(psutil.Process(server.process.pid)) == set(), "the launcher has a store"
@@ -35,6 +40,7 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
         server.wait_gone()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.timeout(200)

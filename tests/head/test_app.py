@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,40 +16,11 @@ from ppserve.head.api.call import Call
 from ppserve.head.app import HeadProcess
 from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
-from ppserve.process.meeting import find_meeting
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import FakeEngine, code_of, handler_of, stub_of
 
 SETTINGS = ServerSettings(port=0, http_port=0, metrics_port=0)
 WITHIN_S = 20.0
-
-
-class Faulty(HeadProcess):
-    """No stage is started, and the engine cannot be made."""
-
-    def __init__(self, environment: RankEnvironment) -> None:
-        nobody: Any = None
-        super().__init__(ServeConfig(), environment, nobody)
-        self._keeper_thread = threading.Thread(target=str)
-
-    def _make_engine(self) -> None:
-        self._control.close(0.0)
-        raise RuntimeError("unforeseen")
-
-
-def test_nothing_stays_on_disk_when_the_engine_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test only")
-    environment = RankEnvironment(0, 1, 0, 1)
-    place = find_meeting(ServeConfig(), environment).secret_file.parent
-
-    async def run() -> None:
-        head = Faulty(environment)
-        assert place.exists()
-        await head.run()
-
-    with pytest.raises(RuntimeError, match="unforeseen"):
-        asyncio.run(run())
-    assert not place.exists()
 
 
 def test_a_keeper_that_fails_ends_the_server_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import select
 import socket
@@ -49,12 +50,17 @@ class Head:
         self.control.wake()
 
 
+def name_in(directory: Path, what: str) -> str:
+    """An abstract socket's name. pytest's directories have too long names."""
+    return f"@ppserve-test-{hashlib.sha256(f'{directory}/{what}'.encode()).hexdigest()}"
+
+
 def place(directory: Path, secret: bytes = SECRET, tls: NetworkSettings | None = None) -> wire.Meeting:
     """Where a head may listen."""
     secret_file = directory / f"secret-{secret.hex()}"
     if not secret_file.exists():  # who reads it meanwhile must not see it empty
         secret_file.write_bytes(secret)
-    return wire.Meeting(str(directory / "head"), secret_file, is_ours=False, tls=tls)
+    return wire.Meeting(name_in(directory, "head"), secret_file, tls=tls)
 
 
 @contextmanager
@@ -79,7 +85,7 @@ class Tap:
     """Stands between a rank and the head, passes everything on, and keeps it."""
 
     def __init__(self, directory: Path, beyond: str) -> None:
-        self.address = str(directory / "tap")
+        self.address = name_in(directory, "tap")
         self.up, self.down = b"", b""
         self._beyond = beyond
         self._thread = threading.Thread(target=self._relay, args=(listen(self.address),), daemon=True)

@@ -16,7 +16,7 @@ from tests.process.heads import head
 
 KILLED = -9
 CRASHED = -11
-MEETING = wire.Meeting("/nobody/listens", Path("/nobody/knows"), is_ours=False)
+MEETING = wire.Meeting("@nobody/listens", Path("/nobody/knows"))
 START = wire.Start(ServeConfig(), 1, 2, MEETING)
 KNOWS_HEAD = "started\nconnected"
 FOREVER = float("inf")

@@ -19,7 +19,7 @@ from ppserve.config import ServeConfig
 from ppserve.process.stage_process import ForkServer, StageProcess
 from tests.e2e.serving import alive, wait_until
 
-MEETING = wire.Meeting("127.0.0.1:4242", Path("secret"), is_ours=False)
+MEETING = wire.Meeting("127.0.0.1:4242", Path("secret"))
 START = wire.Start(ServeConfig(), 1, 2, MEETING)
 # The fork server of `python -m ppserve.stage`, whose stages do something else. What they write comes in pieces
 # that do not respect lines.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
+from ppserve.process.network import connect
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
@@ -67,11 +67,9 @@ def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls
         meeting = running.meeting
         for wrong in (other, settings(other.stage_tls_cert, other.stage_tls_key, tls.stage_tls_ca)):
             with pytest.raises(ConnectionError):
-                connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, False, wrong), 0, 0.0)
+                connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, b"", wrong), 0, 0.0)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, wire.encode(hello(0))):
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(meeting.address)
-                stranger.settimeout(WITHIN_S)
+            with connect(meeting.address, WITHIN_S) as stranger:
                 stranger.sendall(garbage)
                 try:
                     while stranger.recv(4096):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ppserve import wire
 from ppserve.errors import WireError
 from ppserve.process.meeting import make_proof, new_nonce
-from ppserve.process.network import prepare
+from ppserve.process.network import is_of_this_user, prepare
 from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
@@ -174,7 +174,11 @@ class SocketControlPlane:
             self._selector.unregister(self._listener)
             self._accepts_from_ns = time.monotonic_ns() + _ACCEPT_AGAIN_NS
         else:
-            self._challenge(connection)
+            if is_of_this_user(connection):
+                self._challenge(connection)
+            else:
+                log.warning("refused a connection of another user")
+                connection.close()
 
     def _accept_again(self) -> None:
         if self._accepts_from_ns and time.monotonic_ns() > self._accepts_from_ns:

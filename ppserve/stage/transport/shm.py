@@ -16,7 +16,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from parallel_state import ParallelGroup
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
+from ppserve.process.network import is_of_this_user
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 _MEET_TIMEOUT_S = 20.0
@@ -219,11 +219,10 @@ def dial(name: torch.Tensor) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection of this user: all users can list abstract names."""
+    """The next connection of this user."""
     while True:
         connection, _ = listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] == os.getuid():
+        if is_of_this_user(connection):
             return connection
         connection.close()
 

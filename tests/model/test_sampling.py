@@ -13,7 +13,8 @@ import transformers
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
-from ppserve.model.sampling import draw_token, token_logprobs, uniform
+from ppserve.model.cuda.draws import Draws
+from ppserve.model.sampling import ReadRow, draw_token, token_logprobs, uniform
 from ppserve.model.sampling_kernels import draw, is_finite
 from tests.model.pipelines import GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -175,6 +176,16 @@ def test_bias_penalties_and_bans() -> None:
     repetition = replace(GREEDY, repetition_penalty=1.5)
     assert token(logits, Draw(repetition, prompt_ids=(first,))) == second
     assert (logits == scores(3)).all(), "the logits are not ours to change"
+
+
+def test_banned_ids_are_banned_at_every_position_before_the_bound_and_at_no_other() -> None:
+    """What the CPU draws, and what a GPU is told."""
+    logits = scores(3)
+    first, second = np.argsort(-logits)[:2].tolist()
+    wanted = Draw(GREEDY, banned=(first,), banned_before=7)
+    assert [token(logits, wanted, position) for position in range(5, 9)] == [second, second, first, first]
+    rows = [ReadRow(0, wanted, position) for position in range(5, 9)]
+    assert Draws.from_rows(rows, VOCABULARY).adjustments["adjusted_rows"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

@@ -141,7 +141,7 @@ class Obedient:
     end it. fails_at: what raises `error` at once, by its name in the log."""
 
     def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+        self.frames = frames
         self.log: list[str] = []
         self.ends: list[str] = []
         self.fails_at = ""
@@ -161,7 +161,7 @@ class Obedient:
     def receive(self, plan: StepPlan) -> torch.Tensor:
         self.log.append(f"receive {plan.step_id}")
         self._wait(self.arrived)
-        return torch.ones(plan.num_tokens, self._frames.width)
+        return torch.ones(plan.num_tokens, self.frames.width)
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         self.log.append(f"send {plan.step_id}")

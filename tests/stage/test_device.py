@@ -15,7 +15,15 @@ from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.device import Compute, available_bytes, available_cores, choose, devices_here, gpu_share
+from ppserve.stage.device import (
+    CPU_KV_SHARE,
+    Compute,
+    available_bytes,
+    available_cores,
+    choose,
+    devices_here,
+    gpu_share,
+)
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -64,6 +72,15 @@ def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch
     logits_bytes = draws.options.logits_bytes(vocabulary)
     assert draws.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - logits_bytes) * 0.85)
     assert DeviceOptions(max_rows=4).logits_bytes(vocabulary) == logits_bytes // 2, "the self-test reads 256 rows"
+
+
+def test_stages_of_one_host_share_its_memory() -> None:
+    """Each of a thousand has a thousandth. Others may take or free some meanwhile, but hardly half of all."""
+    bytes_now, count = available_bytes(), 1000
+    compute = Compute(CPU, "float32", stages_here=count)
+    assert bytes_now / 2 <= count * compute.memory_bytes() <= 2 * bytes_now
+    kv_bytes = bytes_now * CPU_KV_SHARE
+    assert kv_bytes / 2 <= count * compute.kv_budget_bytes() <= 2 * kv_bytes
 
 
 def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:

@@ -15,7 +15,8 @@ import torch
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import DRAWN
+from ppserve.core.plan import DRAWN, Draw, StepPlan
+from ppserve.core.sampling_state import KEPT, SamplingUpdate
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
@@ -26,7 +27,7 @@ from ppserve.stage.device import Compute
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
+from tests.stage.one_stage import GREEDY, NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,6 +145,30 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     lone.tell(wire.Plan(replace(ahead, step_id=4)))
     result = lone.hear(wire.Result).result
     assert (result.step_id, result.drawn, result.computed_ns) == (4, (), 0)
+
+
+def test_what_comes_beside_a_cancelled_step_is_remembered(lone: OneStage) -> None:
+    """A long draw comes once: later plans refer to it, whether or not the step that it came with was computed."""
+    long = replace(GREEDY, params=replace(GREEDY.params, logit_bias=((7, 1e9),)))
+    lone.tell(wire.Cancel((1,)))
+    lone.tell(wire.Plan(plan(1, 0)))
+    ahead = replace(with_draw(plan(1, 1, (DRAWN,), start=3), KEPT), is_ahead=True)
+    lone.tell(wire.Plan(ahead, SamplingUpdate(first_draws=((0, long),))))
+    lone.tell(wire.Plan(with_draw(plan(1, 2, start=3), KEPT)))
+    drawn = [lone.hear(wire.Result).result.drawn for _ in range(3)]
+    assert [[one.token_id for one in each] for each in drawn[1:]] == [[], [7]]
+
+
+def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:
+    return replace(sent, slices=tuple(replace(piece, draw=draw) for piece in sent.slices))
+
+
+@pytest.mark.parametrize("split", ["1,1", "1,1,1"])
+def test_buffers_hold_as_many_frames_as_steps_may_be_in_flight(split: str, wiring: ByHand) -> None:
+    """P + 1: with fewer, a stage would wait to hand one on."""
+    with stages(split, wiring, RandomCheckpoint(architecture(num_layers=3)), only=1) as [stage]:
+        stage.enter(1)
+        assert wiring.opened[0].frames.depth == len(split.split(",")) + 1
 
 
 @pytest.mark.parametrize(("only", "waits"), [(0, ["send 0"]), (1, ["expect 0", "receive 0"])])

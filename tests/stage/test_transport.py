@@ -20,7 +20,7 @@ from ppserve.errors import TransportError
 from ppserve.stage.device import Compute
 from ppserve.stage.transport import Frames, Transport, connect
 from ppserve.stage.transport.nccl import AbortedPassage, StreamPassage
-from ppserve.stage.transport.point_to_point import PointToPoint
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 from tests.pipelines import (
     DEPTH,
     SHAPES,
@@ -176,6 +176,42 @@ class AbortableGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self.aborted.set()
+
+
+class CountingGroup(dist.ProcessGroup):
+    """A group that counts its receives, which are done at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+        self.num_posted = 0
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        self.num_posted += 1
+        return Done()
+
+
+def post_beside_a_frame_that_is_read(rank: int) -> list[int]:
+    """How many receives are under way before and after the first of many frames is handed out, and the second."""
+    group = CountingGroup()
+    dist.Backend.register_backend("counting", lambda store, rank, size, timeout: group, devices=["cpu"])
+    dist.init_process_group("counting", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        frames, neighbours = Frames(WIDTH, torch.float32, 512, DEPTH), ParallelGroup((0, 1), 1, group)
+        transport = PointToPoint("gloo", frames, neighbours, Passage())
+        counts = []
+        for step_id in range(3 * DEPTH):
+            transport.post_receive(step(step_id, 4))
+        for step_id in range(3):
+            counts.append(group.num_posted - step_id)
+            transport.receive(step(step_id, 4))
+        return counts
+    finally:
+        dist.destroy_process_group()
+
+
+def test_as_many_frames_arrive_ahead_as_may_be_in_flight_while_one_is_read(world: World) -> None:
+    world.start(0, post_beside_a_frame_that_is_read)
+    assert world.finish(0) == [DEPTH + 1, DEPTH, DEPTH]
 
 
 class Abortable(dist.Work):

@@ -165,7 +165,8 @@ class SlotCount:
         self._last_sent_ns: list[int | None] = [None] * num_stages  # None where the next step does not count
 
     def observe(self, result: StepResult, was_full: bool) -> int:
-        """A stage's next result. Returns the number of slots. was_full: all were in use when it was sent."""
+        """A stage's next result. Returns the number of slots. was_full: all were in use when it was sent: so an
+        epoch's first step, and the outage before it, do not count."""
         stage = result.stage
         last_ns = self._last_sent_ns[stage]
         self._last_sent_ns[stage] = result.stamps.sent if was_full else None
@@ -182,10 +183,6 @@ class SlotCount:
                 self._change(self._num_stages + self._one_more_pays())
         return self.num_slots
 
-    def forget_last_steps(self) -> None:
-        """An epoch is lost: a stage's next step does not follow its last one."""
-        self._last_sent_ns = [None] * self._num_stages
-
     def _one_more_pays(self) -> bool:
         busiest = max(range(self._num_stages), key=lambda stage: self._times[stage].computed_s)
         times = self._times[busiest]
@@ -199,4 +196,4 @@ class SlotCount:
         self.num_slots = num_slots
         self._steps_left = HELD_STEPS if num_slots > self._num_stages else num_slots + 1
         self._times = [_MeasuredSteps() for _ in range(self._num_stages)]
-        self.forget_last_steps()
+        self._last_sent_ns = [None] * self._num_stages

@@ -235,7 +235,6 @@ class Replica:
         epoch = self.members.epoch
         log.info("%sepoch %d formed", self._prefix, epoch)
         self._account.formed(self._clock())
-        self._in_flight = frozenset()
         self._sampling = SamplingEncoder()
         self.scheduler = self.scheduler or self._new_scheduler()
         self.scheduler.open(epoch)
@@ -258,7 +257,6 @@ class Replica:
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
-        self._slot_count.forget_last_steps()
         self._account.stage_lost(self._clock())
         self._in_flight = self.give_back()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from ppserve.core.plan import DRAWN, Slice
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -45,12 +48,14 @@ def check_one_of_several(scheduler: Scheduler) -> None:
         assert sequence.is_live
         assert sequence.block_table == scheduler._blocks._tables[sequence.id]
         assert (sequence.id in scheduler._ready) == (sequence.remaining > 0), (sequence.id, sequence.remaining)
+    assert len(scheduler._speculation._drafters) <= config.max_num_seqs, "drafters of sequences that have ended"
     if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
 
 
 def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]) -> None:
     """Every live sequence waits, or is in the running set of its home."""
+    check_accounts(request_queue)
     live = {key: [s.id for s in group.live] for key, group in request_queue.groups.items()}
     waiting = [group for group in request_queue.groups.values() if group in request_queue.queue]
     assert len(waiting) == request_queue.num_waiting
@@ -60,6 +65,19 @@ def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]
     assert sorted(i for ids in live.values() for i in ids) == sorted([*queued, *running])
     for scheduler in schedulers:
         assert all(request_queue._homes[s.request.id] is scheduler for s in scheduler._running.values())
+    assert all(home in request_queue._schedulers for home in request_queue._homes.values())
+
+
+def check_accounts(request_queue: RequestQueue) -> None:
+    """What is kept by request or by caller is of open requests."""
+    groups = request_queue.groups
+    accounts = {caller: account.num_live for caller, account in request_queue.queue._accounts.items()}
+    assert Counter(accounts) == Counter(group.request.caller for group in groups.values()), "requests of callers"
+    isolation = request_queue.poison_isolation
+    assert {*isolation._losses, *isolation.suspects} <= groups.keys()
+    assert isolation.suspects or not isolation._failures
+    deadlines = [group.request.deadline_s for group in groups.values() if group.request.deadline_s is not None]
+    assert request_queue._next_deadline_s <= min(deadlines, default=math.inf)
 
 
 def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:

@@ -84,6 +84,23 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
     rig.finish()
 
 
+def test_nothing_is_sent_ahead_while_a_cancelled_step_is_in_flight() -> None:
+    """The stage may have computed it. Then the tokens that it drew are not those of the step before."""
+    rig = a_rig_ahead()
+    rig.skips = lambda: False
+    rig.submit(a_request("stream", max_tokens=30))
+    fill(rig)
+    rig.submit(a_request("leaves", max_tokens=2))
+    rig.tell(rig.scheduler.request_queue.abort("leaves", FinishReason.CANCELLED))
+    assert len(rig.scheduler.slots._cancelled) == 1
+    assert fill(rig) == []
+    rig.commit_one()
+    assert [plan.is_ahead for plan in fill(rig)] == [False], "the cancelled step has not returned yet"
+    rig.commit_one()
+    assert [plan.is_ahead for plan in fill(rig)] == [True]
+    rig.finish()
+
+
 def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     rig = a_rig_ahead(max_num_seqs=2)
     rig.submit(a_request("a", max_tokens=30))

@@ -101,10 +101,11 @@ def lone_of(rig: SchedulerRig) -> str | None:
     return rig.scheduler.request_queue.poison_isolation.lone
 
 
-def run_with_poison(rig: SchedulerRig, poison: str, at_token: int) -> int:
-    """Loses a stage whenever a step would compute token number `at_token` of `poison`; counts losses."""
+def run_with_poison(rig: SchedulerRig, poison: str, at_token: int, index: int = 0) -> int:
+    """Loses a stage whenever a step would compute token number `at_token` of an answer of `poison`; counts
+    losses."""
     losses = 0
-    ids = {s.id for s in rig.scheduler.request_queue.groups[poison].sequences}
+    ids = {s.id for s in rig.scheduler.request_queue.groups[poison].sequences if s.index == index}
     deadly = len(rig.requests[poison].prompt_ids) + at_token
     while rig.has_work:
         fill(rig)
@@ -131,6 +132,17 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     assert isinstance(poisoned[-1].error, RequestFailed)
     assert len([e for e in poisoned if e.token_id is not None]) == at_token
     del rig.requests["r7"]
+    rig.check_answers()
+
+
+def test_tokens_of_one_answer_do_not_clear_a_request_whose_other_answer_kills() -> None:
+    rig = a_rig(num_stages=1, prefill_chunk=14, prefix_cache=False)
+    rig.submit(a_request("two", num_prompt=9, num_sequences=2, max_tokens=30))
+    rig.submit(a_request("other", num_prompt=9))
+    assert run_with_poison(rig, "two", at_token=0, index=1) == 4
+    assert [event.token_id is not None for event in rig.events["two", 0]] == [True] * 4 + [False], "one an epoch"
+    assert [type(event.error) for event in rig.events["two", 1]] == [RequestFailed]
+    del rig.requests["two"]
     rig.check_answers()
 
 

@@ -144,7 +144,7 @@ def test_want_of_work_and_few_steps_decide_nothing(num_steps: int, was_full: boo
 def test_the_pause_after_a_loss_does_not_count() -> None:
     machine = Machine(2, waiting=0, fixed=20)
     for _ in range(20):
-        machine.run(MEASURED_STEPS // 2)
-        machine.count.forget_last_steps()
         machine._now += 10**9
+        machine.run(1, was_full=False)
+        machine.run(MEASURED_STEPS // 2)
     assert machine.count.num_slots == 2

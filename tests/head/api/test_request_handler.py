@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from ppserve.errors import ConfigError, Draining, InvalidRequest, Overloaded, RequestError, Unauthenticated
+from ppserve.head.api import call
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import INTERNAL_TEXT, Call
+from ppserve.head.api.http.completions import unless_hung_up
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
 from ppserve.head.api.stream import deltas_of
+from ppserve.head.engine import loop
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -96,6 +104,49 @@ async def test_what_ends_a_request_before_it_is_queued_is_counted() -> None:
     with pytest.raises(Draining):
         await text_of(handler, "a")
     assert counted == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE"]
+
+
+@pytest.mark.parametrize(("timeout_s", "margin_s"), [(60.0, 0.05), (0.5, 0.05), (0.2, 0.02), (0.0, 0.0)])
+def test_an_answer_ends_so_long_before_its_callers_deadline_that_its_end_arrives(
+    timeout_s: float, margin_s: float
+) -> None:
+    """And the engine looks at deadlines more often than that."""
+    before_s = time.monotonic() - 1e-6  # sums are rounded
+    deadline_s = a_call(timeout_s=timeout_s).deadline_s
+    assert deadline_s is not None
+    assert before_s <= deadline_s - (timeout_s - margin_s) <= time.monotonic() + 1e-6
+    assert a_call().deadline_s is None
+    assert loop._TICK_S < call.DEADLINE_MARGIN_S
+
+
+async def test_draining_leaves_no_task_behind(request_handler: RequestHandler, engine: FakeEngine) -> None:
+    engine.by_hand = True
+    before = asyncio.all_tasks()
+    async with request_handler.generate({}, "", a_call()):
+        await request_handler.drain(0)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before, "nobody waits for the end of the last stream"
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_an_answer_or_a_caller_that_hangs_up_is_waited_for_no_longer_than_the_other(hangs_up: bool) -> None:
+    before, heard = asyncio.all_tasks(), asyncio.Event()
+    if hangs_up:
+        heard.set()
+
+    async def receive() -> dict[str, str]:
+        await heard.wait()
+        return {"type": "http.disconnect"}
+
+    async def answer() -> Response:
+        if hangs_up:
+            await asyncio.Event().wait()
+        return Response()
+
+    with pytest.raises(ClientDisconnect) if hangs_up else nullcontext():
+        await unless_hung_up(Request({"type": "http"}, receive), answer())
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
 
 
 def test_only_a_traceparent_is_kept_as_one() -> None:

@@ -275,6 +275,8 @@ class History:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]
         check_request_queue(self.request_queue, schedulers)
+        living = {id(replica.scheduler) for replica in self.engine._living if replica.scheduler is not None}
+        assert {id(scheduler) for scheduler in self.request_queue._schedulers} == living
 
     def _check_replica(self, replica: Replica) -> None:
         members, steps = replica.members, replica.steps

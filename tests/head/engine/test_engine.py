@@ -130,6 +130,7 @@ def test_a_stage_that_comes_back_to_a_replica_that_has_ended_is_told_to_exit() -
     rig.say(1, again)
     assert rig.control.sent == [(1, wire.Shutdown())]
     assert (rig.serving, rig.engine.failed.done()) == ([True, False], False)
+    assert rig.request_queue._schedulers == [rig.replicas[0].scheduler], "its blocks are no room for requests"
 
 
 def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> None:

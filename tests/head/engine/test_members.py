@@ -157,6 +157,25 @@ def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None
     assert [member.restarts for member in pipeline.members.all] == [0, 0]
 
 
+@pytest.mark.parametrize("state", [StageState.LOADING, StageState.LOADED, StageState.FORMING])
+def test_a_stage_that_loads_compiles_or_connects_may_be_silent_for_thirty_seconds(state: StageState) -> None:
+    pipeline = MembersRig(2)
+    pipeline.hello(0)
+    pipeline.hello(1)
+    if state is not StageState.LOADING:
+        pipeline.loaded(1)
+    if state is StageState.FORMING:
+        pipeline.loaded(0)
+        pipeline.say(0, wire.StoreOpened(1, 4001))
+    began_ns = pipeline.now_ns
+    assert pipeline.members[1].state is state
+    while not pipeline.dropped:
+        answer(pipeline, 0)
+        pipeline.tick(0.5)
+    assert 30 * SECOND < pipeline.now_ns - began_ns <= 31 * SECOND
+    assert (1, "frozen") in pipeline.dropped
+
+
 def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() -> None:
     pipeline = started_pipeline()
     began_ns, lost_ns = pipeline.now_ns, 0
@@ -179,6 +198,29 @@ def fail_to_form(pipeline: MembersRig, by: int) -> None:
     pipeline.say(0, wire.StoreOpened(epoch, 4000))
     assert pipeline.say(by, wire.Broken(epoch, "no route to host")) is None
     pipeline.say(1 - by, wire.Broken(epoch, "told"))
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_each_failed_attempt_doubles_the_time_to_the_next_up_to_twenty_seconds(formed: bool) -> None:
+    """An epoch that has worked is followed by another at once."""
+    pipeline, waited_s = loaded_pipeline(), []
+    for attempt in range(9):
+        if formed and attempt == 0:
+            pipeline.join()
+            pipeline.say(1, wire.Result(StepResult(1, 1, 1, StepStamps(*range(6)))))
+        epoch = pipeline.members.epoch
+        for stage in range(2):
+            pipeline.say(0, wire.StoreOpened(epoch, 4000))
+            pipeline.say(stage, wire.Broken(epoch, "no route to host"))
+        pipeline.sent.clear()
+        replace_dropped(pipeline)
+        lost_ns = pipeline.now_ns
+        while not pipeline.forms():
+            answer(pipeline, 0, 1)
+            pipeline.tick(0.1)
+        waited_s.append((pipeline.now_ns - lost_ns) / SECOND)
+    first = 0 if formed else 1
+    assert waited_s == pytest.approx([min(20, 0.2 * 2**attempt) for attempt in range(first, first + 9)])
 
 
 def fail_at_first_step(pipeline: MembersRig, by: int) -> None:
@@ -265,6 +307,24 @@ def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
     done = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
     assert isinstance(done, StepResult)
     assert abs(done.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"
+
+
+def test_a_process_that_comes_back_has_a_clock_of_its_own() -> None:
+    """Its host may have started anew. So round trips of the process before it count no more, however quick."""
+    pipeline = with_a_stage_elsewhere()
+
+    def beat(ahead_ns: int, rtt_ns: int) -> None:
+        pipeline.now_ns += rtt_ns
+        sent_ns = pipeline.now_ns - rtt_ns
+        pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns))
+
+    beat(5 * SECOND, rtt_ns=100_000)
+    assert pipeline.members[1].clock_offset_ns == 5 * SECOND
+    pipeline.lose(1, "exit")
+    pipeline.hello(1, machine="there")
+    assert pipeline.members[1].clock_offset_ns == 0, "nothing is known of it yet"
+    beat(-3 * SECOND, rtt_ns=9_000_000)
+    assert pipeline.members[1].clock_offset_ns == -3 * SECOND
 
 
 def test_old_round_trips_are_forgotten_so_that_a_drifting_clock_stays_aligned() -> None:

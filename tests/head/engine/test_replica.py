@@ -111,6 +111,21 @@ def test_stages_that_end_while_the_head_stands_still_convict_nobody(pause_s: int
     assert sum(rig.convicts(3, pause_s) for _ in range(5)) == (0 if pause_s else 1)
 
 
+def test_who_was_in_flight_at_a_loss_without_a_failure_is_not_blamed_for_a_later_one() -> None:
+    """A stage was silent, and is there again. It dies when nothing is in flight."""
+    rig = formed()
+    rig.submit("a")
+    rig.refill()
+    rig.wait(4, silent=(3,))
+    for rank in rig.ranks:
+        rig.say(rank, wire.Broken(1, "told"))
+    rig.wait(1)
+    rig.join()
+    assert rig.replica.serves
+    rig.lose(3)
+    assert not rig.request_queue.poison_isolation.watches("a")
+
+
 @pytest.mark.parametrize("other", [(1, "exit"), (0, "stuck")], ids=["rank", "cause"])
 def test_who_is_alone_when_a_rank_ends_twice_in_the_same_way_is_convicted(other: tuple[int, str]) -> None:
     rig = formed(1, num_tensor=2)
@@ -134,6 +149,41 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     assert rig.wait(patience_s, silent=(3,)) == []
     with pytest.raises(StagesLost, match="did not come back in time"):
         rig.wait(1, silent=(3,))
+
+
+# ---- slots --------------------------------------------------------------------------------------------
+
+
+def run_stages(rig: Rig, num_steps: int, at_once: bool) -> None:
+    """Both stages compute, a millisecond a step: at once, or one while the other waits."""
+    queues: tuple[list[StepPlan], list[StepPlan]] = [], []
+    for _ in range(num_steps):
+        queues[0].extend(rig.refill())
+        for stage in (1, 0):
+            if not queues[stage]:
+                continue
+            rig.now_ns += MS // (1 + at_once)
+            plan = queues[stage].pop(0)
+            rig.say(rig.ranks[stage], rig.result(plan, stage, MS))
+            if stage == 0:
+                queues[1].append(plan)
+
+
+@pytest.mark.parametrize(("at_once", "num_slots"), [(True, 2), (False, 3)])
+def test_an_outage_is_no_wait_that_one_more_slot_would_save(at_once: bool, num_slots: int) -> None:
+    """The control: stages that wait for each other have one more slot."""
+    rig = formed()
+    rig.submit("a", "bb", max_tokens=100)
+    for _ in range(20):
+        run_stages(rig, 8, at_once)
+        rig.lose(3)
+        rig.now_ns += 100 * SECOND
+        rig.replica.tick()
+        rig.greet(3)
+        rig.wait(1)
+        rig.join()
+    run_stages(rig, 4, at_once)
+    assert rig.replica.read().microbatches == num_slots
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class Compute:
     def name(self) -> str:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-        return f"cpu ({platform.machine()}, {counted(self.threads, 'thread')})"
+        kernels = "GPU's operators" if self.reference else variants.in_use()
+        return f"cpu ({platform.machine()}, {kernels}, {counted(self.threads, 'thread')})"
 
     def backend(self) -> Backend:
         """Raises ConfigError for a dtype that the device does not have."""

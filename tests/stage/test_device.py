@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,7 +160,8 @@ def test_devices_are_those_that_were_asked_for() -> None:
 
 def test_a_pipeline_has_a_stage_for_each_device() -> None:
     with Pipeline("tiny", devices=["cpu", "cpu"], dtype="float32", threads=1) as pipeline:
-        assert len(pipeline.topology().stages) == 2
+        name = f"cpu ({platform.machine()}, {variants.in_use()}, 1 thread)"
+        assert [stage.device for stage in pipeline.topology().stages] == [name, name]
         assert pipeline.complete("Once upon a time", max_tokens=3, temperature=0).text
     with pytest.raises(ConfigError, match="2 devices for 3 stages"):
         Pipeline("tiny", 3, devices=["cpu", "cpu"])

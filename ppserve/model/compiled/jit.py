@@ -6,6 +6,7 @@ So there is one directory for each state of the sources, named by a digest of al
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 from ppserve.errors import ConfigError
 
 VARIABLE = "NUMBA_CACHE_DIR"
+CPU_FEATURES = "NUMBA_CPU_FEATURES"
 
 
 def directory_name() -> str:
@@ -67,9 +69,26 @@ def _is_private(path: Path) -> bool:
     return parent.st_uid in (0, os.getuid()) and bool(safe)
 
 
+def bounded(features: str, host: Mapping[str, bool]) -> str:
+    """An operator's NUMBA_CPU_FEATURES, without what this CPU lacks.
+
+    The name in NUMBA_CPU_NAME may bring more than the CPU has, whose use would end the process. A name that LLVM
+    does not know brings not even what all have.
+    """
+    words = [word for word in features.split(",") if word]
+    all_have = [f"+{name}" for name in ("64bit", "cmov", "cx8", "fxsr", "sse2") if host.get(name)]
+    lacking = [f"-{name}" for name, has in host.items() if not has]
+    return ",".join([*words, *(word for word in all_have + lacking if word not in words)])
+
+
 os.environ[VARIABLE] = str(cache_directory(os.environ, Path(tempfile.gettempdir())))
 
 import numba  # noqa: E402
+from llvmlite import binding  # noqa: E402
+
+if CPU_FEATURES in os.environ:  # else numba tells LLVM what this CPU has
+    with contextlib.suppress(RuntimeError):  # LLVM does not know this kind of CPU
+        os.environ[CPU_FEATURES] = bounded(os.environ[CPU_FEATURES], binding.get_host_cpu_features())
 
 from ppserve.model.compiled.compiling import PartCompiler, SharedCache  # noqa: E402
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppserve.errors import ConfigError
+from ppserve.model.compiled.jit import bounded
 from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels, multiplies_bfloat16
 from ppserve.model.cpu.kernels.variants import NEEDS, VARIABLE, available, choose, enabled, features
 
+PIPED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100}
 HASWELL = frozenset({"sse2", "avx2", "fma"})
 SKYLAKE = HASWELL | NEEDS["avx512"]
 CASCADE_LAKE = SKYLAKE | {"avx512vnni"}
@@ -49,8 +54,31 @@ def test_numbas_settings_bound_the_variant() -> None:
     # These tests may themselves run under a forced variant, which numba's settings would make unavailable.
     unforced = {name: value for name, value in os.environ.items() if name != VARIABLE}
     for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_ENABLE_AVX", "0")):
-        told = subprocess.run([sys.executable, "-c", code], env={**unforced, name: value}, capture_output=True)
-        assert told.stdout == b"portable\n"
+        told = subprocess.run([sys.executable, "-c", code], env={**unforced, name: value}, **PIPED)
+        assert told.stdout == "portable\n"
+
+
+def test_what_an_operator_tells_llvm_is_bounded_by_what_the_cpu_has() -> None:
+    host = {"64bit": True, "sse2": True, "avx2": True, "avx512f": False}
+    assert bounded("", host) == "+64bit,+sse2,-avx512f"
+    told = bounded("+avx512f,,+avx2", host)
+    assert enabled(told) == {"64bit", "sse2", "avx2"}
+    assert bounded(told, host) == told, "a process passes its own on to its children"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sapphirerapids", "no-such-cpu"])
+def test_kernels_run_whatever_cpu_numba_is_told(name: str, tmp_path: Path) -> None:
+    """What uses what its CPU lacks is ended, and so is a process whose LLVM knows less than what all CPUs have."""
+    if platform.machine() != "x86_64":
+        pytest.skip("these are names of x86-64 CPUs")
+    told = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    code = "from tests.model.cpu import test_activation as floats, test_thread_pool as atomics\n"
+    code += "floats.test_what_is_not_finite_stays_so()\n"
+    code += "atomics.test_threads_do_jobs_together_asleep_or_not(2)"
+    unforced = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    ran = subprocess.run([sys.executable, "-c", code], env=unforced | told, **PIPED)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def features() -> Features:
 
 def enabled(target: str) -> set[str]:
     """Those that a description of LLVM's switches on: `+avx2,-avx512f`. An operator may have changed numba's."""
-    return {word[1:] for word in target.split(",") if word.startswith("+")}
+    last = {word[1:]: word[0] for word in target.split(",") if word}
+    return {name for name, sign in last.items() if sign == "+"}
 
 
 def _grants_tiles(found: set[str]) -> bool:

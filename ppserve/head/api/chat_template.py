@@ -1,7 +1,7 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
-A special token in the template's own literals is that token, and is marked. All other text is text, but for what
-completes a token that a literal begins: '<|' + role + '|>'.
+A special token that the template writes, in its own literals, the model's named tokens and roles, is that token,
+whatever the template does with its texts. All other text is text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-from ppserve.head.api.template_process import MARK, Marks, parse
+from ppserve.head.api.template_process import parse
 
 MAX_RENDERERS = 4
 MAX_REASON = 500
 
-Messages = Sequence[Mapping[str, str]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Messages = Sequence[Mapping[str, Any]]
+"""Each with one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
 
 
 class ChatTemplate:
@@ -38,12 +41,10 @@ class ChatTemplate:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source = source
-        self._marks = Marks(special)
-        self._tokens = {name: self._marks.put(token) for name, token in tokens.items()}
-        self._begin = json.dumps([source, [*special]])
+        self._begin = json.dumps([source, [*special], {**tokens}])
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
-        self.words = frozenset(re.findall(r"""(?<=['"])\w+(?=['"])""", source))
-        """What stands in quotes: its own roles are among them."""
+        self.roles = {*ROLES, *re.findall(r"""(?<=['"])\w+(?=['"])""", source)}
+        """OpenAI's, and what stands in quotes: its own are among them."""
         self._idle: list[subprocess.Popen[str]] = []
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
@@ -73,9 +74,9 @@ class ChatTemplate:
         end = secrets.token_hex(16) + " "
         if continues:
             *earlier, last = messages
-            messages = [*earlier, {**last, "content": last["content"] + end}]
-        text = self._ask({**variables, **self._tokens, "messages": messages})
-        return self._marks.split(_until(end, text) if continues else text)
+            messages = [*earlier, {**last, "content": _extended(last["content"], end)}]
+        parts = self._ask({"tools": None, "documents": None, **variables, "messages": messages})
+        return _until(end, parts) if continues else parts
 
     def close(self) -> None:
         """Ends the idle processes; the others end with the head."""
@@ -83,7 +84,7 @@ class ChatTemplate:
         for process in [*self._idle]:
             _end(process)
 
-    def _ask(self, variables: Mapping[str, Any]) -> str:
+    def _ask(self, variables: Mapping[str, Any]) -> list[str]:
         try:
             process = self._idle.pop()
         except IndexError:
@@ -97,10 +98,10 @@ class ChatTemplate:
             _end(process)
             answer = {"error": "it takes too long"}
         if "error" in answer:
-            start = answer["error"].replace(MARK, "")[:MAX_REASON]
+            start = answer["error"][:MAX_REASON]
             why = "".join(char if char.isprintable() else " " for char in start)
             raise InvalidRequest([Violation("messages", f"the chat template refuses them: {why}")])
-        return str(answer["text"])
+        return [*map(str, answer["parts"])]
 
 
 def _start(begin: str) -> subprocess.Popen[str]:
@@ -118,9 +119,18 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _until(mark: str, text: str) -> str:
+def _extended(content: Any, end: str) -> Any:
+    """`content` with `end` behind its last text."""
+    if isinstance(content, str):
+        return content + end
+    *earlier, last = content
+    return [*earlier, {**last, "text": last["text"] + end}]
+
+
+def _until(mark: str, parts: Sequence[str]) -> list[str]:
     """What precedes the last message's end. Raises InvalidRequest if that is missing."""
-    before, found, after = text.rpartition(mark.rstrip())
-    if not found:
-        raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])
-    return before if after.startswith(" ") else before.rstrip()
+    for place in range(len(parts) - 1, -1, -2):
+        before, found, after = parts[place].rpartition(mark.rstrip())
+        if found:
+            return [*parts[:place], before if after.startswith(" ") else before.rstrip()]
+    raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])

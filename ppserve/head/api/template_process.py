@@ -1,7 +1,8 @@
 """The process that renders a chat template: another person's program.
 It may use little memory and time here, and cannot hurt the head.
 
-It reads a line of JSON with the template and special tokens, then one for each chat, and answers each.
+It reads a line of JSON with the template, all special tokens and those with names, then one for each chat, and
+answers each.
 """
 
 from __future__ import annotations
@@ -11,43 +12,25 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes, pass_eval_context
 from jinja2.ext import Extension
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from ppserve.head.api.traced import Traced, formatted, joined, own_text, traced
 
 MAX_SOURCE = 1 << 20
 MAX_MEMORY_BYTES = 1 << 30
 MAX_TEXT = 16 << 20
 MAX_CPU_S = 5.0
 """For one chat. A template that takes longer ends this process."""
-MARK = "\udc00"
-"""Precedes special tokens that a template writes. Half a surrogate pair: not in callers' text."""
-
-
-class Marks:
-    """Tells special tokens that a template writes from callers' text."""
-
-    def __init__(self, special: Collection[str]) -> None:
-        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
-        self._whole = "|".join(map(re.escape, texts)) or "(?!)"
-        # A role may complete one: '<|' + role + '|>'. '</' + name + '>' is no token.
-        begun = {text[:end] for text in texts for end in range(2, len(text))}
-        self._begun = "|".join(re.escape(text) for text in begun if text[-1] != "/")
-
-    def put(self, text: str) -> str:
-        """A template's literal, or a variable of the model's own, with marks."""
-        return re.sub(rf"{self._whole}|(?:{self._begun})\Z", rf"{MARK}\g<0>", text)
-
-    def split(self, text: str) -> list[str]:
-        """Texts without marks, and special tokens, in turn."""
-        parts = re.split(f"{MARK}({self._whole})", text)
-        return [part.replace(MARK, "") for part in parts]
 
 
 class GenerationBlock(Extension):
@@ -65,43 +48,117 @@ def parse(source: str) -> None:
     if len(source) > MAX_SOURCE:
         raise ValueError(f"it has {len(source)} characters; the limit is {MAX_SOURCE}")
     try:
-        _environment().parse(source)
+        _Environment().parse(source)
     except (TemplateError, RecursionError, MemoryError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers has it, in Jinja's sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **more: json.dumps(value, **{"ensure_ascii": False, **more})
-    return environment
+class _Environment(ImmutableSandboxedEnvironment):
+    """As transformers has it, in Jinja's sandbox, with texts that are traced. literals: the template's own."""
+
+    concat = staticmethod(joined)
+
+    def __init__(self) -> None:
+        extensions = ["jinja2.ext.loopcontrols", GenerationBlock]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.literals: list[Traced] = []
+        self.globals |= {
+            "raise_exception": _refuse,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+        }
+        self.filters |= {"tojson": _to_json, "join": _join}
+
+    def wrap_str_format(self, value: Any) -> Any:
+        form = super().wrap_str_format(value)
+        return None if form is None else partial(formatted, form, value.__self__)
 
 
-@cache
-def _compiled(source: str, *special: str) -> Template:
-    environment, marks = _environment(), Marks(special)
-    tree = environment.parse(source)
-    for data in tree.find_all(nodes.TemplateData):
-        data.data = marks.put(data.data)
-    for literal in tree.find_all(nodes.Const):
-        if isinstance(literal.value, str):
-            literal.value = marks.put(literal.value)
-    return environment.from_string(tree)
+class _Literals(NodeTransformer):
+    """Takes a template's texts from `literals`, and has `~` join texts that are traced."""
+
+    def __init__(self, literals: list[Traced]) -> None:
+        self._literals = literals
+
+    def _literal(self, text: str) -> nodes.Node:
+        self._literals.append(own_text(text))
+        place = nodes.Const(len(self._literals) - 1)
+        return nodes.Getitem(nodes.EnvironmentAttribute("literals"), place, "load")
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return self._literal(node.data)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        return self._literal(node.value) if isinstance(node.value, str) else node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        texts = nodes.List([self.visit(each) for each in node.nodes])
+        return nodes.Filter(texts, "join", [], [], None, None)
+
+
+@pass_eval_context
+def _join(context: nodes.EvalContext, value: Any, d: str = Traced(), attribute: Any = None) -> str:
+    return str(FILTERS["join"](context, value, d, attribute))
+
+
+def _to_json(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def render(source: str, special: Collection[str], variables: dict[str, Any]) -> dict[str, str]:
-    """`text`, or `error`."""
+@cache
+def compiled(source: str) -> tuple[Template, bool]:
+    """The template, and whether it takes a content in parts, as vLLM tells: whether it loops over them."""
+    environment = _Environment()
+    tree = environment.parse(source)
+    takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    return environment.from_string(_Literals(environment.literals).visit(tree)), takes_parts
+
+
+def _is_content(node: nodes.Node | None) -> bool:
+    """Whether it is `content`, a value's `content`, or some of that."""
+    match node:
+        case nodes.Name(name="content") | nodes.Getattr(attr="content"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Getitem(arg=nodes.Slice()) | nodes.Filter():
+            return _is_content(node.node)
+    return False
+
+
+def _split(text: Traced, special: Sequence[str]) -> list[str]:
+    """Texts and special tokens in turn. A special token is one that the template wrote, whole."""
+    words = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
+    whole = re.compile("|".join(map(re.escape, words)) or "(?!)")
+    parts, at = [], 0
+    for own in re.finditer(b"\1+", text.own):
+        for token in whole.finditer(text, *own.span()):
+            parts += [text[at : token.start()], token[0]]
+            at = token.end()
+    return [*parts, text[at:]]
+
+
+def render(
+    source: str, special: Sequence[str], tokens: Mapping[str, str], variables: dict[str, Any]
+) -> dict[str, Any]:
+    """`parts`: texts and special tokens in turn; or `error`. tokens: special ones, by their names in templates.
+
+    Roles are known words, so a template may make a token of one: '<|' + role + '|>'.
+    """
     try:
-        text = _compiled(source, *special).render(variables)
-        return {"text": text} if len(text) <= MAX_TEXT else {"error": "the text is too long"}
+        template, takes_parts = compiled(source)
+        variables = traced(variables)
+        for message in variables["messages"]:
+            message["role"] = own_text(message["role"])
+            if isinstance(message.get("content"), list) and not takes_parts:
+                message["content"] = joined((part["text"] for part in message["content"]), "\n")
+        text = template.render(variables | {name: own_text(token) for name, token in tokens.items()})
+        return {"parts": _split(joined([text]), special)} if len(text) <= MAX_TEXT else {"error": "it is too long"}
     except Exception as error:
         # On unforeseen messages a template may fail in any way.
         return {"error": str(error) if isinstance(error, TemplateError) else type(error).__name__}
@@ -111,11 +168,11 @@ def main() -> None:
     """Until standard input ends, with the head."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, special = json.loads(sys.stdin.readline())
+    source, special, tokens = json.loads(sys.stdin.readline())
     for line in sys.stdin:
         variables = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = json.dumps(render(source, special, variables))
+        answer = json.dumps(render(source, special, tokens, variables))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 

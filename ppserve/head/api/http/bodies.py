@@ -37,6 +37,9 @@ class Body(msgspec.Struct, kw_only=True):
 
     model: str | None = None
 
+    def keep(self, given: dict[str, Any]) -> None:
+        """Keep what types do not name."""
+
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
     """A sequence whose stream broke, and its tokens that the caller holds."""
@@ -180,7 +183,9 @@ def parse_body(content: bytearray, kind: type[B]) -> B:
         given = msgspec.json.decode(content, type=dict[str, Any])
         asked = (name for name, neutral in kind.unserved.items() if _asks(given.get(name), neutral))
         refuse(Violation(name, "not served") for name in asked)
-        return msgspec.convert(given, kind, str_keys=True)
+        body = msgspec.convert(given, kind, str_keys=True)
+        body.keep(given)
+        return body
     except msgspec.ValidationError as error:
         raise InvalidRequest([_violation(str(error))]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

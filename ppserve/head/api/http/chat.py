@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ppserve.errors import Violation
+from ppserve.head.api.chat_template import ROLES
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import HttpError
@@ -17,7 +18,8 @@ from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first, or the second."""
 # Other fields than `chat_template_kwargs` that templates get.
 _OTHER_FIELDS = {
     *("messages", "add_generation_prompt", "continue_final_message"),
@@ -32,27 +34,60 @@ class TextPart(msgspec.Struct):
     text: str = ""
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+    @property
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments; None where they are no JSON object. An empty text is none."""
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        try:
+            return msgspec.json.decode((self.arguments or "").strip() or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return None
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an earlier answer made."""
+
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
+    tool_calls: list[ToolCall] | None = None
     audio: Any = None
+    given: Any = msgspec.field(default=None, name="")
+    """All that the caller gave: templates show other fields too."""
 
     def violations(self, place: str) -> Iterator[Violation]:
         if self.content is None and not self.tool_calls:
             yield Violation(f"{place}.content", "missing")
-        for name in ("tool_calls", "function_call", "audio"):
-            if getattr(self, name):
-                yield Violation(f"{place}.{name}", "not served")
+        if self.audio:
+            yield Violation(f"{place}.audio", "not served")
         if isinstance(self.content, list) and any(part.type != "text" for part in self.content):
             yield Violation(f"{place}.content", "only text is served")
+        for number, call in enumerate(self.tool_calls or ()):
+            if call.function.parsed is None:
+                yield Violation(f"{place}.tool_calls[{number}].function.arguments", "not a JSON object")
 
-    def for_template(self) -> dict[str, str]:
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+    def for_template(self) -> dict[str, Any]:
+        """As transformers and vLLM give it: null is absent, the arguments of calls are objects."""
+        message = {name: value for name, value in self.given.items() if value is not None}
+        message["content"] = message.get("content") or ""
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": read.function.parsed}}
+                for call, read in zip(message["tool_calls"], self.tool_calls, strict=True)
+            ]
+        else:
+            message.pop("tool_calls", None)
+        if reasoning := next((message[name] for name in REASONING if name in message), None):
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        return message
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -89,12 +124,16 @@ class ChatBody(GenerationBody, kw_only=True):
         newer = {} if self.max_completion_tokens is None else {"stop.max_tokens": "max_completion_tokens"}
         return names | newer
 
+    def keep(self, given: dict[str, Any]) -> None:
+        for message, own in zip(self.messages, given["messages"], strict=True):
+            message.given = own
+
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
         """What the chat template makes of the messages."""
         if handler.template is None:
             problem = "this model has no chat template, and the server was given none: see --chat-template"
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
-        roles, known = handler.template.words.union(ROLES), f"{', '.join(ROLES)}, nor one of the template's"
+        roles, known = handler.template.roles, f"{', '.join(ROLES)}, nor one of the template's"
         others = (place for place, message in enumerate(self.messages) if message.role not in roles)
         refuse(Violation(f"messages[{place}].role", f"not one of {known}") for place in others)
         messages = [message.for_template() for message in self.messages]

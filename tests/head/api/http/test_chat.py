@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.http.bodies import parse_body
+from ppserve.head.api.http.chat import ChatBody
+from ppserve.head.api.template_process import render
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.http.asking import TEMPLATE, Served, served_http
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+
+
+def called(arguments: object) -> dict[str, Any]:
+    """An answer that called a function."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 UNSERVED: dict[str, object] = {
@@ -54,7 +66,7 @@ async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(ser
     messages = [{"role": "user", "content": parts}]
     answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
     assert answer.status == 200, answer.body
-    assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
+    assert list(served.engine.requests[0].prompt_ids) == [*b"u:a\n<eos>", EOS, *b"\na:"]
     parsed = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
     whole = (await served.ask(CHAT, parsed)).json
     first, *others = (await served.ask(CHAT, {**parsed, "stream": True})).events
@@ -75,7 +87,13 @@ async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(ser
         ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         *(({"messages": HELLO, name: value}, name) for name, value in UNSERVED.items()),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}, "content": "a"}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
+        *(
+            ({"messages": [called(arguments)]}, "messages[0].tool_calls[0].function.arguments")
+            for arguments in ("{", "[1]", "7", '{"a": NaN}', [1])
+        ),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"messages": HELLO, "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs.eos_token"),
         (
@@ -140,6 +158,62 @@ async def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
             assert answer.status == 200, answer.body
             said = [*"blue ä u:hi".encode(), EOS, *b"\na:Once upon", *end]
             assert list(served.engine.requests[-1].prompt_ids) == said
+
+
+@pytest.mark.parametrize("arguments", ['{"a": [1, "é"]}', {"a": [1, "é"]}, "", None])
+def test_messages_are_those_that_transformers_and_vllm_give_to_templates(arguments: object) -> None:
+    """Fields of any name; what is null is not there; arguments are objects; a reasoning has two names."""
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "Ada", "": None, "given": 5},
+        called(arguments) | {"reasoning": "b", "refusal": None, "custom": {"deep": [None]}},
+        {"role": "tool", "content": "c", "tool_call_id": "c"},
+        {"role": "assistant", "content": "d", "tool_calls": [], "function_call": {"name": "g"}},
+    ]
+    body = parse_body(bytearray(json.dumps({"messages": given}).encode()), ChatBody)
+    assert not [*body.violations()]
+    function = {"name": "f", "arguments": {"a": [1, "é"]} if arguments else {}}
+    messages = [message.for_template() for message in body.messages]
+    assert messages == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "Ada", "given": 5},
+        {
+            "role": "assistant",
+            "content": "",
+            "custom": {"deep": [None]},
+            **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "b"),
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "c", "tool_call_id": "c"},
+        {"role": "assistant", "content": "d", "function_call": {"name": "g"}},
+    ]
+    source = (
+        "{% for m in messages %}{{ m | dictsort | tojson }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}{{ tools is none }}"
+    )
+    shown = [message | {"content": "s"} for message in messages]
+    ((expected,), _) = render_jinja_template([shown], chat_template=source)
+    template = ChatTemplate(source, {}, ())
+    assert asyncio.run(template.render("one", shown, {})) == [expected]
+    template.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ messages[0].content }}", "a\nb"),
+        ("{% for m in messages %}{{ m['content'] | trim }}{% endfor %}", "a\nb"),
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}", "a|b|"),
+        ("{% for part in messages[0]['content'] | list %}{{ part['text'] }}|{% endfor %}", "a|b|"),
+        (
+            "{% macro f(content) %}{% for p in content[:9] %}{{ p.text }}|{% endfor %}{% endmacro %}"
+            "{{ f(messages[0].content) }}",
+            "a|b|",
+        ),
+    ],
+)  # fmt: skip
+def test_several_texts_are_lines_unless_the_template_takes_parts(source: str, shown: str) -> None:
+    """As vLLM tells these templates apart."""
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert render(source, (), {}, {"messages": [{"role": "user", "content": parts}]}) == {"parts": [shown]}
 
 
 async def test_a_chat_as_a_whole_is_bounded(served: Served) -> None:

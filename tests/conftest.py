@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +14,9 @@ from tests import slow
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would every command that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Not all that tests use to ask a server on loopback knows that no proxy can reach it.
+for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[name]
 
 pytest_plugins = ["tests.workers"]
 

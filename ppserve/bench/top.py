@@ -16,6 +16,7 @@ from typing import Any
 
 from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.client import Client
+from ppserve.client.connection import is_this_host
 from ppserve.core.figures import counted
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, IDLE
@@ -53,7 +54,8 @@ def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
     """From a server's metrics port. Blocks. Raises ScrapeFailed."""
     url = f"http://{address}/load.json"
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        proxies = urllib.request.ProxyHandler({} if is_this_host(address) else None)
+        with urllib.request.build_opener(proxies).open(url, timeout=timeout_s) as response:
             figures: Figures = json.load(response)
         if not isinstance(figures, dict) or not figures.keys() >= _FIGURES:
             raise ValueError("is not the page of a ppserve server")

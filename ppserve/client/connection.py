@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import math
 import random
+import re
 import reprlib
 import time
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ from typing import Any
 
 import grpc
 
+_TARGET = re.compile(r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?:\[(?P<six>[^]]*)\]|(?P<host>[^:/]*))(?::\w*)?")
+_LOOPBACK_NAMES = ("localhost", "localhost4", "localhost6", "localhost.localdomain")
 _LONGEST_S = 1e9  # gRPC takes much longer limits for past ones
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Reconnect soon to a server that restarts; gRPC's first pause is a second.
@@ -44,10 +49,23 @@ class Tls:
 
 
 def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
-    """A channel of the library: grpc, or grpc.aio."""
+    """A channel of the library: grpc, or grpc.aio. It goes through a proxy that the environment names, but not to
+    this host, which a proxy could not reach, nor to one that `no_proxy` names."""
+    options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_this_host(target)))]
     if tls is None:
-        return library.insecure_channel(target, CHANNEL_OPTIONS)
-    return library.secure_channel(target, tls.credentials(), CHANNEL_OPTIONS)
+        return library.insecure_channel(target, options)
+    return library.secure_channel(target, tls.credentials(), options)
+
+
+def is_this_host(target: str) -> bool:
+    """Whether HOST:PORT, or gRPC's `dns:`, `ipv4:` or `ipv6:` before it, is a loopback address or name."""
+    found = _TARGET.fullmatch(target)
+    host = (found["six"] or found["host"]).lower().rstrip(".") if found else ""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        return address.is_loopback or address.is_unspecified
+    return host in _LOOPBACK_NAMES or host.endswith(".localhost")
 
 
 def refuse_other_kinds(**given: tuple[object, type]) -> None:

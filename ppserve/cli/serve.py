@@ -14,6 +14,7 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
 from ppserve.process.environment import HEAD_SIGNALS, RankEnvironment, ignore_signals, open_many_files
 from ppserve.process.keeper import run_rank
+from ppserve.process.log import never_wait_for_readers
 from ppserve.process.stage_process import ForkServer
 
 # A slip of the finger must not fill the host with processes.
@@ -59,6 +60,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
     """In a rank that torchrun started."""
     ignore_signals(HEAD_SIGNALS)
     open_many_files()
+    never_wait_for_readers()
     if environment.rank > 0:
         sys.exit(run_rank(config, environment))
     from ppserve.cli.check import check

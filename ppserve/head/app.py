@@ -35,10 +35,9 @@ from ppserve.process.environment import (
     EXIT_USAGE,
     RankEnvironment,
     die_with_launcher,
-    set_up_logging,
-    survive_full_disks,
 )
 from ppserve.process.keeper import Keeper
+from ppserve.process.log import flush_streams, on_dropped, set_up_logging
 from ppserve.process.meeting import find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
@@ -54,7 +53,6 @@ _STAGES_END_WITHIN_S = 5.0
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
     """Runs rank 0, and exits at once: gRPC's threads could hold up `sys.exit`."""
     die_with_launcher()
-    survive_full_disks()
     set_up_logging(config.server)
     # Else the engine's thread waits long while streams are written.
     sys.setswitchinterval(0.0005)
@@ -67,8 +65,7 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
     except (UsageError, StagesLost) as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USAGE if isinstance(error, UsageError) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(code)
 
 
@@ -140,6 +137,7 @@ class HeadProcess:
         config = self._config
         grid = self._config.pipeline.grid(self._world_size)
         self._metrics = Metrics(grid.pipeline, grid.data)
+        on_dropped(self._metrics.log_lines_dropped)
         self._trace = Trace(grid, config.server.trace)
         self._spans = RecentSpans(grid.pipeline, grid.data)
         on_output = self._metrics.requests.on_output

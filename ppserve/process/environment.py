@@ -1,24 +1,18 @@
-"""This process among those that torchrun started: rank, exit codes, signals, limits and log."""
+"""This process among those that torchrun started: rank, exit codes, signals and limits."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
-import json
-import logging
 import os
 import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ppserve.config import ServerSettings
 from ppserve.errors import LauncherError
 
 EXIT_USAGE = 2
@@ -35,9 +29,6 @@ _OPEN_FILES = 65_536
 
 # Linux's numbers.
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-
-# Attributes of every log record.
-_OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 # They go to all ranks and must not end one; the head installs handlers later.
 HEAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
@@ -127,50 +118,3 @@ def this_machine() -> str:
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     return "/".join(parts)
-
-
-# ---- the log ----
-
-
-class JsonFormatter(logging.Formatter):
-    """One object per line, with the entries of `extra`, such as a request id."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {key: value for key, value in record.__dict__.items() if key not in _OWN}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
-    """Sets level and format of all logs of this process. who: `head` or `stage N`."""
-    handler = logging.StreamHandler()
-    if settings.log_format == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-    # At `debug` numba logs every instruction that it compiles.
-    logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
-
-
-def survive_full_disks() -> None:
-    """Standard output and error drop what a full disk does not take."""
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
-
-
-class _Unfailing(io.FileIO):
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes

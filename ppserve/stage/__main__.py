@@ -25,9 +25,8 @@ from ppserve.process.environment import (
     die_with_parent,
     ignore_signals,
     name_process,
-    set_up_logging,
-    survive_full_disks,
 )
+from ppserve.process.log import flush_streams, never_wait_for_readers, set_up_logging
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import find_route
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP
@@ -88,7 +87,7 @@ def be_stage(life: int, parent_pid: int) -> int:
     os.write(life, b"forked %d\n" % os.getpid())
     threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
     start = _read_start(life)
-    survive_full_disks()
+    never_wait_for_readers()
     set_up_logging(start.config.server, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     os.write(life, b"started\n")
@@ -165,7 +164,7 @@ def run_and_exit(run: Callable[[], int]) -> NoReturn:
         log.exception("this stage ends")
         code = 1
     logging.shutdown()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(code)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, requests_with_everything
 from tests.e2e.serving import Forked, launch, plain_shell, serving
 from tests.e2e.test_losing_stages import TINY
+from tests.ports import port_to_come_back_to
 
 
 def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher(
@@ -51,6 +54,34 @@ def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
         assert "predicted for 6 callers" in server.log
         assert all(f"\n{shape} " in server.log for shape in ("1x1x4", "1x2x2", "2x1x2", "1x4x1", "2x2x1", "4x1x1"))
     assert together == [answers[0] for answers in answers_alone(requests)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_server_whose_output_nobody_reads_starts_and_answers(tmp_path: Path) -> None:
+    """The pipe is full before it begins, and what it says comes when there is room. (How much is kept, and that
+    the rest is counted, is in `process.test_log`.)"""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading, filling = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(filling, b"\n" * select.PIPE_BUF)
+    os.close(filling)
+    port = port_to_come_back_to()
+    server = launch(Forked(2), ("--port", str(port), "--log-level", "debug"), pipe)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            grpc.channel_ready_future(channel).result(90)
+        requests = requests_with_everything(4, seed=8)
+        assert ask(f"127.0.0.1:{port}", requests, at_once=4) == [answers[0] for answers in answers_alone(requests)]
+        os.set_blocking(reading, True)
+        said = b""
+        while b"ppserve ready" not in said:
+            said += os.read(reading, 1 << 16)
+        assert b"stage 1 INFO process" in said
+    finally:
+        server.end()
+        os.close(reading)
 
 
 def test_a_second_sigterm_ends_at_once() -> None:

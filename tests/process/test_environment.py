@@ -1,11 +1,8 @@
-"""What a rank asks of the system for itself, and its log."""
+"""What a rank asks of the system for itself."""
 
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +10,6 @@ from ppserve.errors import LauncherError
 from ppserve.process.environment import RankEnvironment, open_many_files
 
 NO_LIMIT = resource.RLIM_INFINITY
-SURVIVES = "from ppserve.process.environment import survive_full_disks; survive_full_disks()"
-SPEAKS = "print('said', file=sys.stderr, flush=True); print('said', flush=True); logging.warning('said')"
 
 
 @pytest.mark.parametrize(
@@ -74,33 +69,3 @@ def test_a_launchers_mistake_names_the_variable(
         launcher.setenv(name, value)
     with pytest.raises(LauncherError, match=says):
         RankEnvironment.from_environ()
-
-
-# ---- the log ----
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize(("survives", "code"), [(True, 3), (False, 1)])
-def test_a_full_disk_ends_nothing(survives: bool, code: int) -> None:
-    """The same without it fails, as a control."""
-    program = f"import logging, sys\n{SURVIVES if survives else 'pass'}\n{SPEAKS}\nsys.exit(3)"
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
-    assert ended.returncode == code
-
-
-def test_what_can_be_written_is_and_debug_is_ours_and_not_the_compilers() -> None:
-    program = f"""if True:
-        import logging, sys
-        {SURVIVES}
-        {SPEAKS}
-        from ppserve.config import ServerSettings
-        from ppserve.process.environment import set_up_logging
-        set_up_logging(ServerSettings(log_level="debug"), "stage 0")
-        logging.getLogger("numba.core").debug("an instruction")
-        logging.getLogger("ppserve.stage").debug("a step")
-    """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.stderr[:23]) == ("said\n", "said\nWARNING:root:said\n")
-    assert "a step" in ended.stderr
-    assert "an instruction" not in ended.stderr

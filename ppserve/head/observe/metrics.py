@@ -222,6 +222,8 @@ class Metrics:
         self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
         http_text = "Answers over HTTP, by path and status."
         self._http = counter("ppserve_http_requests", http_text, ["path", "status"])
+        log_text = "Lines of the head's log that nobody read, or a full disk did not take."
+        self.log_lines_dropped = counter("ppserve_log_lines_dropped", log_text).inc
 
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
         """stage_times: called at every scrape, for all replicas."""

@@ -42,12 +42,16 @@ CONTRACT = {
     "ppserve_kv_usage_ratio": "gauge",
     "ppserve_stage_restarts_total": "counter",
     "ppserve_http_requests_total": "counter",
+    "ppserve_log_lines_dropped_total": "counter",
     "ppserve_stage_info": "gauge",
     "ppserve_build_info": "gauge",
 }
 
 
-COMMON = {"ppserve_requests_waiting", "ppserve_build_info", "ppserve_http_requests_total"}
+COMMON = {
+    *("ppserve_requests_waiting", "ppserve_build_info", "ppserve_http_requests_total"),
+    "ppserve_log_lines_dropped_total",
+}
 
 
 class Scrape:

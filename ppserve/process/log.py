@@ -1,0 +1,182 @@
+"""This process's log and its standard streams, whose writers never wait for a reader."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import logging
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ppserve.config import ServerSettings
+
+# Attributes of every log record.
+_OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+# Some thousand lines.
+_MAX_WAITING_BYTES = 1 << 18
+# Without progress for so long, an ending process gives up what still waits.
+_FLUSH_WITHIN_S = 1.0
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line, with the entries of `extra`, such as a request id."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in record.__dict__.items() if key not in _OWN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
+    """Sets level and format of all logs of this process. who: `head` or `stage N`."""
+    handler = logging.StreamHandler()
+    if settings.log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    # At `debug` numba logs every instruction that it compiles.
+    logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
+    for outlet in _outlets:
+        outlet.format = handler.format
+
+
+# ---- standard output and error ----
+
+
+def never_wait_for_readers() -> None:
+    """Standard output and error take at once what is written, in every thread. Lines that a full disk does not
+    take, or that nobody reads, are lost, and counted."""
+    _outlets.clear()
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        _outlets.append(outlet := _Outlet(fd))
+        setattr(sys, name, io.TextIOWrapper(outlet, "utf-8", "backslashreplace", line_buffering=True))
+    atexit.register(flush_streams)
+
+
+def flush_streams() -> None:
+    """Waits until everything is written, while somebody reads. Before `os._exit`."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for outlet in _outlets:
+        outlet.drain()
+
+
+def on_dropped(count: Callable[[int], None]) -> None:
+    """count: told of each lot of lines that this process drops."""
+    for outlet in _outlets:
+        outlet.count = count
+
+
+class _Outlet(io.BufferedIOBase):
+    """What is written waits in memory for a thread, which hands it on, however long that takes. When too much
+    waits, further lines are dropped; a line says how many once the rest is read."""
+
+    def __init__(self, fd: int) -> None:
+        self.format: Callable[[logging.LogRecord], str] = logging.Formatter("ppserve: %(message)s").format
+        self.count: Callable[[int], None] = lambda _lines: None
+        self._number, self._fd = fd, os.dup(fd)
+        self._waiting = bytearray()
+        self._is_idle = True
+        self._dropped = self._progress = 0
+        self._changed = threading.Condition()
+        _make_own_unblocking(fd)
+        threading.Thread(target=self._hand_on, name=f"outlet-{fd}", daemon=True).start()
+
+    def fileno(self) -> int:
+        return self._number
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        with self._changed:
+            if len(self._waiting) + len(piece) > _MAX_WAITING_BYTES:
+                self._drop(piece)
+            else:
+                self._waiting += piece
+                self._changed.notify_all()
+        return len(piece)
+
+    def drain(self) -> None:
+        """Returns when all is written, or nobody reads."""
+        with self._changed:
+            before = -1
+            while (self._waiting or not self._is_idle) and self._progress != before:
+                before = self._progress
+                self._changed.wait(_FLUSH_WITHIN_S)
+
+    def _drop(self, piece: bytes) -> None:
+        lines = piece.count(b"\n")
+        with self._changed:
+            self._dropped += lines
+        self.count(lines)
+
+    def _hand_on(self) -> None:
+        told = 0
+        while True:
+            with self._changed:
+                self._is_idle = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                batch, dropped = bytes(self._waiting), self._dropped
+                self._waiting.clear()
+                self._is_idle = False
+            # What was dropped came behind this batch, which left no room.
+            if self._write_all(batch) and dropped > told and self._write_all(self._notice(dropped - told)):
+                told = dropped
+
+    def _write_all(self, batch: bytes) -> bool:
+        """False if a part cannot be written, now or later."""
+        at = 0
+        while at < len(batch):
+            # So much goes into a pipe at once, and no other process's line into ours.
+            end = 1 + batch.rfind(b"\n", at, at + select.PIPE_BUF) or at + select.PIPE_BUF
+            try:
+                at += os.write(self._fd, batch[at:end])
+                self._progress += 1
+            except BlockingIOError:  # another program has made it so
+                reader = select.poll()
+                reader.register(self._fd, select.POLLOUT)
+                reader.poll()
+            except OSError:
+                self._drop(batch[at:])
+                return False
+        return True
+
+    def _notice(self, dropped: int) -> bytes:
+        if self._number == 1:
+            return b""
+        record = logging.makeLogRecord({"name": "ppserve", "levelno": logging.WARNING, "levelname": "WARNING"})
+        record.msg = f"{dropped} lines before this one were dropped: nobody read them, or the disk was full"
+        return f"{self.format(record)}\n".encode()
+
+
+_outlets: list[_Outlet] = []
+
+
+def _make_own_unblocking(fd: int) -> None:
+    """Libraries that write to a pipe or terminal themselves, not through Python, lose what it does not take. It is
+    opened anew, as the flag would be the shell's too; another user's can not be, and stays as it is."""
+    if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
+        with contextlib.suppress(OSError):
+            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            os.dup2(own, fd)
+            os.close(own)

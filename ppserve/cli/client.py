@@ -30,7 +30,7 @@ from ppserve.client import (
 )
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
-from ppserve.head.limits import MAX_COUNT, MAX_TEMPERATURE, RANGES
+from ppserve.head.limits import MAX_COUNT, RANGES
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
 _COUNT = click.IntRange(0, MAX_COUNT)
@@ -65,9 +65,9 @@ def _bias(text: str) -> tuple[int, float]:
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Most tokens to generate. Default: what fits the context."),
     ("min_tokens", int, "Tokens before anything may end the text."),
-    ("temperature", Number(0, MAX_TEMPERATURE), "0 is greedy. Default: 1."),
+    ("temperature", float, "0 is greedy. Default: 1."),
     ("top_k", int, "Draw from the k most likely tokens. 0: from all."),
-    ("top_p", Number(0, 1), "Draw from the most likely tokens that sum to this."),
+    ("top_p", float, "Draw from the most likely tokens that sum to this."),
     ("min_p", float, "Leave out tokens less likely than this part of the likeliest."),
     ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
     ("frequency_penalty", float, "Taken off a logit for each time its token was generated."),

@@ -8,11 +8,14 @@ MAX_REQUEST_ID_BYTES = 128
 # What the proto's integers hold.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
-# Within these, logits stay finite. The temperature may be 0, too.
+# A lower temperature is greedy, as 0: within these, logits stay finite.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
+MAX_N = 128
 RANGES: dict[str, tuple[float, float]] = {
+    "sampling.temperature": (0, MAX_TEMPERATURE),
     "sampling.top_k": (0, MAX_COUNT),
+    "sampling.top_p": (0, 1),  # 0 is greedy
     "sampling.min_p": (0, 1),
     "sampling.repetition_penalty": (0.01, 10),  # or logits may leave float32
     "sampling.frequency_penalty": (-10, 10),
@@ -38,7 +41,7 @@ class Limits:
     """
 
     max_prompt_bytes: int = 128 << 10
-    max_n: int = 16
+    max_n: int = MAX_N
     max_stop: int = 32
     max_stop_bytes: int = 256
     max_stop_token_ids: int = 64

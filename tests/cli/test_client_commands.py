@@ -56,7 +56,7 @@ def test_json_has_an_object_per_message(target: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("hello", "--stop", "", "--n", "99"), 1, ("INVALID_ARGUMENT", "stop.stop[0]", "sampling.n")),
+        (("hello", "--stop", "", "--n", "129"), 1, ("INVALID_ARGUMENT", "stop.stop[0]", "sampling.n")),
         (("hello", "--top-p", "3"), 2, ("--top-p", "0<=x<=1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),

@@ -18,7 +18,8 @@ from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
     LEAST_URGENT,
     MAX_BIAS,
-    MAX_TEMPERATURE,
+    MAX_COUNT,
+    MAX_N,
     MIN_TEMPERATURE,
     MOST_URGENT,
     RANGES,
@@ -62,6 +63,8 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
 
 def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
     """`given`, which is checked, with every default. room: for new tokens."""
+    if _is_greedy(given):
+        given = {**given, "temperature": 0.0, "top_p": 1.0}
     max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
     granted = room if max_tokens is None else min(max_tokens, room)
     bias = tuple((token_id, c_float(by).value) for token_id, by in sorted(given.get("logit_bias", {}).items()))
@@ -80,6 +83,11 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
         caller=call.caller,
         deadline_s=call.deadline_s,
     )
+
+
+def _is_greedy(given: Fields) -> bool:
+    """Whether the most likely token is taken, in one of the words that there are for it."""
+    return given.get("temperature", 1) < c_float(MIN_TEMPERATURE).value or given.get("top_p") == 0
 
 
 def _stop(given: Fields, max_tokens: int) -> StopConditions:
@@ -155,13 +163,11 @@ def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDe
 
 
 def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
-    if given.get("temperature", 0) != 0:
-        range_ends = MIN_TEMPERATURE, MAX_TEMPERATURE
-        yield from _outside("sampling.temperature", given["temperature"], *range_ends, "0 (greedy) or ")
-    if not 0 < given.get("top_p", 1) <= 1:
-        yield Violation("sampling.top_p", f"{given['top_p']:g} is not above 0 and at most 1")
+    if given.get("n", 1) > limits.max_n:
+        problem = f"at most {MAX_N}, and as many as run at once here (--max-num-seqs): {limits.max_n}"
+        yield Violation("sampling.n", f"{given['n']} sequences; {problem}")
     of_model = {
-        "sampling.n": (1, limits.max_n),
+        "sampling.n": (1, MAX_COUNT),
         **dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs)),
     }
     for field, (low, high) in (RANGES | of_model).items():
@@ -212,7 +218,7 @@ def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> It
         yield from _wrong_ids(field, held, len(held), description)
     if max_tokens is not None and len(held) > max_tokens:
         yield Violation(field, f"{len(held)} tokens, but max_tokens is {max_tokens}")
-    if held and given.get("temperature") != 0 and "seed" not in given:
+    if held and not _is_greedy(given) and "seed" not in given:
         yield Violation("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
 
@@ -237,9 +243,9 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
         yield Violation(f"{field}[{wrong}]", f"token {ids[wrong]} is outside the vocabulary of {vocab_size}")
 
 
-def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:
+def _outside(field: str, value: float, low: float, high: float) -> Iterator[Violation]:
     if not c_float(low).value <= value <= high:  # rounded as values are; also catches NaN
-        yield Violation(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
+        yield Violation(field, f"{_shown(value)} is outside {_shown(low)} to {_shown(high)}")
 
 
 def _too_many(field: str, count: int, limit: int, what: str) -> Violation:

@@ -35,15 +35,16 @@ def fields_refused(**given: object) -> list[str]:
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    *(({"temperature": wrong}, "sampling.temperature") for wrong in (-0.5, math.nan, math.inf, 1e-9, 1e300)),
+    *(({"temperature": wrong}, "sampling.temperature") for wrong in (-0.5, math.nan, math.inf, 101, 1e300)),
     *(({"top_k": wrong}, "sampling.top_k") for wrong in (-1, 2**32)),
-    *(({"top_p": wrong}, "sampling.top_p") for wrong in (0.0, 1e-300, 1.01, math.nan)),
+    *(({"top_p": wrong}, "sampling.top_p") for wrong in (-0.1, 1.01, math.nan)),
     *(({"min_p": wrong}, "sampling.min_p") for wrong in (-0.1, 1.5)),
     *(({"repetition_penalty": wrong}, "sampling.repetition_penalty") for wrong in (0.0, 1e-38, 11)),
     ({"frequency_penalty": 1e30}, "sampling.frequency_penalty"),
     ({"presence_penalty": -math.inf}, "sampling.presence_penalty"),
     *(({"seed": wrong}, "sampling.seed") for wrong in (-1, 2**64)),
-    *(({"n": wrong}, "sampling.n") for wrong in (0, -1, 17, 2**32 - 1)),
+    *(({"n": wrong}, "sampling.n") for wrong in (0, -1, 129, 2**32 - 1)),
+    ({"temperature": -1, "top_p": 0}, "sampling.temperature"),
     ({"logit_bias": {257: 1.0}}, "sampling.logit_bias[257]"),
     ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias[-1]"),
     ({"logit_bias": {3: math.nan}}, "sampling.logit_bias[3]"),
@@ -84,18 +85,18 @@ def test_refused_without_tokenizer(given: dict[str, object], field: str) -> None
 
 
 def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() -> None:
-    wrong = {"temperature": -1, "top_k": -1, "top_p": 0, "min_p": 2, "repetition_penalty": 0, "seed": -1, "n": 0}
+    wrong = {"temperature": -1, "top_k": -1, "top_p": 2, "min_p": 2, "repetition_penalty": 0, "seed": -1, "n": 0}
     with pytest.raises(InvalidRequest) as refusal:
         made(**wrong, frequency_penalty=11)
     assert [violation.problem for violation in refusal.value.violations] == [
-        "-1 is outside 0 (greedy) or 0.0001 to 100",
-        "0 is not above 0 and at most 1",
+        "-1 is outside 0 to 100",
         "-1 is outside 0 to 4294967295",
+        "2 is outside 0 to 1",
         "2 is outside 0 to 1",
         "0 is outside 0.01 to 10",
         "11 is outside -10 to 10",
         "-1 is outside 0 to 18446744073709551615",
-        "0 is outside 1 to 16",
+        "0 is outside 1 to 4294967295",
     ]
     assert len(fields_refused(logit_bias={1000 + i: 1.0 for i in range(1000)})) == MAX_VIOLATIONS
 
@@ -103,9 +104,31 @@ def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() ->
 def test_limits_themselves_are_accepted() -> None:
     made(temperature=0, top_p=1, min_p=1, repetition_penalty=10)
     made(temperature=1e-4, repetition_penalty=0.01)
-    made(n=16, seed=2**64 - 1, top_k=2**32 - 1)
+    made(n=128, seed=2**64 - 1, top_k=2**32 - 1)
     made(stop=["x" * 256] * 32, stop_token_ids=[256] * 64, max_tokens=2**32 - 1)
     made(logprobs=20, prompt_logprobs=20, stream_interval=2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    "greedy",
+    [{"temperature": 0}, {"temperature": 9e-5}, {"temperature": 1e-300}, {"top_p": 0},
+     {"top_p": 1e-300, "temperature": 0.7}, {"temperature": -0.0, "top_p": 0.5}],
+)  # fmt: skip
+def test_words_for_the_most_likely_token(greedy: dict[str, float]) -> None:
+    assert made(**greedy).sampling == SamplingParams(seed=99, temperature=0.0)
+    held = {"resume_index": 0, "resume_ids": [1]}
+    assert made(**held, **greedy).resume_ids == (1,), "it needs no seed"
+
+
+def test_the_lowest_temperature_that_draws() -> None:
+    assert made(temperature=1e-4).sampling.temperature == pytest.approx(1e-4)
+
+
+def test_so_many_sequences_as_run_at_once() -> None:
+    few = replace(CARD, limits=replace(CARD.limits, max_n=8))
+    assert made(description=few, n=8).num_sequences == 8
+    with pytest.raises(InvalidRequest, match=r"9 sequences; .* \(--max-num-seqs\): 8"):
+        made(description=few, n=9)
 
 
 def test_defaults() -> None:

@@ -1,14 +1,19 @@
 """What the bodies of requests hold. msgspec checks names and types; `requests.to_request` checks values.
 
-Unknown fields are ignored. Those that would change the answer are refused by name, unless their value asks for
-nothing.
+Unknown fields are ignored, and named in a header of the answer. Those that would change the answer are refused by
+name, unless their value asks for nothing.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -22,9 +27,14 @@ from ppserve.head.limits import MAX_SEED
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
+# Of the ignored fields, for a header.
+MAX_NAMES, MAX_NAME_CHARS = 16, 64
 # OpenAI's default for completions; a chat's is what is left of the context.
 DEFAULT_MAX_TOKENS = 16
 
+_GZIP = ("gzip", "x-gzip")
+# Templates show what is in these, as it is.
+_SHOWN = ("messages", "documents", "chat_template_kwargs")
 _PATH = re.compile(r"\$\.?([^`]*)`$")
 _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
 
@@ -165,31 +175,75 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Raises InvalidRequest, and HttpError for too long a body or another model."""
+    """Names the ignored fields in `request.state`. Raises InvalidRequest, and HttpError for too long a body, one in
+    another coding, or another model."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding not in ("identity", *_GZIP):
+        problem = "a body may be compressed with gzip, and in no other way"
+        raise HttpError(415, "UNSUPPORTED_CODING", problem, headers={"accept-encoding": "gzip"})
     content = bytearray()
     async for part in request.stream():
         content += part
-        if len(content) > MAX_BODY_BYTES:
-            raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {MAX_BODY_BYTES} bytes")
+        _check_length(content)
+    length = MAX_BODY_BYTES if coding in _GZIP else len(content)
     # The limit counts characters to tokenize; decoding JSON is some 16 times as fast.
-    body = await run_in_thread_if_long(len(content) // 16, lambda: parse_body(content, kind))
-    check_model(body.model, handler)
+    given = await run_in_thread_if_long(length // 16, lambda: _parsed(content, coding in _GZIP))
+    request.state.ignored = _unknown(given, kind)
+    body = _of_kind(given, kind)
+    check_model(body.model or None, handler)
     return body
 
 
-def parse_body(content: bytearray, kind: type[B]) -> B:
-    """Raises InvalidRequest, naming the field that is wrong."""
+def _check_length(content: bytes | bytearray) -> None:
+    if len(content) > MAX_BODY_BYTES:
+        raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {MAX_BODY_BYTES} bytes")
+
+
+def _parsed(content: bytes | bytearray, is_zipped: bool) -> dict[str, Any]:
+    """A JSON object. Raises InvalidRequest, and HttpError for what becomes too long."""
     try:
+        if is_zipped:
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(MAX_BODY_BYTES + 1)
+            _check_length(content)
         given = msgspec.json.decode(content, type=dict[str, Any])
-        asked = (name for name, neutral in kind.unserved.items() if _asks(given.get(name), neutral))
-        refuse(Violation(name, "not served") for name in asked)
-        body = msgspec.convert(given, kind, str_keys=True)
-        body.keep(given)
-        return body
     except msgspec.ValidationError as error:
         raise InvalidRequest([_violation(str(error))]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest([Violation("body", f"not JSON: {error}")]) from error
+    except (EOFError, OSError, zlib.error) as error:
+        raise InvalidRequest([Violation("body", "not gzip, as its content-encoding says")]) from error
+    return {name: value if name in _SHOWN else _with_integers(value) for name, value in given.items()}
+
+
+def _with_integers(value: Any) -> Any:
+    """5.0 as 5: some languages have no other numbers."""
+    match value:
+        case float() if value.is_integer() and abs(value) < 2**64:
+            return int(value)
+        case list():
+            return list(map(_with_integers, value))
+        case dict():
+            return {name: _with_integers(part) for name, part in value.items()}
+    return value
+
+
+def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
+    """The first names of fields that are ignored, fit for a header."""
+    known = {*kind.__struct_encode_fields__, *kind.unserved}
+    names = (name for name, value in given.items() if name not in known and value is not None)
+    return ", ".join(quote(name[:MAX_NAME_CHARS]) for name in islice(names, MAX_NAMES))
+
+
+def _of_kind(given: dict[str, Any], kind: type[B]) -> B:
+    """Raises InvalidRequest, naming the field that is wrong."""
+    asked = (name for name, neutral in kind.unserved.items() if _asks(given.get(name), neutral))
+    refuse(Violation(name, "not served") for name in asked)
+    try:
+        body = msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest([_violation(str(error))]) from error
+    body.keep(given)
+    return body
 
 
 def check_model(name: str | None, handler: RequestHandler) -> None:

@@ -103,6 +103,8 @@ class HttpServer(Listener):
         except Exception as error:
             response = error_response(state.call.refusal(error))
         response.headers.update(dict(state.call.names))
+        if ignored := getattr(state, "ignored", ""):
+            response.headers["x-ignored-fields"] = ignored
         self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
         return response
 

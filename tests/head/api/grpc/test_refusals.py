@@ -17,7 +17,7 @@ GENERATE = "/ppserve.v1.GenerationService/Generate"
 
 
 async def test_refusal_names_every_field(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-    wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
+    wrong = ask(sampling=pb.SamplingParams(top_p=7, n=129))
     failure = await failure_of(stub.Generate(wrong))
     assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
     reason, bad = details(failure)

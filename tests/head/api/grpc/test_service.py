@@ -125,7 +125,7 @@ async def test_tokenize_and_detokenize(stub: GenerationServiceStub) -> None:
 
 async def test_model_and_topology(stub: GenerationServiceStub) -> None:
     model = await stub.GetModelInfo(pb.GetModelInfoRequest())
-    assert (model.model, model.max_context, model.eos_token_id, model.limits.max_n) == ("fake", 64, 256, 16)
+    assert (model.model, model.max_context, model.eos_token_id, model.limits.max_n) == ("fake", 64, 256, 128)
     assert (model.architecture.num_parameters, model.architecture.family) == (12345, "gpt2")
     assert list(model.eos_token_ids) == [EOS]
     stage = (await stub.GetTopology(pb.GetTopologyRequest())).stages[0]

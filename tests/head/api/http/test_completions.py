@@ -200,6 +200,36 @@ async def test_defaults_are_openai_s_and_null_is_absent(served: Served) -> None:
     assert served.engine.requests[-1].sampling.top_k == 0
 
 
+async def test_integers_may_have_a_point(served: Served) -> None:
+    """Programs without integers write them so."""
+    body = {"max_tokens": 5.0, "n": 2.0, "seed": 7.0, "logprobs": 1.0, "stop_token_ids": [3.0], "top_k": -1.0}
+    await served.complete(prompt=[104.0, 105.0], **body, logit_bias={"65": 1.0})
+    held = {"index": 1.0, "token_ids": [97.0]}
+    await served.complete(prompt=[[104.0]], seed=1.0, n=2.0, max_tokens=2.0, resume=held)
+    first, second = served.engine.requests
+    assert (first.prompt_ids, first.num_sequences, first.sampling.seed) == ((104, 105), 2, 7)
+    assert (first.stop, first.output.logprobs) == (StopConditions(5, stop_token_ids=(3,)), 1)
+    assert (second.prompt_ids, second.resume_index, second.resume_ids) == ((104,), 1, (97,))
+
+
+async def test_no_model_is_the_served_one(served: Served) -> None:
+    for name in ("", None, "fake"):
+        assert (await served.complete(prompt="a", model=name))["model"] == "fake"
+
+
+async def test_ignored_fields_are_named_in_a_header(served: Served) -> None:
+    body = {"prompt": "a", "max_token": 5, "user": "me", "nothing": None, "suffix": "", "na\u00efve\n": 1}
+    for stream in (False, True):
+        answer = await served.ask("/v1/completions", {**body, "stream": stream})
+        assert answer.headers["x-ignored-fields"] == "max_token, user, na%C3%AFve%0A"
+    wrong = await served.ask("/v1/completions", {**body, "temperatur": 0, "top_p": 7})
+    assert (wrong.status, "temperatur" in wrong.headers["x-ignored-fields"]) == (400, True)
+    many = await served.ask("/tokenize", {"prompt": "a"} | {"x" * place: 1 for place in range(1, 999)})
+    assert many.headers["x-ignored-fields"] == ", ".join("x" * place for place in range(1, 17))
+    assert "x-ignored-fields" not in (await served.ask("/v1/completions", {"prompt": "a", "stop": "x"})).headers
+    assert "x-ignored-fields" not in (await served.ask("/version")).headers
+
+
 async def test_the_seed_in_use_comes_back_and_is_one_for_all_prompts(served: Served) -> None:
     seeds = [(await served.complete(prompt=["a", "b"]))["seed"] for _ in range(3)]
     assert len(set(seeds)) == 3

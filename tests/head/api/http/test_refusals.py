@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import time
+import zlib
 from typing import Any
 
 import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
+from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.engine.streams import TokenOutput
 from tests.head.api.http.asking import Served, raw
 
@@ -30,12 +34,15 @@ UNSERVED: dict[str, object] = {
         ({"top_p": 7}, "top_p"),
         ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),
-        ({"n": 99}, "n"),
+        ({"n": 129}, "n"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": 99}, "logprobs"),
         ({"logprobs": 99, "echo": True}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 5.5}, "max_tokens"),
+        ({"max_tokens": 1e300}, "max_tokens"),
+        ({"stream": 1.0}, "stream"),
         ({"stop": ["x"] * 33}, "stop"),
         ({"stop": ["", "x"]}, "stop[0]"),
         ({"stop_token_ids": [999]}, "stop_token_ids[0]"),
@@ -81,7 +88,7 @@ async def test_a_refusal_names_the_field_as_callers_know_it(
 async def test_a_refusal_says_which_of_several_prompts(served: Served, prompts: list[object], param: str) -> None:
     status, named, message = await served.refusal(prompt=prompts)
     assert (status, named) == (400, param), message
-    assert (await served.refusal(prompt=prompts, n=99))[1] == "n"
+    assert (await served.refusal(prompt=prompts, n=129))[1] == "n"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +109,31 @@ async def test_bodies_that_are_not_json(served: Served, body: bytes, why: str) -
     error = (await served.ask("/v1/completions", body)).json["error"]
     assert error["param"] == "body"
     assert why in error["message"]
+
+
+async def test_bodies_in_codings(served: Served) -> None:
+    whole = json.dumps({"prompt": "hello", "max_tokens": 2, "seed": 1}).encode()
+    plain = await served.ask("/v1/completions", whole)
+    for coding in ("gzip", "GZIP", "x-gzip"):
+        answer = await served.ask("/v1/completions", gzip.compress(whole), content_encoding=coding)
+        assert answer.status == 200, answer.body
+        assert answer.json["choices"] == plain.json["choices"]
+    assert (await served.ask("/v1/completions", whole, content_encoding="identity")).status == 200
+    members = gzip.compress(whole[:9]) + gzip.compress(whole[9:])
+    assert (await served.ask("/v1/completions", members, content_encoding="gzip")).status == 200
+    served.engine.requests.clear()
+    for coding in ("deflate", "br", "zstd", "gzip, gzip", "nonsense"):
+        answer = await served.ask("/v1/completions", zlib.compress(whole), content_encoding=coding)
+        assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_coding")
+        assert answer.headers["accept-encoding"] == "gzip"
+    zipped = gzip.compress(whole)
+    for wrong in (whole, zipped[:-4], zipped[:-8] + bytes(8), zipped + b"more", b"\x1f\x8b"):
+        answer = await served.ask("/v1/completions", wrong, content_encoding="gzip")
+        assert (answer.status, answer.json["error"]["param"]) == (400, "body")
+    bomb = gzip.compress(bytes(64 * MAX_BODY_BYTES))
+    assert len(bomb) < MAX_BODY_BYTES / 8
+    assert (await served.ask("/v1/completions", bomb, content_encoding="gzip")).status == 413
+    assert served.engine.requests == []
 
 
 async def test_a_full_queue_says_when_to_come_back(served: Served) -> None:

@@ -118,6 +118,8 @@ class ServerSettings:
     port: int = 50051
     metrics_port: int = 9400
     http_port: int = 8000
+    cors_origin: tuple[str, ...] = ()
+    """The origins whose pages may read HTTP answers; `*` = all."""
     chat_template: Path | None = None
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0

@@ -80,6 +80,12 @@ def _name(text: str) -> str:
     return text.strip()
 
 
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+", origin := text.strip().lower()):
+        raise ValueError(f"{text!r} is neither an origin, such as https://example.com:8443, nor *")
+    return origin
+
+
 def _count(text: str) -> int:
     if not re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", text):
         raise ValueError(f"{text!r} is not a whole number from 1 to 999999999")
@@ -108,6 +114,7 @@ SIZE = Parsed("size", _size)
 TEXT = Parsed("text", _text)
 """Other bytes are lone surrogates in Python, which no message can hold."""
 NAMES = Parsed("name,...", lambda text: tuple(map(_name, text.split(","))))
+ORIGINS = Parsed("origin,...", lambda text: tuple(map(_origin, text.split(","))))
 COUNT = Parsed("n", _count)
 EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)

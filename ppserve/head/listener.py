@@ -1,6 +1,7 @@
 """The ports on which the head listens, and HTTP on one of them: uvicorn in the running event loop.
 
-Its limits bound how much is held, not how long: docs/operations.md says what a proxy in front is for.
+Its limits bound how much is held, not how long: docs/operations.md says what a proxy in front is for. A client may
+end its side of a connection once it has asked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -24,6 +26,10 @@ from ppserve.errors import ConfigError
 MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 75
 _CLOSING_S = 1
+# How often a client that ended its side is looked for. Every so many times it is sent an interim answer, which
+# clients skip: if it has closed the connection, its host answers with a reset.
+_LOOK_S, _LOOKS_PER_SIGN = 0.5, 4
+_SIGN = b"HTTP/1.1 100 Continue\r\n\r\n"
 _BACKLOG = 1024
 _SETTINGS: dict[str, Any] = {
     "ws": "none",
@@ -71,20 +77,27 @@ def address_text(host: str, port: int) -> str:
 
 
 class Listener:
-    """Serves an ASGI application. A request's `state` holds its `transport`."""
+    """Serves an ASGI application. A request's `state` holds its connection's `transport`, and whether that
+    `is_surplus`: to be told that there are too many."""
 
     def __init__(self, app: ASGIApp, flag: str, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """flag: its port's. max_connections: with as many, requests are answered with 503."""
+        """flag: its port's."""
         self._flag = flag
+        self.max_connections = min(max_connections, _half_of_files())
+        self.idle: dict[_Connection, None] = {}
+        """The connections without a request, the longest first."""
         config = Config(
             app,
             **_SETTINGS,
-            http=_Connection,
-            limit_concurrency=min(max_connections, _half_of_files()),
+            http=partial(_Connection, self),  # type: ignore[arg-type]  # it makes one, as a class does
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+
+    def malformed(self) -> tuple[str, bytes]:
+        """The type and the content of the answer to bytes that are no request."""
+        return "text/plain", b"not a request of HTTP\n"
 
     async def start(self, host: str, port: int) -> int:
         """Bind and listen; return the port. Raises ConfigError when it cannot."""
@@ -114,8 +127,71 @@ class _Server(Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which shows its transport: that knows the client's certificate."""
+    """uvicorn's, which gives way when idle, and outlives the end of the client's side."""
+
+    def __init__(self, listener: Listener, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._listener = listener
+        self._is_half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {"transport": transport}
+        idle = self._listener.idle
+        if self._are_too_many() and (longest := next(iter(idle), None)) is not None:
+            del idle[longest]
+            self.connections.discard(longest)
+            longest.shutdown()
+        idle[self] = None
+        self.app_state = {"transport": transport, "is_surplus": self._are_too_many()}
+
+    def _are_too_many(self) -> bool:
+        return len(self.connections) > self._listener.max_connections
+
+    def data_received(self, data: bytes) -> None:
+        self._listener.idle.pop(self, None)
+        self.app_state["is_surplus"] &= self._are_too_many()
+        super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins the next of requests that came together
+        if self._is_answering():
+            return
+        if self._is_half_closed:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._listener.idle[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.idle.pop(self, None)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """For bytes that are no request; in the middle of an answer there is nothing to say."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            kind, content = self._listener.malformed()
+            head = f"content-type: {kind}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + content)
+        self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for the answers to complete requests. TLS has no half that could stay open."""
+        if self.scheme == "http" and self._is_answering() and not self._is_half_closed:
+            self._is_half_closed = True
+            self._look_for_client(1)
+        return self._is_half_closed
+
+    def _is_answering(self) -> bool:
+        """Whether a request was read to its end, and its answer was not sent to its end."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _look_for_client(self, count: int) -> None:
+        """The end of its side is also what is seen of a client that has closed the connection."""
+        if self.transport.is_closing() or not self._is_answering():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        may_be_sent = not self.cycle.response_started and self.scope["http_version"] == "1.1"
+        if count % _LOOKS_PER_SIGN == 0 and may_be_sent:
+            self.transport.write(_SIGN)
+        self.loop.call_later(_LOOK_S, self._look_for_client, count + 1)

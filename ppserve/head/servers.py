@@ -37,7 +37,7 @@ class Servers:
         others = [VllmService(handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)
         self._grpc = GrpcServer(handler, others, self.certificates)
-        self._http = HttpServer(handler, count_answer, self.certificates)
+        self._http = HttpServer(handler, count_answer, self.certificates, settings.cors_origin)
         self._pages = PageServer(pages)
 
     async def open(self) -> Ports:

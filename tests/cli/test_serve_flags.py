@@ -23,7 +23,7 @@ def test_every_flag_reaches_the_configuration() -> None:
 
 
 def test_help_has_every_flag_under_a_heading() -> None:
-    assert len(serve.params) <= 49
+    assert len(serve.params) <= 50
     shown = serve.get_help(click.Context(serve))
     for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
         assert f"\n{heading}\n" in shown
@@ -57,6 +57,16 @@ def test_a_model_has_several_names() -> None:
     assert parsed == ("a", "org/b", "c")
     for wrong in ("", "a,,b", " ", "a\nb"):
         assert "is not a name" in run("serve", "--served-model-name", wrong).one_line
+
+
+def test_origins_of_web_pages() -> None:
+    assert given()["cors_origin"] == ()
+    several = "https://Ours.example, http://[::1]:3000"
+    assert given(PPSERVE_CORS_ORIGIN=several)["cors_origin"] == ("https://ours.example", "http://[::1]:3000")
+    flags = ["--cors-origin", "*", "--cors-origin", "null,app://a"]
+    assert serve.make_context("serve", flags).params["cors_origin"] == ("*", "null", "app://a")
+    for wrong in ("ours.example", "https://", "https://ours.example/", "https://*.ours.example", "", "a b://c"):
+        assert "is neither an origin" in run("serve", "--cors-origin", wrong).one_line
 
 
 def test_a_name_that_no_message_can_hold_is_refused() -> None:

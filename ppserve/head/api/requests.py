@@ -64,7 +64,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
 def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
     """`given`, which is checked, with every default. room: for new tokens."""
     if _is_greedy(given):
-        given = {**given, "temperature": 0.0, "top_p": 1.0}
+        given = {**given, "temperature": 0.0, "top_p": given.get("top_p") or 1.0}
     max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
     granted = room if max_tokens is None else min(max_tokens, room)
     bias = tuple((token_id, c_float(by).value) for token_id, by in sorted(given.get("logit_bias", {}).items()))
@@ -163,9 +163,6 @@ def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDe
 
 
 def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
-    if given.get("n", 1) > limits.max_n:
-        problem = f"at most {MAX_N}, and as many as run at once here (--max-num-seqs): {limits.max_n}"
-        yield Violation("sampling.n", f"{given['n']} sequences; {problem}")
     of_model = {
         "sampling.n": (1, MAX_COUNT),
         **dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs)),
@@ -173,6 +170,9 @@ def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
     for field, (low, high) in (RANGES | of_model).items():
         if (value := given.get(field.rpartition(".")[2])) is not None:
             yield from _outside(field, value, low, high)
+    if given.get("n", 1) > limits.max_n:
+        problem = f"at most {MAX_N}, and as many as run at once here (--max-num-seqs): {limits.max_n}"
+        yield Violation("sampling.n", f"{given['n']} sequences; {problem}")
 
 
 def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violation]:

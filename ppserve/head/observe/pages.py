@@ -65,7 +65,10 @@ class PageServer(Listener):
         self._threads.shutdown(wait=False)
 
     def _endpoint(self, path: str, make: MakePage) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(_request: Request) -> Response:
+        async def answer(request: Request) -> Response:
+            if request.state.is_surplus:
+                headers = {**_HEADERS, "Retry-After": "1", "Connection": "close"}
+                return PlainTextResponse("there are too many connections\n", 503, headers)
             try:
                 page = await asyncio.get_running_loop().run_in_executor(self._threads, make)
             except Exception:

@@ -175,8 +175,8 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Names the ignored fields in `request.state`. Raises InvalidRequest, and HttpError for too long a body, one in
-    another coding, or another model."""
+    """Names the ignored fields in `request.state`. Raises InvalidRequest, and HttpError for a body that is too
+    long or in another coding, and for another model."""
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"

@@ -76,6 +76,13 @@ class HttpError(RequestError, status="INVALID_ARGUMENT"):
         self.headers = headers or {}  # of the answer
 
 
+class TooManyConnections(Overloaded, status="RESOURCE_EXHAUSTED", http_status=503, reason="TOO_MANY_CONNECTIONS"):
+    """All connections that there may be have a request."""
+
+    def __init__(self) -> None:
+        super().__init__("there are too many connections", retry_after_s=1.0)
+
+
 def error_response(error: RequestError) -> Response:
     return JsonResponse(error_json(error), error.http_status, dict(_headers_of(error)))
 

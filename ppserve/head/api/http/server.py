@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.head.api.call import Call
@@ -21,7 +24,7 @@ from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
-from ppserve.head.api.http.responses import HttpError, error_response
+from ppserve.head.api.http.responses import HttpError, JsonResponse, TooManyConnections, error_json, error_response
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates
 from ppserve.head.listener import Listener
@@ -35,6 +38,11 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before its answer: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
+# What a page of another origin may read beside an answer's body.
+EXPOSED_HEADERS = (
+    *("x-request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry", "x-ignored-fields"),
+    "www-authenticate",
+)
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
@@ -60,8 +68,11 @@ class HttpServer(Listener):
         handler: RequestHandler,
         count_answer: Callable[[str, int], None],
         tls: Certificates | None = None,
+        cors_origins: Sequence[str] = (),
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """count_answer: gets every answer's path ("other" if not served) and status."""
+        """count_answer: gets every answer's path ("other" if not served) and status. cors_origins: pages of these
+        may read answers; "*" for all."""
         self._handler = handler
         self._count_answer = count_answer
         app = Starlette(
@@ -73,7 +84,12 @@ class HttpServer(Listener):
         )
         # No redirect: its address would hold the caller's own Host header.
         app.router.redirect_slashes = False
-        super().__init__(app, "--http-port", MAX_CONNECTIONS, tls.context if tls else None)
+        shared = _SharedWithPages(app, cors_origins, count_answer) if cors_origins else app
+        super().__init__(shared, "--http-port", max_connections, tls.context if tls else None)
+
+    def malformed(self) -> tuple[str, bytes]:
+        self._count_answer(_OTHER_PATHS, 400)
+        return JsonResponse.media_type, error_json(HttpError(400, "MALFORMED_REQUEST", "not a request of HTTP"))
 
     # ---- around every path ----
 
@@ -105,13 +121,17 @@ class HttpServer(Listener):
         response.headers.update(dict(state.call.names))
         if ignored := getattr(state, "ignored", ""):
             response.headers["x-ignored-fields"] = ignored
+        if state.is_surplus:
+            response.headers["connection"] = "close"
         self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
         return response
 
     def _admit(self, request: Request, path: str) -> float | None:
-        """How long the caller waits. Raises InvalidRequest, Unauthenticated."""
+        """How long the caller waits. Raises InvalidRequest, TooManyConnections, Unauthenticated."""
         handler, state = self._handler, request.state
         with handler.counting_refusals(path in GENERATING_PATHS):
+            if state.is_surplus:
+                raise TooManyConnections
             if handler.keys is not None and path not in OPEN_PATHS:
                 handler.keys.check(request.headers)
             # The caller, or a proxy, may have named the call.
@@ -119,6 +139,29 @@ class HttpServer(Listener):
             timeout_s = read_timeout(request.headers.get("x-request-timeout", ""))
             state.call = state.call.within(timeout_s)
             return timeout_s
+
+
+class _SharedWithPages(CORSMiddleware):
+    """Answers pages of these origins, and preflights, which have no key, with OpenAI's form for errors."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], count_answer: Callable[[str, int], None]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
+        )
+        self._count_answer = count_answer
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code != 200:
+            why = bytes(response.body).decode().lower()
+            response = error_response(HttpError(response.status_code, "CORS", f"{why} (--cors-origin)"))
+        self._count_answer(_OTHER_PATHS, response.status_code)
+        return response
 
 
 def begin_call(request: Request, has_keys: bool) -> Call:

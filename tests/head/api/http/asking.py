@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppserve.config import ServerSettings
-from ppserve.head.api.http.server import HttpServer
+from ppserve.head.api.http.server import MAX_CONNECTIONS, HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
 from tests.fake_engine import FakeEngine, handler_of
@@ -92,14 +92,17 @@ class Served:
 
 
 @asynccontextmanager
-async def served_http(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def served_http(
+    engine: FakeEngine | None = None, max_connections: int = MAX_CONNECTIONS, **settings: Any
+) -> AsyncIterator[Served]:
     """A server on a free port that says that it is healthy."""
     engine = engine or FakeEngine()
     parsed = ServerSettings(http_port=0, **settings)
     counted: Counter[tuple[str, int]] = Counter()
     handler = handler_of(engine, parsed)
     handler.set_serving(True)
-    server = HttpServer(handler, lambda *answer: counted.update([answer]), read_certificates(parsed))
+    certificates, origins = read_certificates(parsed), parsed.cors_origin
+    server = HttpServer(handler, lambda *answer: counted.update([answer]), certificates, origins, max_connections)
     port = await server.start(parsed.host, parsed.http_port)
     try:
         yield Served(engine, handler, port, counted)

@@ -130,7 +130,7 @@ async def test_bodies_in_codings(served: Served) -> None:
     for wrong in (whole, zipped[:-4], zipped[:-8] + bytes(8), zipped + b"more", b"\x1f\x8b"):
         answer = await served.ask("/v1/completions", wrong, content_encoding="gzip")
         assert (answer.status, answer.json["error"]["param"]) == (400, "body")
-    bomb = gzip.compress(bytes(64 * MAX_BODY_BYTES))
+    bomb = gzip.compress(bytes(8 * MAX_BODY_BYTES))
     assert len(bomb) < MAX_BODY_BYTES / 8
     assert (await served.ask("/v1/completions", bomb, content_encoding="gzip")).status == 413
     assert served.engine.requests == []
@@ -229,14 +229,3 @@ async def test_a_call_ends_at_its_caller_s_time_limit(served: Served, stream: bo
         writer.write(raw(path, {"prompt": "a"}, "x-request-timeout: 0.1")[:-1])
         assert b" 504 " in await reader.readline()
         writer.close()
-
-
-@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-@pytest.mark.parametrize("stream", [True, False])
-async def test_hanging_up_reaches_the_engine(served: Served, stream: bool, prompt: object) -> None:
-    served.engine.by_hand = True
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(raw("/v1/completions", {"prompt": prompt, "stream": stream}))
-    await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
-    writer.close()
-    await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))

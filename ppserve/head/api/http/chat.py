@@ -31,7 +31,7 @@ class TextPart(msgspec.Struct):
     """A part of a message's content. Only texts are served."""
 
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -75,9 +75,12 @@ class ChatMessage(msgspec.Struct):
                 yield Violation(f"{place}.tool_calls[{number}].function.arguments", "not a JSON object")
 
     def for_template(self) -> dict[str, Any]:
-        """As transformers and vLLM give it: null is absent, the arguments of calls are objects."""
+        """As transformers and vLLM give it: null is absent, also as a part, the arguments of calls are objects."""
         message = {name: value for name, value in self.given.items() if value is not None}
-        message["content"] = message.get("content") or ""
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = [part for part in content if part.get("text") is not None]
+        message["content"] = content or ""
         if self.tool_calls:
             message["tool_calls"] = [
                 call | {"function": call["function"] | {"arguments": read.function.parsed}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.http.bodies import parse_body
+from ppserve.head.api.http.bodies import to_body
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.template_process import render
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
@@ -169,7 +168,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
         {"role": "tool", "content": "c", "tool_call_id": "c"},
         {"role": "assistant", "content": "d", "tool_calls": [], "function_call": {"name": "g"}},
     ]
-    body = parse_body(bytearray(json.dumps({"messages": given}).encode()), ChatBody)
+    body = to_body({"messages": given}, ChatBody)
     assert not [*body.violations()]
     function = {"name": "f", "arguments": {"a": [1, "é"]} if arguments else {}}
     messages = [message.for_template() for message in body.messages]
@@ -214,6 +213,14 @@ def test_several_texts_are_lines_unless_the_template_takes_parts(source: str, sh
     """As vLLM tells these templates apart."""
     parts = [{"type": "text", "text": text} for text in "ab"]
     assert render(source, (), {}, {"messages": [{"role": "user", "content": parts}]}) == {"parts": [shown]}
+
+
+async def test_parts_without_a_text_are_none(served: Served) -> None:
+    parts = [{"type": "text", "text": None}, {"type": "text", "text": "a"}, {"type": "text"}]
+    for content, text in ((parts, b"a"), (parts[::2], b"")):
+        answer = await served.ask(CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+        assert answer.status == 200, answer.body
+        assert list(served.engine.requests[-1].prompt_ids) == [*b"u:", *text, EOS, *b"\na:"]
 
 
 async def test_a_chat_as_a_whole_is_bounded(served: Served) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -98,8 +98,9 @@ class ByteCodec:
 
     special_ids: Mapping[str, int] = {"<eos>": EOS}
 
-    def encode(self, text: str, continues: bool = False) -> list[int]:
-        return list(text.encode())
+    def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
+        texts = (self.special_ids[part] if place % 2 else part for place, part in enumerate(parts))
+        return [token_id for part in texts for token_id in ([part] if isinstance(part, int) else part.encode())]
 
     def decode(self, ids: list[int]) -> str:
         return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")

@@ -1,11 +1,19 @@
-"""Encoding and decoding with Hugging Face's tokenizers. Texts encode or raise ValueError; ids always decode."""
+"""Encoding and decoding with Hugging Face's tokenizers. Texts encode or raise ValueError; ids always decode.
+
+What a caller types is text, also where it spells a special token. A special token that the server itself writes
+reaches the library under a secret name: so the library finds it, and treats what is beside it as it always does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, takewhile
+from typing import Any
 
+import msgspec
 import tokenizers
-from tokenizers import models
+from tokenizers import AddedToken, models
 
 from ppserve.errors import CheckpointError
 
@@ -20,38 +28,70 @@ class Tokenizer:
         """source: the file's name, for messages. Raises CheckpointError for other kinds."""
         _check_kind(source, library)
         _encode_plainly(library)
-        added = library.get_added_tokens_decoder()
         self.source = source
-        self._library = library
-        # Of a text in parts, some put a space before the first only.
-        self._continuing = library
-        if "prepend_scheme=first" in repr(library.pre_tokenizer):
-            first, never = (f'"prepend_scheme":"{scheme}"' for scheme in ("first", "never"))
-            self._continuing = tokenizers.Tokenizer.from_str(library.to_str().replace(first, never))
-            self._continuing.encode_special_tokens = True
+        self.begin, self.end = _surroundings(library)
+        """The ids that its post-processor puts before and after a text."""
+        self._json = library.to_str().encode()
+        added = library.get_added_tokens_decoder()
         spelled = library.get_vocab(with_added_tokens=True)
         self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)
         self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.special_ids = {added[token_id].content: token_id for token_id in self._special}
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        self._special = frozenset(special)
+        self.special_ids = {token.content: token_id for token_id, token in special.items()}
         """The ids of special tokens, by their texts."""
         self.vocab_size = max(self._token_bytes, default=-1) + 1
         """One more than the highest id; 0 where no token is a text."""
+        self._names = _secret_names(self.special_ids)
+        self._library = _with_names(library, special.values(), self._names)
+        ids = ((self._library.token_to_id(name), self.special_ids[text]) for text, name in self._names.items())
+        self._named: dict[int | None, int] = dict(ids)
+        """The ids of special tokens, by those that their secret names have in the library."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Ids of text, never special ones. Raises only ValueError. continues: after a special token."""
-        library = self._continuing if continues else self._library
+        """Ids of text, never special ones. Raises only ValueError. continues: behind the first special token."""
+        if continues and self.special_ids:
+            return self.encode_parts(["", next(iter(self.special_ids)), text])[1:]
+        return self.encode_parts([text])
+
+    def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
+        """Ids of texts and special tokens in turn, as of one text. Raises only ValueError.
+
+        surrounds: between `begin` and `end`, of which none is written twice.
+        """
         try:
-            return list(library.encode(text, add_special_tokens=False).ids)
+            ids = self._encode(parts)
         except BaseException as error:
             # A panic in the library's Rust code is a BaseException, but no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ValueError(f"this text cannot be tokenized: {error}") from None
             raise
+        if surrounds and not (len(parts) > 1 and ids[: len(self.begin)] == self.begin):
+            ids = self.begin + ids
+        if surrounds and not (len(parts) > 1 and ids[len(ids) - len(self.end) :] == self.end):
+            ids = ids + self.end
+        return ids
+
+    def _encode(self, parts: Sequence[str]) -> list[int]:
+        named = {place: self._names[part] for place, part in enumerate(parts) if place % 2}
+        while True:
+            written = [named.get(place, part) for place, part in enumerate(parts)]
+            encoding = self._library.encode("".join(written), add_special_tokens=False)
+            ids = encoding.ids
+            if not named:
+                return list(ids)
+            found = [place for place, token_id in enumerate(ids) if token_id in self._named]
+            if len(found) == len(named):
+                return [self._named.get(token_id, token_id) for token_id in ids]
+            # To the library some are no tokens here (as `single_word` or `normalized` may say), but text.
+            inside = {place: sum(map(len, written[:place])) + 1 for place in named}
+            spans = [encoding.offsets[place] for place in found]
+            is_found = {place: any(begin <= at < end for begin, end in spans) for place, at in inside.items()}
+            named = {place: name for place, name in named.items() if is_found[place]}
 
     def highest_encoded_id(self) -> int:
-        """The highest id that text can encode to."""
-        return max(self._token_bytes.keys() - self._special)
+        """The highest id that text can encode to, with what surrounds it."""
+        return max(*self.begin, *self.end, *(self._token_bytes.keys() - self._special))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, also of a special one; empty for an unknown id."""
@@ -69,7 +109,7 @@ class Tokenizer:
 
     def to_json(self) -> bytes:
         """As a `tokenizer.json`, for clients that tokenize by themselves."""
-        return self._library.to_str().encode()
+        return self._json
 
 
 def no_tokenizer() -> Tokenizer:
@@ -101,6 +141,61 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
     library.no_padding()
     if library.token_to_id(END_OF_TEXT) is not None:
         library.add_special_tokens([END_OF_TEXT])
+
+
+def _surroundings(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and after a text; to a reader these are special tokens."""
+    around = library.encode("a")
+    is_added = around.special_tokens_mask
+    library.add_special_tokens(
+        [
+            token
+            for token, token_id, added in zip(around.tokens, around.ids, is_added, strict=True)
+            if added and library.token_to_id(token) == token_id
+        ]
+    )
+    num_before = len(list(takewhile(bool, is_added)))
+    num_after = len(list(takewhile(bool, reversed(is_added[num_before:]))))
+    return around.ids[:num_before], around.ids[len(around.ids) - num_after :]
+
+
+def _secret_names(texts: Iterable[str]) -> dict[str, str]:
+    """Names of special tokens that nobody can type. They begin and end as the texts do, which may matter beside
+    other tokens."""
+    secret = secrets.token_hex(16)
+    return {text: f"{text[:1]}{secret}{number:08x}{text[-1:]}" for number, text in enumerate(texts)}
+
+
+def _with_names(
+    library: tokenizers.Tokenizer, special: Collection[AddedToken], names: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    """Finds special tokens by their names, and never in a text; not even where merges would make one of it."""
+    made = {
+        text for text in names if library.token_to_id(text) in library.encode(text, add_special_tokens=False).ids
+    }
+    if made:
+        document = msgspec.json.decode(library.to_str())
+        _rename(document, made, names)
+        library = tokenizers.Tokenizer.from_str(msgspec.json.encode(document).decode())
+        library.encode_special_tokens = True
+    for token in special:
+        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+        library.add_tokens([AddedToken(names[token.content], special=False, **flags)])
+    return library
+
+
+def _rename(document: dict[str, Any], texts: set[str], names: Mapping[str, str]) -> None:
+    """Gives `texts` their names in a `tokenizer.json`. Those that are parts of other tokens stay text."""
+    model = document["model"]
+    texts = {text for text in texts - {*chain.from_iterable(model["merges"])} if len(text) > 1}
+    vocab = model["vocab"].items()
+    model["vocab"] = {names[text] if text in texts else text: token_id for text, token_id in vocab}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in texts]
+    if model["unk_token"] in texts:
+        model["unk_token"] = names[model["unk_token"]]
+    for token in document["added_tokens"]:
+        if token["content"] in texts:
+            token |= {"content": names[token["content"]], "special": False}
 
 
 def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:

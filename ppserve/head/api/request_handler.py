@@ -90,7 +90,10 @@ class RequestHandler:
         """A new request's stream, to be read in the block; leaving that early ends the request.
         news, deadline_is_error: see `RequestStream`. Raises RequestError if refused."""
         with self.counting_refusals():
-            prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
+            surrounds = given.get("add_special_tokens", True)
+            prompt_ids = (
+                await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt
+            )
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
@@ -163,10 +166,10 @@ class RequestHandler:
 
     # ---- text and tokens ----
 
-    async def tokenize(self, field: str, *texts: str) -> list[int]:
+    async def tokenize(self, field: str, *texts: str, surrounds: bool = True) -> list[int]:
         """As `encode`; in a thread where there is much."""
-        length = sum(map(len, texts))
-        return await run_in_thread_if_long(length, lambda: encode(field, texts, self.tokenizer, self.description))
+        what = field, texts, self.tokenizer, self.description, surrounds
+        return await run_in_thread_if_long(sum(map(len, texts)), lambda: encode(*what))
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """The text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""

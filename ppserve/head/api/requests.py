@@ -102,16 +102,17 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
         raise InvalidRequest(violations)
 
 
-def encode(field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription) -> list[int]:
-    """A text's tokens; of several, every second is a special one. Raises InvalidRequest."""
+def encode(
+    field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription, surrounds: bool = True
+) -> list[int]:
+    """The tokens of a text; of several, every second is a special one. Raises InvalidRequest.
+
+    surrounds: with the tokens that the tokenizer puts around a text, such as its beginning of text.
+    """
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
     try:
-        return [
-            token_id
-            for place, text in enumerate(texts)
-            for token_id in ([tokenizer.special_ids[text]] if place % 2 else tokenizer.encode(text, place > 0))
-        ]
+        return tokenizer.encode_parts(texts, surrounds)
     except ValueError as error:
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 

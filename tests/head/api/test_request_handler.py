@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -78,9 +79,9 @@ async def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     threads = set()
 
     class Codec(ByteCodec):
-        def encode(self, text: str, continues: bool = False) -> list[int]:
+        def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
             threads.add(threading.get_ident())
-            return super().encode(text, continues)
+            return super().encode_parts(parts, surrounds)
 
     await RequestHandler(FakeEngine(), CARD, Codec()).tokenize("prompt", "hello " * 1000)
     assert threads

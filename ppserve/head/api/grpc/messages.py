@@ -26,7 +26,7 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]
     if message.HasField("resume"):
         resume = message.resume
         given |= {"resume_index": resume.index, "resume_ids": resume.generated_token_ids}
-    return given, message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
+    return given, message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
 
 
 def delta_message(delta: Delta, request: Request, public_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:

@@ -100,6 +100,8 @@ class GenerationBody(Body, kw_only=True):
     include_stop: bool | None = msgspec.field(default=None, name="include_stop_str_in_output")
     token_ids: bool | None = msgspec.field(default=None, name="return_token_ids")
     return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokens that the tokenizer puts around a text are put around the prompt."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None

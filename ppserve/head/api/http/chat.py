@@ -145,7 +145,9 @@ class ChatBody(GenerationBody, kw_only=True):
         rendering = asyncio.ensure_future(handler.template.render(caller, messages, variables, continues))
         # Nobody hears of its error once the caller has gone.
         rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return [await handler.tokenize("messages", *await asyncio.shield(rendering))]
+        parts = await asyncio.shield(rendering)
+        # As in vLLM: the template writes them.
+        return [await handler.tokenize("messages", *parts, surrounds=bool(self.add_special_tokens))]
 
     def template_variables(self) -> dict[str, Any]:
         generates = self.add_generation_prompt

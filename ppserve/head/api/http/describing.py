@@ -20,6 +20,7 @@ _STARTED_S = int(time.time())
 
 class TokenizeBody(Body, kw_only=True):
     prompt: str
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -55,11 +56,12 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. Special tokens' texts are those tokens, for evaluation harnesses."""
+    """POST /tokenize. The texts of special tokens are those tokens, for evaluation harnesses."""
     body = await read_body(request, TokenizeBody, handler)
     longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
     special = "|".join(map(re.escape, longest_first)) or "(?!)"
-    ids = await handler.tokenize("prompt", *re.split(f"({special})", body.prompt))
+    parts = re.split(f"({special})", body.prompt)
+    ids = await handler.tokenize("prompt", *parts, surrounds=body.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await run_in_thread_if_long(

@@ -58,9 +58,14 @@ def read_config(directory: Path) -> Architecture:
         values["head_dim"] = 128  # transformers' default, and not that of a GGUF
     family = family_of(path, values)
     arch = declared(path, values, family)
-    vocab_size = real_vocabulary(directory, arch.padded_vocab_size, arch.eos_id)
+    num_rows = arch.padded_vocab_size
+    vocab_size, end = real_vocabulary(directory, num_rows, arch.eos_id)
+    if values.get("eos_token_id") is not None:  # an end may be a row behind the tokenizer's last token
+        vocab_size = max(vocab_size, *(named + 1 for named in arch.eos_ids if named < num_rows), 0)
+    # As in vLLM, the tokenizer's own end is one too.
+    eos_ids = (*arch.eos_ids, *(() if end is None or end in arch.eos_ids else (end,)))
     heads = family.synonyms.get("num_attention_heads", "num_attention_heads")
-    return settled(path, replace(arch, vocab_size=vocab_size), heads)
+    return settled(path, replace(arch, vocab_size=vocab_size, eos_ids=eos_ids), heads)
 
 
 def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:

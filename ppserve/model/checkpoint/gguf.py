@@ -55,8 +55,17 @@ ROTARY = {
 HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 SEPARATE = frozenset({*ROTARY, *HEAD_SIZES, "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 """Keys that no key of config.json stands for; the last three change nothing."""
-ENDS = ("eos", "eot", "eom")
-"""Names of tokens that end a text, a turn or a message."""
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Keys of tokens that end a text, a turn, a message, or what was filled in."""
+END_TOKENS = frozenset(
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+    <｜end▁of▁sentence｜> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo>
+    <REPO> <reponame> <|file_sep|>
+    """.split()  # noqa: SIM905
+)
+"""Tokens that are ends by their texts, as in llama.cpp (llama-vocab.cpp): many files name the base model's end."""
 
 
 class Quantized:
@@ -156,15 +165,23 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
 def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Any]:
     """The keys of config.json that the others and the tensors imply."""
     scaling = {theirs: _as_written(own[name]) for name, theirs in ROTARY.items() if name in own}
-    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
     return {
         "model_type": values["general.architecture"],
         "vocab_size": stored["token_embd.weight"].shape[0],
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "eos_token_id": _ends(values) or None,
         **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {}),
         **({"tie_word_embeddings": True} if "output.weight" not in stored else {}),
         **({"use_sliding_window": True} if "attention.sliding_window" in own else {}),
     }
+
+
+def _ends(values: dict[str, Any]) -> list[int]:
+    """The one that the file calls so comes first."""
+    named = {text: i for i, text in enumerate(values.get("tokenizer.ggml.tokens") or ()) if text in END_TOKENS}
+    if {"<|return|>", "<|flush|>"} & named.keys() and {"<|call|>", "<|calls|>"} & named.keys():
+        named.pop("<|end|>", None)  # there it ends a message, but no turn
+    given = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    return list(dict.fromkeys(end for end in (*given, *named.values()) if end is not None))
 
 
 def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -> Architecture:

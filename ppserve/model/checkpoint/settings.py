@@ -51,6 +51,7 @@ GPT2_PADDED = 50304
 
 class _ListedToken(msgspec.Struct, frozen=True):
     id: Id
+    content: str = ""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -62,8 +63,13 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
     added_tokens: list[_ListedToken] | None = None
 
 
-class _AddedById(msgspec.Struct, frozen=True):
+class _EndToken(msgspec.Struct, frozen=True):
+    content: str = ""
+
+
+class _BesideVocabulary(msgspec.Struct, frozen=True):
     added_tokens_decoder: dict[Id, Any] | None = None
+    eos_token: str | _EndToken | None = None
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
@@ -77,26 +83,30 @@ def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
     return replace(arch, eos_ids=tuple(end for end in arch.eos_ids if 0 <= end < arch.vocab_size))
 
 
-def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
-    """Real tokens among `num_rows`. Raises CheckpointError when a tokenizer file is damaged."""
-    count = _json_vocabulary(directory) or _ranked_vocabulary(directory, eos_id)
+def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> tuple[int, int | None]:
+    """Real tokens among `num_rows`, and the tokenizer's end. Raises CheckpointError when its file is damaged."""
+    count, end = _json_vocabulary(directory)
+    count = count or _ranked_vocabulary(directory, eos_id)
     if count is None:
-        return GPT2_VOCABULARY if num_rows == GPT2_PADDED else num_rows
-    return min(count, num_rows)
+        return (GPT2_VOCABULARY if num_rows == GPT2_PADDED else num_rows), end
+    return min(count, num_rows), end
 
 
-def _json_vocabulary(directory: Path) -> int | None:
-    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens."""
-    ids: list[int] = []
+def _json_vocabulary(directory: Path) -> tuple[int | None, int | None]:
+    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens; and the end of a text."""
+    ids: dict[str, int] = {}
     if lexists(path := directory / "tokenizer.json"):
         tokenizer = read_json(path, _TokenizerJson)
-        ids += [*tokenizer.model.vocab.values(), *(token.id for token in tokenizer.added_tokens or ())]
+        ids |= tokenizer.model.vocab | {token.content: token.id for token in tokenizer.added_tokens or ()}
     for name in ("vocab.json", "added_tokens.json"):
         if lexists(path := directory / name):
-            ids += read_json(path, dict[str, Id]).values()
-    if ids and lexists(path := directory / "tokenizer_config.json"):
-        ids += read_json(path, _AddedById).added_tokens_decoder or ()
-    return max(ids) + 1 if ids else None
+            ids |= read_json(path, dict[str, Id])
+    if not ids:
+        return None, None
+    path = directory / "tokenizer_config.json"
+    config = read_json(path, _BesideVocabulary) if lexists(path) else _BesideVocabulary()
+    end = config.eos_token.content if isinstance(config.eos_token, _EndToken) else config.eos_token
+    return max(*ids.values(), *(config.added_tokens_decoder or ()), 0) + 1, ids.get(end or "")
 
 
 def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:

@@ -51,7 +51,7 @@ def read_state_dict(path: Path) -> list[StoredTensor]:
 
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
-    vocab_size = settings.real_vocabulary(path.parent, args.vocab_size, settings.END_OF_TEXT)
+    vocab_size, _ = settings.real_vocabulary(path.parent, args.vocab_size, settings.END_OF_TEXT)
     arch = Architecture(
         num_layers=args.n_layer,
         width=args.n_embd,

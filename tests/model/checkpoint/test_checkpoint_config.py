@@ -14,8 +14,9 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.gpt2 import FAMILY
+from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.model.checkpoint.settings import ACTIVATIONS
-from tests.model.checkpoint.writers import architecture, hf_config
+from tests.model.checkpoint.writers import architecture, hf_config, random_tensors, write_gguf
 
 ARCH = architecture()
 OWN = FAMILY.synonyms.values()
@@ -140,6 +141,29 @@ def test_generation_config_overrules_the_special_ids(read: Read, tmp_path: Path)
         read()
 
 
+@pytest.mark.parametrize(
+    ("named", "eos_ids"),
+    [
+        ({}, (3,)),
+        ({"eot": 5, "eom": 3, "bos": 7, "fim_pad": 8, "unknown": 9}, (3, 5, 8)),
+        ({2: "<|im_end|>", 9: "<|im_start|>"}, (3, 2)),
+        ({3: "<|endoftext|>", 9: "<|eot_id|>", 4: "<|eom_id|>", "eot": 9}, (3, 9, 4)),
+        ({5: "<end_of_turn>", 6: "_<EOT>", 7: "</s>", 8: "<|file_sep|>", 9: "<eos> "}, (3, 5, 6, 7, 8)),
+        ({5: "<|end|>", 6: "<|return|>"}, (3, 5, 6)),
+        ({5: "<|end|>", 6: "<|return|>", 7: "<|call|>"}, (3, 6, 7)),
+        ({36: "<|im_end|>"}, (3,)),
+    ],
+    ids=str,
+)
+def test_ends_of_a_gguf_by_key_and_by_name(
+    tmp_path: Path, named: dict[str | int, Any], eos_ids: tuple[int, ...]
+) -> None:
+    """As in llama.cpp. Those that are no tokens, or only pad, are none."""
+    arch = replace(ARCH, vocab_size=36, eos_ids=(3,))
+    path = write_gguf(tmp_path / "model.gguf", arch, random_tensors(arch), named=named)
+    assert read_architecture(str(path)).eos_ids == eos_ids
+
+
 VOCAB = {f"t{i}": i for i in range(30)}
 
 
@@ -155,19 +179,43 @@ VOCAB = {f"t{i}": i for i in range(30)}
         ({"tokenizer.json": {"model": {"vocab": VOCAB}}, "vocab.json": {"a": 35}}, 36),
         ({"vocab.json": {"a": 99}}, 37),
         ({"tokenizer.tiktoken": "".join(f"YQ== {i}\n" for i in range(30))}, 30),
-        (
-            {"tokenizer.tiktoken": "".join(f"YQ== {i}\n" for i in range(33))},
-            34,
-        ),  # the end of text, 33, comes after
     ],
     ids=str,
 )
 def test_where_the_vocabulary_ends(read: Read, tmp_path: Path, files: dict[str, Any], vocab_size: int) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    arch = read(eos_token_id=33)
-    assert (arch.vocab_size, arch.padded_vocab_size) == (vocab_size, 37)
-    assert arch.eos_id == (33 if vocab_size > 33 else None)
+    for eos_ids in ((), (33,), (35, 2), (2, 99)):  # it reaches to every end that is a row
+        arch = read(eos_token_id=[*eos_ids] or None)
+        real = tuple(end for end in eos_ids if end < 37)
+        assert (arch.vocab_size, arch.padded_vocab_size) == (max([vocab_size, *(end + 1 for end in real)]), 37)
+        assert arch.eos_ids == real
+
+
+@pytest.mark.parametrize(
+    ("files", "eos_ids"),
+    [
+        ({"vocab.json": VOCAB, "tokenizer_config.json": {"eos_token": "t7"}}, (3, 7)),
+        ({"vocab.json": VOCAB, "tokenizer_config.json": {"eos_token": {"content": "t3"}}}, (3,)),
+        ({"vocab.json": VOCAB, "tokenizer_config.json": {"eos_token": "none such"}}, (3,)),
+        ({"vocab.json": VOCAB, "tokenizer_config.json": {"eos_token": None}}, (3,)),
+        (
+            {
+                "tokenizer.json": {"model": {"vocab": VOCAB}, "added_tokens": [{"id": 30, "content": "<end>"}]},
+                "tokenizer_config.json": {"eos_token": "<end>"},
+            },
+            (3, 30),
+        ),
+        ({"added_tokens.json": {"e": 31}, "tokenizer_config.json": {"eos_token": "e"}}, (3, 31)),
+        ({"tokenizer_config.json": {"eos_token": "t7"}}, (3,)),
+    ],
+)  # fmt: skip
+def test_the_tokenizer_s_end_of_a_text_is_one_too(
+    read: Read, tmp_path: Path, files: dict[str, Any], eos_ids: tuple[int, ...]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read(eos_token_id=3).eos_ids == eos_ids
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -158,8 +159,17 @@ def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: s
     return path
 
 
-def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F32", model: str = "gpt2") -> Path:
+def write_gguf(
+    path: Path,
+    arch: Architecture,
+    tensors: Tensors,
+    kind: str = "F32",
+    model: str = "gpt2",
+    named: Mapping[str | int, Any] = MappingProxyType({}),
+) -> Path:
     """A .gguf as llama.cpp's converter writes it; matrices of `kind`, e.g. `F16` or `Q4_0`.
+
+    named: ids of special tokens by the names of keys, and texts of tokens by their ids.
 
     A Llama's has the halves of each head of queries and keys interleaved.
     """
@@ -173,7 +183,9 @@ def write_gguf(path: Path, arch: Architecture, tensors: Tensors, kind: str = "F3
     if model == "gpt2":
         writer.add_layer_norm_eps(arch.layer_norm_epsilon)
         writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([f"t{i}" for i in range(arch.padded_vocab_size)])
+        writer.add_token_list([named.get(i, f"t{i}") for i in range(arch.padded_vocab_size)])
+        for name in filter(lambda name: isinstance(name, str), named):
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", named[name])
         num_unused = arch.padded_vocab_size - arch.vocab_size
         writer.add_token_types([1] * arch.vocab_size + [5] * num_unused)
     else:

@@ -13,7 +13,7 @@ ROWS ?= all
 # Tests start hundreds of processes that import the same modules: where this is set, each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve chat test test-fast check demo clients race chaos histories stubs clean
+.PHONY: setup serve chat test test-all test-other-cpu test-fast check demo clients race chaos histories stubs clean
 
 setup: $(VENV)/.ready
 
@@ -38,8 +38,20 @@ $(VENV)/.fetched: $(VENV)/.ready
 	touch $@
 
 # Two workers. In the files' order, so that those with long tests are not left to one worker at the end.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# One of each kind, for every change. An hour is beyond any machine: what takes longer hangs.
 test: setup $(VENV)/.fetched
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not thorough" --session-timeout 3600 $(ARGS)
+
+# Also what shows a promise a second time: for every day, by hand.
+test-all: setup $(VENV)/.fetched
+	$(PYTEST) --session-timeout 10800 $(ARGS)
+
+# The kernels compiled for a weaker CPU than this one: haswell has AVX2 and no more, x86-64-v2 less.
+CPU ?= haswell
+test-other-cpu: setup
+	tools/as_other_cpu.sh $(CPU) $(PYTEST) -m "not thorough" $(ARGS) tests/model/cpu tests/model/test_ladder.py
 
 # For every save: no servers, no ranks, no long computations. A test that reaches the limit is to be marked slow.
 test-fast: setup
@@ -66,7 +78,7 @@ race: setup
 chaos: setup
 	$(BIN)/python -m benchmarks.chaos --rows $(ROWS) $(ARGS)
 
-# 2,000 of them are in `make test`; `make histories N=100000` is hours of one core.
+# 250 of them are in `make test`, 2,000 in `make test-all`; `make histories N=100000` is hours of one core.
 histories: setup
 	PPSERVE_HISTORIES=$(N) $(BIN)/pytest -q tests/head/engine/test_histories.py -k served $(ARGS)
 

@@ -47,7 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         shares = "shared_server" in getattr(item, "fixturenames", ())
-        if shares or E2E in item.path.parents:
+        if shares or E2E in item.path.parents or item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow"):
             slow.marked.add(item.nodeid)

@@ -3,6 +3,8 @@
 A test is slow when it lies in tests/e2e, uses the server that all tests share (`shared_server`), or says so with
 `pytest.mark.slow`; `make test-fast` leaves slow tests out. Where many parameters show one thing, `quick_first`
 marks all but the first. What starts processes that import torch refuses to do so in any other test.
+
+Tests marked `thorough` are slow, and show a second time what another one shows: `make test-all` alone runs them.
 """
 
 from __future__ import annotations
@@ -29,3 +31,8 @@ def quick_first(values: Iterable[Any], number: int = 1) -> list[Any]:
         value if place < number else pytest.param(value, marks=pytest.mark.slow)
         for place, value in enumerate(values)
     ]
+
+
+def thorough(*values: Any) -> list[Any]:
+    """Values of a parameter whose tests `make test-all` alone runs."""
+    return [pytest.param(value, marks=(pytest.mark.slow, pytest.mark.thorough)) for value in values]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -87,6 +88,27 @@ def test_a_random_llama_has_the_sizes_asked_for_weights_around_zero_and_another_
     assert abs(up.mean()) < make_random_llama.STD / 20
     assert up.std() == pytest.approx(make_random_llama.STD, rel=0.1)
     assert checkpoint.four_bits("h.1.mlp.down.weight", (slice(0, 64),)) is not None
+
+
+def test_a_command_runs_as_on_another_cpu() -> None:
+    script = str(TINY.parents[2] / "tools/as_other_cpu.sh")
+    asked = [
+        sys.executable,
+        "-c",
+        "import os; print(os.environ['NUMBA_CPU_NAME'], os.environ['NUMBA_CPU_FEATURES'])",
+    ]
+    runs = [
+        subprocess.run([script, cpu, *asked], capture_output=True, text=True, timeout=60)
+        for cpu in ("haswell", "x86-64-v2", "i486")
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 2]
+    assert runs[2].stderr == "as_other_cpu.sh: i486: known are haswell and x86-64-v2\n"
+    if platform.machine() != "x86_64":
+        assert all("skipped" in run.stdout for run in runs[:2])
+        return
+    for run, cpu in zip(runs, ("haswell", "x86-64-v2"), strict=False):
+        name, features = run.stdout.split()
+        assert (name, "+avx2" in features) == (cpu, cpu == "haswell")
 
 
 @pytest.mark.parametrize("files", [(".", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "total_rss")])

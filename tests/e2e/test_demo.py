@@ -22,6 +22,7 @@ TITLES = [f"{number}. {title}" for number, (title, _) in demo.PARTS.items()]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "demo.py", "--force-cpu", "--plot", str(tmp_path)]

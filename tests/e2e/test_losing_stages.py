@@ -20,6 +20,7 @@ from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import as_gpu
 from tests.e2e.asking import Answer, answers_alone, ask, ask_all, await_tokens, requests_with_everything
 from tests.e2e.serving import Forked, Server, serving
+from tests.slow import thorough
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -75,7 +76,7 @@ def ask_and_hurt(
     return answers
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=["shm", *thorough("gloo")])
 def three_stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that several tests hurt; its stages are cut in the middle of layers. (Fresh interpreters are killed
     under torchrun in test_front_doors.) A logout removes its runtime directory, a cleaner the temporary one."""
@@ -112,7 +113,9 @@ def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]
     assert [len(shared_memory_of(three_stages.stage_pid(stage))) for stage in range(3)] == mapped
 
 
-@pytest.mark.parametrize(("transport", "victim"), [("shm", 3), ("gloo", 0)])
+@pytest.mark.parametrize(
+    ("transport", "victim"), [("gloo", 0), pytest.param("shm", 3, marks=pytest.mark.thorough)]
+)
 def test_two_tensor_ranks_in_each_of_two_stages(transport: str, victim: int, undisturbed: list[Answer]) -> None:
     """They answer like one rank, and still do after one of them has been killed."""
     with serving(4, "--tensor-parallel", "2", "--transport", transport, by=Forked) as server:
@@ -196,8 +199,8 @@ AS_GPU = ("--batch-invariant", "--max-num-seqs", "4", "--layers", "4.5,3.5")
     ("flags", "told_of_it", "victim"),
     [
         (("--quantization", "int8", "--kv-dtype", "int8"), ("int8", "int8", "int8"), 0),
-        (("--dtype", "bfloat16"), ("none", "bfloat16", "bfloat16"), 1),
-        (AS_GPU, ("none", "float32", "float32"), 1),
+        pytest.param(("--dtype", "bfloat16"), ("none", "bfloat16", "bfloat16"), 1, marks=pytest.mark.thorough),
+        pytest.param(AS_GPU, ("none", "float32", "float32"), 1, marks=pytest.mark.thorough),
     ],
     ids=["int8", "bfloat16", "as-gpu"],
 )

@@ -24,7 +24,11 @@ pytestmark = [needs_hosts, pytest.mark.timeout(150)]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("master", "names_are_loopback"),
-    [(NAMES[0], False), (ADDRESSES[0], True), (ADDRESSES_6[0], True)],
+    [
+        (NAMES[0], False),
+        pytest.param(ADDRESSES[0], True, marks=pytest.mark.thorough),
+        pytest.param(ADDRESSES_6[0], True, marks=pytest.mark.thorough),
+    ],
     ids=["by name", "by address, names that mean loopback", "by IPv6"],
 )
 def test_two_hosts_serve(master: str, names_are_loopback: bool) -> None:
@@ -39,7 +43,7 @@ def test_two_hosts_serve(master: str, names_are_loopback: bool) -> None:
             a_cut_cable_and_a_host_that_comes_back(hosts, head, worker, target)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_stages_listen_on_the_ports_that_they_may_have() -> None:
     """The store takes the first that is free. gloo takes those of the system, which the operator has told."""
     first, of_system, last = 29600, 29650, 29699

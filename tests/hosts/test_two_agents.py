@@ -15,6 +15,7 @@ from ppserve.client import Client, RetryPolicy
 from ppserve.model.cpu.kernels.variants import available, features
 from tests.hosts.two_agents import TwoAgents, two_agents
 from tests.model.cpu.products import arithmetic
+from tests.slow import thorough
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -58,6 +59,7 @@ def test_with_static_rendezvous_a_worker_joins_again_and_a_restarted_head_is_fou
         assert agents.rank_pid(1) == worker, "a worker was restarted for the head"
 
 
+@pytest.mark.thorough
 def test_with_c10d_rendezvous_a_workers_agent_joins_again_and_streams_resume() -> None:
     with two_agents("c10d") as agents, Client(agents.target) as client:
         undisturbed = stream(client)
@@ -65,7 +67,9 @@ def test_with_c10d_rendezvous_a_workers_agent_joins_again_and_streams_resume() -
         agents.wait_ready(times=2)  # all ranks were restarted: that is how this rendezvous admits an agent
 
 
-@pytest.mark.parametrize("numbers", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=["int8", "bfloat16"])
+@pytest.mark.parametrize(
+    "numbers", [{"quantization": "int8"}, *thorough({"dtype": "bfloat16"})], ids=["int8", "bfloat16"]
+)
 def test_hosts_with_unlike_kernels_keep_the_promise_or_say_that_they_do_not(numbers: dict[str, str]) -> None:
     """The second computes with the least kernels, and loses its stage; float32 and int8 have the same bits in all,
     bfloat16 in those that do not sum by AMX."""

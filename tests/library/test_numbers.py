@@ -13,6 +13,7 @@ import pytest
 from ppserve.model.cpu.kernels.variants import VARIABLE, available, features, in_use
 from ppserve.stage.device import REFERENCE
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tests.slow import thorough
 
 AS_GPU = {"batch_invariant": True, "max_num_seqs": 9}
 AS_GPU_SHAPES: list[tuple[int, dict[str, Any]]] = [(3, {"microbatches": 4, "cuda_graphs": False})]
@@ -45,14 +46,16 @@ for tensor ranks nothing here changes arithmetic."""
 @pytest.mark.parametrize(
     "numbers",
     [
-        {},
-        {"dtype": "bfloat16"},
-        {"quantization": "int8"},
         INT8,
-        INT8 | {"dtype": "bfloat16"},
-        {"kv_dtype": "bfloat16"},
-        {"kv_dtype": "float32", "dtype": "bfloat16"},
         AS_GPU,
+        *thorough(
+            {},
+            {"dtype": "bfloat16"},
+            {"quantization": "int8"},
+            INT8 | {"dtype": "bfloat16"},
+            {"kv_dtype": "bfloat16"},
+            {"kv_dtype": "float32", "dtype": "bfloat16"},
+        ),
     ],
     ids=lambda numbers: " ".join(map(str, numbers.values())) or "float32",
 )
@@ -98,7 +101,7 @@ def digests_of_answers() -> list[str]:
     return digests
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_every_kernel_variant_gives_the_same_answers() -> None:
     """Pipelines whose hosts differ keep the promise; but AMX sums bfloat16 in an order of its own."""

@@ -1,4 +1,4 @@
-"""Simulated histories: 2,000 seeds or PPSERVE_HISTORIES, and defects that they must find.
+"""Simulated histories: 250 seeds, in `make test-all` 2,000 or PPSERVE_HISTORIES; and defects that they must find.
 
 A seed that fails prints what happened; `History(seed).run()` replays it.
 """
@@ -15,12 +15,13 @@ import pytest
 from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
-from tests.slow import quick_first
+from tests.slow import quick_first, thorough
 
 pytestmark = pytest.mark.any_worker
 
 NUM_HISTORIES = int(os.environ.get("PPSERVE_HISTORIES", "2000"))
 AT_ONCE = 25
+FIRST_ONES = range(0, NUM_HISTORIES, AT_ONCE)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", quick_first(range(0, NUM_HISTORIES, AT_ONCE)))
+@pytest.mark.parametrize("first", [*quick_first(FIRST_ONES[:10]), *thorough(*FIRST_ONES[10:])])
 def test_everything_is_served_whatever_happens(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         try:

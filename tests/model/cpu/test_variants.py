@@ -46,15 +46,18 @@ def test_the_best_that_the_cpu_can_run(found: frozenset[str], best: str) -> None
     assert choose({"PPSERVE_CPU_KERNELS": "portable"}, found) == "portable"
 
 
+def unforced() -> dict[str, str]:
+    """The environment without a variant or a CPU under which these tests may themselves run."""
+    return {name: of for name, of in os.environ.items() if name != VARIABLE and not name.startswith("NUMBA_CPU_")}
+
+
 @pytest.mark.slow
 def test_numbas_settings_bound_the_variant() -> None:
     assert enabled("+avx2,-avx512f,+fma") == {"avx2", "fma"}
     assert available(SKYLAKE & enabled("")) == ("portable",)
     code = "from ppserve.model.cpu.kernels import variants; print(variants.in_use())"
-    # These tests may themselves run under a forced variant, which numba's settings would make unavailable.
-    unforced = {name: value for name, value in os.environ.items() if name != VARIABLE}
     for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_ENABLE_AVX", "0")):
-        told = subprocess.run([sys.executable, "-c", code], env={**unforced, name: value}, **PIPED)
+        told = subprocess.run([sys.executable, "-c", code], env={**unforced(), name: value}, **PIPED)
         assert told.stdout == "portable\n"
 
 
@@ -76,8 +79,7 @@ def test_kernels_run_whatever_cpu_numba_is_told(name: str, tmp_path: Path) -> No
     code = "from tests.model.cpu import test_activation as floats, test_thread_pool as atomics\n"
     code += "floats.test_what_is_not_finite_stays_so()\n"
     code += "atomics.test_threads_do_jobs_together_asleep_or_not(2)"
-    unforced = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    ran = subprocess.run([sys.executable, "-c", code], env=unforced | told, **PIPED)
+    ran = subprocess.run([sys.executable, "-c", code], env=unforced() | told, **PIPED)
     assert ran.returncode == 0, ran.stderr
 
 

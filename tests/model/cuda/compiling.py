@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not here, each as `TritonOperators` would launch it: also for what
 16 divides, and within the shared memory that such a GPU has. Prints which.
 
-    python -m tests.model.cuda.compiling CAPABILITY ...     (such as 75 90)
+    python -m tests.model.cuda.compiling CAPABILITY ... [DTYPE ...]     (such as 75 90 bfloat16; else all dtypes)
 
 A process of its own: where the tests run, Triton interprets.
 """
@@ -9,6 +9,7 @@ A process of its own: where the tests run, Triton interprets.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -67,9 +68,9 @@ def is_divisible(value: object) -> bool:
     return isinstance(number, int) and number % 16 == 0
 
 
-def launch_all() -> None:
+def launch_all(dtypes: Sequence[torch.dtype]) -> None:
     operators = TritonOperators()
-    for dtype in DTYPES:
+    for dtype in dtypes:
         x_TK, weight_NK = torch.zeros(3, 96, dtype=dtype), torch.zeros(80, 96, dtype=dtype)
         operators.product(x_TK, weight_NK, weight_NK[:, 0])
         operators.product(x_TK, torch.zeros(10256, 96, dtype=dtype), None)
@@ -86,6 +87,8 @@ def launch_all() -> None:
 
 
 if __name__ == "__main__":
-    for capability in map(int, sys.argv[1:]):
+    capabilities = [word for word in sys.argv[1:] if word.isdigit()]
+    dtypes = [getattr(torch, word) for word in sys.argv[1:] if not word.isdigit()]
+    for capability in map(int, capabilities):
         compile_launches(capability)
-        launch_all()
+        launch_all(dtypes or DTYPES)

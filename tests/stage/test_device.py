@@ -188,7 +188,7 @@ def test_more_threads_than_cores_are_warned_of(
     """Stages without a core of their own have a thread each, whatever is asked for."""
     config = ServeConfig()
     config = replace(config, pipeline=replace(config.pipeline, threads=threads))
-    choose(config, RankEnvironment(0, stages, 0, stages), "float32")
+    assert choose(config, RankEnvironment(0, stages, 0, stages), "float32").threads == (threads or 1)
     assert (f"--threads {threads}" in caplog.text) == warns
 
 

@@ -16,6 +16,7 @@ import torch
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import DRAWN, Draw, StepPlan
+from ppserve.core.request import SamplingParams
 from ppserve.core.sampling_state import KEPT, SamplingUpdate
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, StageModel
@@ -132,19 +133,29 @@ def lone(wiring: ByHand) -> Iterator[OneStage]:
 
 def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lone: OneStage) -> None:
     """And a cancelled one is reported, but not computed."""
-    lone.tell(wire.Plan(plan(1, 0)))
-    (drawn,) = lone.hear(wire.Result).result.drawn
-    assert drawn.token_id is not None
-    lone.tell(wire.Plan(plan(1, 1, (drawn.token_id,), start=3)))
-    right = lone.hear(wire.Result).result.drawn
-    ahead = replace(plan(1, 3, (DRAWN,), start=3), is_ahead=True)
-    for sent in (plan(1, 2), ahead):
-        lone.tell(wire.Plan(sent))
-    assert [lone.hear(wire.Result).result.drawn for _ in range(2)] == [(drawn,), right]
-    lone.tell(wire.Cancel((4,)))
-    lone.tell(wire.Plan(replace(ahead, step_id=4)))
+    hot = Draw(SamplingParams(temperature=9.0, seed=1))
+
+    def tell(step_id: int, token_ids: tuple[int, ...], start: int) -> None:
+        is_ahead = token_ids == (DRAWN,)
+        lone.tell(wire.Plan(replace(with_draw(plan(1, step_id, token_ids, start), hot), is_ahead=is_ahead)))
+
+    def drawn() -> int | None:
+        (one,) = lone.hear(wire.Result).result.drawn
+        return one.token_id
+
+    right: list[int] = []
+    for step_id, first in enumerate((0, 3, 4)):
+        tell(step_id, (right[-1],) if right else (1, 2, 3), first)
+        right.append(drawn() or 0)
+    assert len(set(right)) == 3, "else a wrong one could be right"
+    tell(3, (1, 2, 3), 0)
+    for step_id, first in ((4, 3), (5, 4)):
+        tell(step_id, (DRAWN,), first)
+    assert [drawn() for _ in range(3)] == right
+    lone.tell(wire.Cancel((6,)))
+    tell(6, (DRAWN,), 5)
     result = lone.hear(wire.Result).result
-    assert (result.step_id, result.drawn, result.computed_ns) == (4, (), 0)
+    assert (result.step_id, result.drawn, result.computed_ns) == (6, (), 0)
 
 
 def test_what_comes_beside_a_cancelled_step_is_remembered(lone: OneStage) -> None:

@@ -104,6 +104,7 @@ class SchedulerRig:
     def _check_arrived(self, sent: StepPlan) -> None:
         """The last stage put the plan together again, and remembers little."""
         assert self.pipeline.plans[-1] == sent
+        assert self.pipeline.memory._tokens.keys() <= self.pipeline.memory._draws.keys()
         assert len(self.pipeline.memory) <= self.config.max_num_seqs + len(sent.slices)
 
     def lose_stage(self) -> None:

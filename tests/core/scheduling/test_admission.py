@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
+from ppserve.core.scheduling.admission import HALF_LIFE_S, Throughput
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
@@ -27,6 +29,24 @@ def test_what_can_never_run_is_refused(fields: dict[str, int]) -> None:
 
 
 # ---- the queue ----
+
+
+@pytest.mark.parametrize("num_prompt", [1, 7, 8, 9])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_request_is_refused_where_it_needs_a_block_more_than_there_are(
+    num_prompt: int, num_sequences: int
+) -> None:
+    """Each answer takes the blocks of all its positions, and shares those that the prompt fills before its last
+    token."""
+    request = a_request("r", num_prompt=num_prompt, max_tokens=10, num_sequences=num_sequences)
+    num_shared = (num_prompt - 1) // 4 if num_sequences > 1 else 0
+    needed = num_shared + num_sequences * (math.ceil((num_prompt + 9) / 4) - num_shared)
+    with pytest.raises(InvalidRequest, match=f"needs {needed} KV blocks, the server has {needed - 1}"):
+        a_rig(num_blocks=needed - 1).submit(request)
+    rig = a_rig(num_blocks=needed)
+    rig.submit(request)
+    assert rig.scheduler.kv_usage == 1.0
+    rig.finish()
 
 
 def test_worst_case_blocks_are_reserved_so_no_running_request_loses_its_place() -> None:
@@ -127,6 +147,51 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
         rig.scheduler.request_queue.submit(a_request("late", deadline_s=rig.now), rig.now)
     assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
     assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
+
+
+def test_old_measurements_of_the_throughput_fade_and_time_without_a_step_is_none() -> None:
+    """After one half-life at another speed, both count alike."""
+    throughput = Throughput()
+    throughput.started(0.0)
+    now = 0.0
+    for _ in range(30):
+        now += HALF_LIFE_S
+        throughput.committed(1000 * round(HALF_LIFE_S), now, pipeline_empty=False)
+    assert throughput.seconds_for(1000) == pytest.approx(1.0)
+    now += HALF_LIFE_S
+    throughput.committed(200 * round(HALF_LIFE_S), now, pipeline_empty=True)
+    assert throughput.seconds_for(600) == pytest.approx(1.0)
+    throughput.started(now + 1000.0)
+    throughput.committed(600, now + 1001.0, pipeline_empty=True)
+    assert throughput.seconds_for(600) == pytest.approx(1.0)
+    throughput.request_ended(100, 25)
+    assert throughput.seconds_for(2400) == pytest.approx(1.0), "requests use a quarter of what they reserve"
+
+
+def test_an_answer_that_its_deadline_cut_short_says_nothing_about_the_lengths_of_answers() -> None:
+    rig = a_rig(max_num_seqs=1)
+    throughput = rig.scheduler.request_queue._throughput
+    rig.submit(a_request("late", max_tokens=50, deadline_s=3.0))
+    rig.turn()
+    rig.now = 2.9
+    assert rig.scheduler.request_queue.expire(rig.now) == []
+    rig.now = 3.0
+    assert [event.finish for event in rig.scheduler.request_queue.expire(rig.now)] == [FinishReason.DEADLINE]
+    assert throughput._reserved_tokens == 0
+    rig.submit(a_request("whole", max_tokens=5))
+    rig.drain()
+    assert throughput._reserved_tokens == 11
+
+
+def test_a_caller_is_charged_for_what_it_asked_and_got_once_whatever_is_computed_again() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("r", num_prompt=9, max_tokens=7, caller="a"))
+    for _ in range(2):
+        rig.turn()
+        rig.turn()
+        rig.lose_stage()
+    rig.finish()
+    assert rig.scheduler.request_queue.queue._accounts["a"].served == 9 + 7
 
 
 def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:

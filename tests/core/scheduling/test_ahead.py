@@ -101,6 +101,21 @@ def test_nothing_is_sent_ahead_while_a_cancelled_step_is_in_flight() -> None:
     rig.finish()
 
 
+def test_a_cancelled_step_is_forgotten_with_its_epoch() -> None:
+    """Nobody is told of it, and the next epoch sends ahead."""
+    rig = a_rig_ahead()
+    rig.submit(a_request("stream", max_tokens=30))
+    fill(rig)
+    rig.submit(a_request("other", max_tokens=30))
+    assert len(rig.scheduler.slots._cancelled) == 1
+    rig.lose_stage()
+    assert rig.scheduler.slots.take_cancelled() == ()
+    while rig.num_ahead == 1:
+        rig.turn()
+    assert rig.scheduler.slots.epoch == 1
+    rig.finish()
+
+
 def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     rig = a_rig_ahead(max_num_seqs=2)
     rig.submit(a_request("a", max_tokens=30))

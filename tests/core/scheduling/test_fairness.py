@@ -86,6 +86,30 @@ def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
     assert sum(key.startswith("heavy") for key in served_order(queue, 10)) >= 4
 
 
+def test_a_caller_that_was_idle_for_a_moment_has_been_served_what_it_was() -> None:
+    queue = FairQueue()
+    for caller in ("light", "heavy"):
+        queue.push(entry(caller, caller))
+    queue.charge("heavy", 40)
+    queue.remove(entry("heavy", "heavy"))
+    queue.end_request("heavy")
+    for i in range(5):
+        queue.push(entry(f"heavy{i}", "heavy"))
+        queue.push(entry(f"light{i}", "light"))
+    assert served_order(queue, 4) == ["light", "light0", "light1", "light2"]
+
+
+def test_a_class_rises_in_steps_of_ten_seconds_and_equals_are_ordered_by_what_was_served() -> None:
+    queue = FairQueue()
+    queue.push(entry("old", "light", submitted_s=0.0))
+    queue.push(entry("high", "heavy", priority=1, submitted_s=9.0))
+    queue.charge("heavy", 1000)
+    for now, key in ((9.9, "high"), (15.0, "old"), (19.1, "high"), (20.0, "old")):
+        first = queue.first(now)
+        assert first is not None
+        assert first.key == key, now
+
+
 def test_waiting_makes_up_for_low_priority() -> None:
     queue = FairQueue()
     queue.push(entry("old", priority=0, submitted_s=0.0))
@@ -130,3 +154,15 @@ def test_idle_callers_are_forgotten() -> None:
         queue.end_request(f"caller{i}")
     assert len(queue._accounts) == MAX_IDLE_CALLERS
     assert "caller0" not in queue._accounts
+
+
+def test_of_too_many_idle_callers_the_one_that_was_served_least_is_forgotten() -> None:
+    queue = FairQueue()
+    callers = ["heavy", *(f"light{number}" for number in range(MAX_IDLE_CALLERS + 1))]
+    for caller in callers:
+        queue.push(entry(caller, caller))
+    queue.charge("heavy", 9000)
+    for caller in callers:
+        queue.end_request(caller)
+    assert len(queue._accounts) == MAX_IDLE_CALLERS
+    assert queue._accounts["heavy"].served == 9000

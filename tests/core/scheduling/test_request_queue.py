@@ -123,6 +123,20 @@ def test_requests_of_a_lost_replica_go_on_at_another_before_all_that_wait(lost: 
     replicas.finish()
 
 
+def test_requests_that_several_replicas_gave_back_go_on_in_the_order_of_their_admission() -> None:
+    replicas = Replicas(2)
+    for number in range(4):
+        replicas.first.now = float(number)
+        replicas.submit(f"r{number}", salt=number)
+    assert (replicas.at(0), replicas.at(1)) == ({"r0", "r2"}, {"r1", "r3"})
+    replicas.lose(1)
+    replicas.lose(0)
+    assert list(replicas.request_queue.queue._given_back) == ["r0", "r1", "r2", "r3"]
+    for rig in replicas.rigs:
+        rig.form()
+    replicas.finish()
+
+
 def test_what_is_in_flight_at_a_drained_replica_is_computed_again() -> None:
     replicas = Replicas(2, num_stages=2)
     for number in range(6):

@@ -48,6 +48,17 @@ def test_equal_beginnings_are_computed_once_but_for_the_last_token(
     assert [rig.events[f"r{number}", 0][0].cached_tokens for number in range(3)] == cached
 
 
+def test_what_was_cached_when_a_request_began_is_told_though_a_loss_forgot_it() -> None:
+    rig = a_rig(block_size=4)
+    for name in ("first", "second"):
+        rig.drain()
+        rig.submit(a_request(name, num_prompt=18, salt=1))
+    rig.turn()
+    rig.lose_stage()
+    rig.finish()
+    assert {event.cached_tokens for event in rig.events["second", 0]} == {16}
+
+
 def test_a_burst_shares_what_is_only_scheduled() -> None:
     rig = a_rig(num_stages=4, block_size=4, prefill_chunk=8)
     rig.submit(a_request("first", num_prompt=21, salt=1))

@@ -93,6 +93,19 @@ def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
     rig.check_answers()
 
 
+def test_rejected_draft_tokens_are_no_throughput_and_a_step_that_drafts_decodes() -> None:
+    rig = a_rig(3)
+    rig.submit(a_request("r", num_prompt=6, max_tokens=20))
+    phases = []
+    while rig.has_work:
+        phases += [plan.phase for plan in fill(rig)]
+        rig.commit_one()
+    assert phases == ["prefill"] + ["decode"] * 19
+    assert rig.num_draft_tokens > 40
+    assert rig.scheduler.num_draft_tokens == {"accepted": 0, "rejected": rig.num_draft_tokens}
+    assert rig.scheduler.request_queue._throughput._tokens == 6 + 20 - 1
+
+
 def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     """The pipeline has as many as the request needs, without draft tokens."""
     config = SchedulerConfig(2, block_size=4, eos_ids=(EOS_ID,), speculate=16)

@@ -133,6 +133,34 @@ def test_a_stage_that_comes_back_to_a_replica_that_has_ended_is_told_to_exit() -
     assert rig.request_queue._schedulers == [rig.replicas[0].scheduler], "its blocks are no room for requests"
 
 
+def test_requests_of_a_replica_that_ends_are_computed_by_another() -> None:
+    """The last was admitted by the second replica, which says at once that it will not come back."""
+    rig = EngineRig("", "", num_replicas=2)
+    readers = [rig.open(a_request(name)) for name in ("a", "bb")]
+    (held,) = rig.replicas[1].scheduler._running.values()  # type: ignore[union-attr]
+    rig.say(1, wire.Failed("no memory"))
+    assert rig.replicas[1].steps.num_in_flight == 0
+    rig.engine.turn()
+    own = rig.replicas[0].scheduler
+    assert own is not None
+    assert held.id in own.running_ids
+    assert not any(reader.outputs for reader in readers)
+
+
+def test_draining_and_restarting_reach_every_replica_and_take_effect_when_it_is_there_again() -> None:
+    rig = EngineRig("", "", num_replicas=2)
+    rig.engine.drain()
+    rig.engine.turn()
+    assert [replica.members._draining for replica in rig.replicas] == [True, True]
+    single = EngineRig("")
+    epoch = single.engine.restart(0, pauses=True)
+    single.engine.turn()
+    assert epoch.result(0) == 1
+    serves = single.engine.serves_after(0, 1)
+    single.engine.turn()
+    assert not serves.result(0), "its stages have not heard of it yet"
+
+
 def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> None:
     rig = EngineRig("as published", "trained on", num_replicas=2)
     reason = "replica 1 on host has other weights in /m, unlike replica 0"

@@ -105,6 +105,33 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
         pipeline.say(1, changed(before, **changes))
 
 
+def test_the_number_of_blocks_stays_when_a_stage_comes_back_with_other_memory() -> None:
+    """Block tables of open requests name blocks up to it."""
+    pipeline = started_pipeline()
+    assert pipeline.members.num_blocks == 10
+    for room in (500, 5000):
+        pipeline.lose(1, "exit")
+        pipeline.leave(0)
+        pipeline.hello(1)
+        pipeline.say(1, wire.Loaded("cpu", 1, 1, 100, room, ""))
+        pipeline.tick(1)
+        epoch = pipeline.members.epoch
+        assert {form.num_blocks for form in pipeline.forms().values()} == {10}
+        pipeline.say(0, wire.StoreOpened(epoch, 1))
+        for stage in range(2):
+            pipeline.say(stage, wire.Ready(epoch))
+        pipeline.sent.clear()
+
+
+def test_a_process_that_ends_before_the_first_epoch_is_no_restart() -> None:
+    pipeline = MembersRig(2)
+    pipeline.hello(0)
+    assert pipeline.lose(0, "exit") is None
+    assert pipeline.members[0].restarts == 0
+    pipeline.load(0, 1)
+    assert pipeline.join() == 1
+
+
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
     pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
     with pytest.raises(ConfigError, match="--layers: no"):

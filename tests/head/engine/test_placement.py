@@ -9,11 +9,13 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import PartCosts
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
-from ppserve.head.engine.placement import decide, stage_addresses
+from ppserve.head.engine.member import Decision
+from ppserve.head.engine.placement import count_blocks, decide, stage_addresses
 from tests.hellos import changed
 from tests.hellos import hello as hello_of
 
@@ -121,3 +123,22 @@ def test_what_cannot_be_connected_and_stages_that_differ_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         decide(ServeConfig(pipeline=PipelineSettings(transport=asked)), (hello(0), second))
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [((7, 9), 7), ((30, 28), 28), ((30, 29), 28)])
+def test_as_many_blocks_as_the_tightest_stage_holds_and_full_sequences_use(
+    blocks: tuple[int, int], expected: int
+) -> None:
+    """A context of 100 tokens takes seven blocks of 16, the last of them in part. There are four sequences."""
+    assert count_blocks(*with_room_for(blocks)) == expected
+
+
+def test_a_stage_without_room_for_a_whole_sequence_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"stage 1 has room for 96 tokens; one .* 100 \(7000 bytes"):
+        count_blocks(*with_room_for((7, 6)))
+
+
+def with_room_for(blocks: tuple[int, int]) -> tuple[Decision, list[wire.Loaded]]:
+    scheduling = SchedulerConfig(2, max_num_seqs=4, max_model_len=100, block_size=16)
+    loaded = [wire.Loaded("cpu", 1, 1, 1000, 1000 * count + 999, "") for count in blocks]
+    return Decision(stage_layouts(Split((8, 8))), "shm", scheduling), loaded

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ppserve import wire
+from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import StagesLost
-from tests.head.engine.replica_rig import MS, Rig, finished, formed
+from tests.head.engine.replica_rig import MS, Rig, a_request, finished, formed
 from tests.head.engine.scripted import SECOND
 
 
@@ -101,6 +103,54 @@ def test_the_rank_that_owes_a_step_past_its_deadline_is_dropped(reported: tuple[
     assert rig.control.dropped == []
     rig.wait(1)
     assert set(rig.control.dropped) == {(stuck, "stuck")}
+
+
+@pytest.mark.parametrize("owing", range(4))
+def test_of_a_stages_tensor_ranks_the_one_that_owes_a_step_is_dropped(owing: int) -> None:
+    rig = formed(2, num_tensor=2, microbatches=1)
+    rig.submit("a")
+    (plan,) = rig.refill()
+    for place in range(4):
+        if place != owing:
+            rig.say(rig.ranks[place], rig.result(plan, place))
+    rig.wait(STEP_DEADLINE_NS / SECOND + 2)
+    assert set(rig.control.dropped) == {(rig.ranks[owing], "stuck")}
+    rig.lose(rig.ranks[owing], "stuck")
+    assert rig.replica._ranks._came == {}, "what the others reported is of no step any more"
+
+
+def test_long_draws_are_sent_anew_in_each_epoch() -> None:
+    """Stages forget them with the epoch."""
+    rig = formed(microbatches=1)
+    sampling = SamplingParams(logit_bias=((5, 1.0),))
+    rig.ask(replace(a_request("a", max_tokens=9), sampling=sampling))
+    for _ in range(3):
+        for _ in range(2):
+            (plan,) = rig.refill()
+            (piece,) = plan.slices
+            assert piece.draw is not None
+            assert piece.draw.params == sampling
+            rig.compute(plan)
+        rig.refill()
+        rig.lose(3)
+        rig.greet(3)
+        rig.wait(1)
+        rig.join()
+
+
+def test_the_cost_of_a_step_is_what_its_stage_computed_not_what_it_waited_or_sent() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a", max_tokens=60)
+    for _ in range(30):
+        (plan,) = rig.refill()
+        for stage, rank in enumerate(rig.ranks):
+            rig.now_ns += 50 * MS
+            at = rig.now_ns
+            stamps = StepStamps(at - 40 * MS, at - 30 * MS, at - 20 * MS, at - 11 * MS, at - 10 * MS, at)
+            result = rig.result(plan, stage).result
+            rig.say(rank, wire.Result(replace(result, stamps=stamps)))
+    for cost in rig.replica.read().costs:
+        assert cost.seconds(StepSize(1, 30, 1)) == pytest.approx(0.001, rel=0.05)
 
 
 @pytest.mark.parametrize("pause_s", [0, 20])

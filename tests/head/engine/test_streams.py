@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.answers import Timings
+from ppserve.core.request import FinishReason, OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.errors import InvalidRequest
@@ -92,3 +93,24 @@ def test_a_resumed_answer_goes_on_as_if_undisturbed(stop: StopConditions) -> Non
             now = opened.output(SequenceEvent("r", 0, 0, was.offset, was.token_id, finish=finish), 11.0)
             assert (now.text, now.finish, now.matched) == (was.text, was.finish, was.matched)
         assert opened.is_complete
+
+
+def test_an_answers_times_are_those_of_its_own_tokens_and_of_its_request() -> None:
+    """Arrived at 10 s, admitted at 10.5 s. The second answer has a token more, and later."""
+    request = Request("r", (1, 2), StopConditions(4), num_sequences=2, output=OutputOptions(timings=True))
+    opened, busy_s = open_request(request), [(1.0, 2.0)]
+    assert opened.begin(10.0, lambda: busy_s[-1]) is None
+    ends = []
+    for index, times in enumerate([(11.0, 13.0), (11.5, 12.0, 16.0)]):
+        busy_s.append((busy_s[-1][0] + 0.5, busy_s[-1][1] + 0.25))
+        for offset, now_s in enumerate(times):
+            finish = FinishReason.MAX_TOKENS if offset == len(times) - 1 else None
+            event = SequenceEvent("r", index, index, offset, 65, finish=finish, admitted_s=10.5)
+            output = opened.output(event, now_s)
+        gap_s = opened.progress(index).gap_s
+        ends.append((output.timings, gap_s, opened.progress(index).num_tokens))
+    assert ends == [
+        (Timings(0.5, 0.5, 1.0, 2.0, (0.5, 0.25)), 2.0, 2),
+        (Timings(0.5, 1.0, 1.5, 4.5, (1.0, 0.5)), 4.0, 3),
+    ]
+    assert (opened.num_outputs, opened.num_tokens, opened.is_complete) == (5, 5, True)

@@ -85,7 +85,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
     ("timings", bool, "Where the time went (with --json)."),
     ("stream_interval", int, "Tokens per message."),
-    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Higher is admitted first; counts as at most 10."),
+    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Lower is admitted first; counts as at least -10."),
     ("request_id", TEXT, "A name for the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )

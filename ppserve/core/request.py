@@ -88,6 +88,7 @@ class Request:
     length_end: FinishReason = FinishReason.MAX_TOKENS
     """Why an answer of max_tokens tokens ends: CONTEXT_LENGTH where the context has no more."""
     priority: int = 0
+    """Higher is earlier: the negative of what callers call so."""
     caller: str = ""
     """The API key's digest or the peer's address; fairness counts tokens per caller."""
     deadline_s: float | None = None

@@ -27,7 +27,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Inclusive; by the field's name in the proto."""
 
-# Priorities beyond count as these. Ten seconds of waiting raise a request by one.
+# In the core, where higher is earlier. Priorities beyond count as these. Ten seconds of waiting raise one by one.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 

@@ -79,7 +79,7 @@ def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Req
         resume_index=given.get("resume_index"),
         resume_ids=held,
         length_end=FinishReason.MAX_TOKENS if granted == max_tokens else FinishReason.CONTEXT_LENGTH,
-        priority=max(LEAST_URGENT, min(given.get("priority", 0), MOST_URGENT)),
+        priority=max(LEAST_URGENT, min(-given.get("priority", 0), MOST_URGENT)),
         caller=call.caller,
         deadline_s=call.deadline_s,
     )

@@ -141,9 +141,9 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("priority", "counted"), [(2**70, 10), (11, 10), (10, 10), (-10, -10), (-11, -10), (-(2**31), -10)]
+    ("priority", "counted"), [(2**70, -10), (11, -10), (10, -10), (3, -3), (-10, 10), (-11, 10), (-(2**31), 10)]
 )
-def test_priorities_are_clamped(priority: int, counted: int) -> None:
+def test_priorities_are_clamped_and_the_lowest_is_the_first(priority: int, counted: int) -> None:
     assert made(priority=priority).priority == counted
 
 

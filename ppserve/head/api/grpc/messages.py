@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 
 def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
     """Every field that the message sets, under its own name; and its prompt."""
-    given: dict[str, Any] = {"priority": message.priority}
+    given: dict[str, Any] = {"priority": message.priority - message.urgency}
     for part in (message.sampling, message.stop, message.output):
         given |= {field.name: value for field, value in part.ListFields()}
     if message.HasField("resume"):

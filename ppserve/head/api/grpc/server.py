@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf import descriptor_pool, text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.calls import Context, KeyCheck, Service, registered
@@ -46,7 +48,7 @@ class GrpcServer:
         names = [service.descriptor.full_name for service in services]
         self._server.add_generic_rpc_handlers([registered(service, handler) for service in services])
         health_pb2_grpc.add_HealthServicer_to_server(Health(handler, names), self._server)
-        reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
+        self._server.add_generic_rpc_handlers(list(reflecting((*names, HEALTH_NAME))))
 
     async def start(self, host: str, port: int) -> int:
         """Bind and listen; return the port. Raises ConfigError when it cannot."""
@@ -97,6 +99,24 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await context.write(HealthState(status=state))
                 sent = state
             await changed.wait()
+
+
+def reflecting(names: Sequence[str]) -> Iterator[grpc.GenericRpcHandler]:
+    """Reflection of these services and of itself: v1alpha, and v1, which grpcio-reflection lacks. Their messages
+    are the same, but for that word in their names."""
+    alpha = reflection_pb2.DESCRIPTOR
+    file = FileDescriptorProto()
+    alpha.CopyToProto(file)
+    stable = text_format.Parse(str(file).replace("v1alpha", "v1"), FileDescriptorProto())
+    own_names = [f"{package}.ServerReflection" for package in (alpha.package, stable.package)]
+    descriptor_pool.Default().Add(stable)  # the same again changes nothing
+    method = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer((*names, *own_names)).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in own_names:
+        yield grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
 
 
 def server_options(limits: Limits) -> list[tuple[str, Any]]:

@@ -127,8 +127,6 @@ class GenerationBody(Body, kw_only=True):
             given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds are signed; ours are the same 64 bits
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
-        if self.priority is not None:
-            given["priority"] = -self.priority  # in vLLM's interface the lowest comes first
         if self.resume is not None:
             given |= {"resume_index": self.resume.index, "resume_ids": self.resume.token_ids}
         if not self.stream:

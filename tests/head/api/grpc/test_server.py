@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -71,17 +72,29 @@ async def test_when_a_watcher_leaves_the_others_still_hear() -> None:
         stays.cancel()
 
 
-async def test_reflection_describes_the_service() -> None:
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_describes_the_services(version: str) -> None:
+    own_name = f"grpc.reflection.{version}.ServerReflection"
     async with served(FakeEngine()) as (_, target), channel_to(target) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        parsed = [
-            reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol="ppserve.v1.GenerationService"),
-        ]
-        listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(parsed))]
-        names = {service.name for service in listed.list_services_response.service}
-        assert {"ppserve.v1.GenerationService", "grpc.health.v1.Health"} <= names
-        assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
+        ask = channel.stream_stream(
+            f"/{own_name}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        symbols = ("ppserve.v1.GenerationService", own_name)
+        asked = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
+        asked.append(reflection_pb2.ServerReflectionRequest(list_services=""))
+        described, itself, listed = [answer async for answer in ask(iter(asked))]
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {
+        *("ppserve.v1.GenerationService", "grpc.health.v1.Health"),
+        *("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection"),
+    }
+    assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
+    (content,) = itself.file_descriptor_response.file_descriptor_proto
+    file = FileDescriptorProto.FromString(content)
+    assert file.package == f"grpc.reflection.{version}"
+    assert file.service[0].method[0].input_type == f".{file.package}.ServerReflectionRequest"
 
 
 async def test_an_address_that_cannot_be_bound() -> None:

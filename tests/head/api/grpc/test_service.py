@@ -166,6 +166,9 @@ def test_prompt_priority_and_resume() -> None:
     given, prompt = request_fields(message)
     given["resume_ids"] = list(given["resume_ids"])
     assert (given, prompt) == ({"priority": -3, "resume_index": 0, "resume_ids": [4, 5]}, "hello")
+    older = pb.GenerateRequest.FromString(bytes([8 << 3, 7]))  # what callers with older stubs call a priority of 7
+    assert (older.urgency, request_fields(older)[0]) == (7, {"priority": -7})
+    assert request_fields(pb.GenerateRequest(priority=-2, urgency=3))[0] == {"priority": -5}
     for empty in (pb.GenerateRequest(), pb.GenerateRequest(text="")):
         given, prompt = request_fields(empty)
         assert (given, len(prompt)) == ({"priority": 0}, 0)

@@ -183,7 +183,7 @@ async def test_every_parameter_reaches_the_request(served: Served) -> None:
     assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
     expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
     assert replace(request.output, stream_interval=1) == expected
-    assert (request.num_sequences, request.priority) == (2, 5), "in vLLM's interface the lowest comes first"
+    assert (request.num_sequences, request.priority) == (2, 5), "the lowest comes first"
     await served.stream(prompt="hello", stream_interval=3, stop="one")
     assert served.engine.requests[1].output.stream_interval == 3
     assert served.engine.requests[1].stop.stop == ("one",)

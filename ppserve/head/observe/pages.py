@@ -22,7 +22,7 @@ from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 # With so few, readers of slow pages take little from everything else.
 _NUM_THREADS = 2
 _HEADERS = {
@@ -58,7 +58,7 @@ class PageServer(Listener):
 
         routes = [Route(path, self._endpoint(path, make), methods=["GET"]) for path, make in pages.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: missing})
-        super().__init__(app, "--metrics-port", _MAX_CONNECTIONS)
+        super().__init__(app, "--metrics-port", MAX_CONNECTIONS)
 
     async def stop(self) -> None:
         await super().stop()

@@ -7,7 +7,7 @@ import http.client
 import threading
 from collections.abc import Mapping
 
-from ppserve.head.observe.pages import MakePage, Page, PageServer, json_page
+from ppserve.head.observe.pages import MAX_CONNECTIONS, MakePage, Page, PageServer, json_page
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -63,6 +63,33 @@ def test_a_page_that_fails_fails_alone_and_tells_nothing() -> None:
     failed, served = asked({"/broken": broken, "/a": json_page(dict)}, ("GET", "/broken"), ("GET", "/a"))
     assert (failed[0], failed[2]) == (500, b"see the server's log\n")
     assert served[0] == 200
+
+
+async def test_one_connection_too_many_is_told_so() -> None:
+    """While pages wait for the engine, say."""
+    may_go_on = threading.Event()
+    server = PageServer({"/slow": lambda: Page("text/plain", b"a" if may_go_on.wait(20) else b"late")})
+    port = await server.start("127.0.0.1", 0)
+
+    async def ask(path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\n\r\n".encode())
+        return await reader.readuntil(b"\r\n\r\n")
+
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+    for connection in opened:  # so the server knows of it
+        assert b" 404 " in await ask("/none", *connection)
+        assert len(await connection[0].readline()) > 0
+    slow = [asyncio.create_task(ask("/slow", *connection)) for connection in opened]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = (await ask("/slow", reader, writer)).lower()
+    assert (b" 503 " in head, b"\r\nretry-after: 1\r\n" in head) == (True, True)
+    assert await reader.read() == b"there are too many connections\n"
+    writer.close()
+    may_go_on.set()
+    assert all(b" 200 " in head for head in await asyncio.gather(*slow))
+    for _, writer in opened:
+        writer.close()
+    await server.stop()
 
 
 def test_pages_are_not_made_in_the_event_loop() -> None:

@@ -9,6 +9,8 @@ first that shows something wrong ends the run with a trace.
 
     harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
     langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
+    lines      httpx, requests and huggingface_hub, which split a stream at all that `str.splitlines` does
+    node       openai-node (needs Node and npm): its `.stream()`, and streamed completions, against whole answers
     smg        an OpenAI client in front of smg in front of vllm.grpc.engine: the texts that HTTP gives
     vllm       `vllm bench serve` at 8 requests: every request complete
 """
@@ -39,6 +41,9 @@ from tools.tiny_stories import story
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "ppserve" / "assets" / "tiny"
+TEMPLATE = HERE.parents[1] / "tests" / "e2e" / "chat.jinja"
+OPENAI_NODE = "openai@6.49.0"
+EVERY_TIME = ("harness", "langchain", "lines", "node", "smg")
 PLAIN, VLLM = "requirements.txt", "requirements-vllm.txt"
 WITHIN_S = 600
 TOLERANCE = 1e-3
@@ -133,6 +138,21 @@ def show_langchain(programs: Path, folder: Path) -> str:
         return run(command, folder).strip().splitlines()[-1]
 
 
+def show_lines(programs: Path, folder: Path) -> str:
+    """The last line of `line_readers.py`."""
+    with running(["--stages", "2", "--force-cpu", "--chat-template", str(TEMPLATE)]) as server:
+        return run([str(programs / "python"), str(HERE / "line_readers.py"), server.http], folder).strip()
+
+
+def show_node(_programs: Path, folder: Path) -> str:
+    """The last line of `openai_node.mjs`."""
+    run(["npm", "install", "--silent", "--no-audit", "--no-fund", OPENAI_NODE], folder)
+    script = folder / "openai_node.mjs"  # packages are looked for where a script lies
+    script.write_bytes((HERE / script.name).read_bytes())
+    with running(["--stages", "2", "--force-cpu", "--chat-template", str(TEMPLATE)]) as server:
+        return run(["node", str(script), server.http], folder).strip()
+
+
 def show_smg(programs: Path, folder: Path) -> str:
     """The same texts through smg as over our own HTTP. smg gets the tokenizer from the server."""
     port, metrics_port = port_to_come_back_to(), port_to_come_back_to()
@@ -202,6 +222,8 @@ def show_vllm(programs: Path, folder: Path) -> str:
 CLIENTS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
     "harness": (PLAIN, show_harness),
     "langchain": (PLAIN, show_langchain),
+    "lines": (PLAIN, show_lines),
+    "node": (PLAIN, show_node),
     "smg": (PLAIN, show_smg),
     "vllm": (VLLM, show_vllm),
 }
@@ -223,7 +245,7 @@ def make_environment(environments: Path, requirements: str) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option("--only", multiple=True, type=click.Choice(list(CLIENTS)), default=("harness", "langchain", "smg"))
+@click.option("--only", multiple=True, type=click.Choice(list(CLIENTS)), default=EVERY_TIME)
 @click.option("--environments", type=click.Path(path_type=Path), default=Path.home() / ".cache/ppserve-clients")
 def main(only: tuple[str, ...], environments: Path) -> None:
     for name in only:

@@ -54,7 +54,7 @@ def load_tokenizer(
     directory = given.parent if given.is_file() else given
     tokenizer = read_gguf(given) if is_gguf(given) else _read_directory(directory)
     if tokenizer is not None:
-        # Special tokens are never found in text: the model may lack them.
+        # The model may lack tokens that were added: a text with one is refused.
         last = tokenizer.highest_encoded_id()
         if vocab_size is not None and last >= vocab_size:
             raise CheckpointError(tokenizer.source, f"token id {last} is beyond the model's {vocab_size} tokens")

@@ -36,6 +36,7 @@ class Tokenizer:
         spelled = library.get_vocab(with_added_tokens=True)
         self._token_bytes = _pieces(spelled) if library.model.byte_fallback else _byte_level(source, spelled)
         self._token_bytes |= {token_id: token.content.encode() for token_id, token in added.items()}
+        self._added = frozenset(added)
         special = {token_id: token for token_id, token in added.items() if token.special}
         self._special = frozenset(special)
         self.special_ids = {token.content: token_id for token_id, token in special.items()}
@@ -90,8 +91,8 @@ class Tokenizer:
             named = {place: name for place, name in named.items() if is_found[place]}
 
     def highest_encoded_id(self) -> int:
-        """The highest id that text can encode to, with what surrounds it."""
-        return max(*self.begin, *self.end, *(self._token_bytes.keys() - self._special))
+        """The highest id that text without tokens that were added to the vocabulary, or any text, encodes to."""
+        return max([*self.begin, *self.end, *(self._token_bytes.keys() - self._added)], default=-1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, also of a special one; empty for an unknown id."""

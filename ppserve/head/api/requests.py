@@ -112,9 +112,14 @@ def encode(
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
     try:
-        return tokenizer.encode_parts(texts, surrounds)
+        ids = tokenizer.encode_parts(texts, surrounds)
     except ValueError as error:
         raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
+    if max(ids, default=0) >= (rows := description.architecture.vocab_size):
+        text = tokenizer.token_bytes(max(ids)).decode("utf-8", "replace")
+        problem = f"the token {text!r} has the id {max(ids)}, but the model has {rows} rows: it was never trained"
+        raise InvalidRequest([Violation(field, problem)])
+    return ids
 
 
 def echo(prompt: Prompt, request: Request, tokenizer: Tokenizer) -> str:

@@ -75,6 +75,29 @@ async def test_long_texts_are_tokenized_and_back(request_handler: RequestHandler
         )
 
 
+class WithNewToken(ByteCodec):
+    """`<tool>` was added to the vocabulary, and the model got no row for it."""
+
+    def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
+        before, mark, after = "".join(parts).partition("<tool>")
+        return [*before.encode(), *([300] if mark else ()), *after.encode()]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<tool>" if token_id == 300 else super().token_bytes(token_id)
+
+
+async def test_a_token_for_which_the_model_has_no_row_is_refused_where_it_is_used() -> None:
+    handler = RequestHandler(FakeEngine(), CARD, WithNewToken())
+    assert await handler.tokenize("prompt", "a tool") == list(b"a tool")
+    with pytest.raises(InvalidRequest) as refused:
+        async with handler.generate({}, "a <tool>", Call("x", 1)):
+            pass
+    (violation,) = refused.value.violations
+    assert violation.field == "prompt"
+    problem = "the token '<tool>' has the id 300, but the model has 257 rows: it was never trained"
+    assert violation.problem == problem
+
+
 async def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
     threads = set()
 

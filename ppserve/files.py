@@ -26,6 +26,22 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 MAX_JSON_BYTES = 256 << 20
 """Larger than any tokenizer.json in use; a bound, so that a wrong file cannot fill the memory."""
 
+KINDS = {
+    rb"\Z": "an empty file",
+    rb"GGUF": "a GGUF file",
+    rb"(?i)<(!doctype|html|\?xml|head|body)": "a web page, as a failed download leaves it",
+    rb".{7}\0\{": "a safetensors file",
+    rb"\{": "a text of JSON",
+    rb"PK\x03\x04": "a zip archive",
+    rb"\x80[\x02-\x05]": "a pickle",
+    rb"\x1f\x8b|BZh|7z\xbc\xaf|\xfd7zXZ|\x28\xb5\x2f\xfd|Rar!|.{257}ustar": "a packed archive: unpack it",
+    rb"lmgg|tjgg|fmgg|ggml": "a model of llama.cpp from before GGUF: convert it",
+    rb"\x89HDF": "an HDF5 file, as of TensorFlow or Keras",
+    rb"\x93NUMPY": "an array of NumPy",
+    rb"\x08[\x01-\x20]\x12.[a-zA-Z]": "an ONNX model",
+}
+"""What files are, by their first bytes."""
+
 
 def file_size(path: Path) -> int:
     """Bytes of a regular file. Raises CheckpointError for anything else, such as a pipe, which blocks `open`."""
@@ -38,6 +54,19 @@ def file_size(path: Path) -> int:
     if status.st_size < 1024 and read_start(path, 1024).startswith(b"version https://git-lfs"):
         raise CheckpointError(path, "only says where Git LFS keeps the file: fetch it with `git lfs pull`")
     return status.st_size
+
+
+def misread(path: Path, expected: str, error: object, *begins_as: str) -> CheckpointError:
+    """The refusal of a file that is not what was expected, with what it is where its beginning tells.
+    begins_as: what files of the expected kind are by their beginning."""
+    start = read_start(path, 512).lstrip()
+    found = next((kind for pattern, kind in KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
+    why = reason(error) if isinstance(error, BaseException) else str(error)
+    if found is None:
+        return CheckpointError(path, f"is not {expected} ({why})")
+    if found in (expected, *begins_as):
+        return CheckpointError(path, f"cannot be read as {expected} ({why})")
+    return CheckpointError(path, f"is {found}, not {expected}")
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -1,25 +1,29 @@
 """What the header of a GGUF file says: its values by key, and where its tensors are.
 
 Every length is compared with what is left of the file before it is believed. (That of the `gguf` package
-loops over counts that a damaged file claims.) Layout: ggml-org/ggml, docs/gguf.md, version 3, little endian.
+loops over counts that a damaged file claims.) Layout: ggml-org/ggml, docs/gguf.md, versions 2 and 3, little
+endian. A model may be split into files, named as llama.cpp's gguf-split names them.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, read_start, reason
+from ppserve.files import file_size, misread, read_start, shown
 
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of `struct`, by the type of a value."""
 TEXT, ARRAY = 8, 9
 MAX_BYTES = 64 << 20  # of the header: more than any in use
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of a part; the first one is 1."""
 
 
 class TensorInfo(NamedTuple):
@@ -51,7 +55,42 @@ def read_header(path: Path) -> GGUFHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as content:
             return _header(_Cursor(content))
     except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(path, f"is not a GGUF file ({reason(error)})") from error
+        raise misread(path, "a GGUF file", error) from error
+
+
+def read_parts(path: Path) -> dict[Path, GGUFHeader]:
+    """The headers of all files of a model, of which any is given; the first has the values. Raises CheckpointError
+    for a part that is missing or of another model."""
+    header = read_header(path)
+    number, count, num_tensors = place = _place_of(path, header)
+    if count == 1:
+        return {path: header}
+    name = PART.fullmatch(path.name)
+    if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
+        ending = f"-{number + 1:05}-of-{count:05}.gguf"
+        problem = f"is part {number + 1} of {count}, as its name must say for the others to be found: *{ending}"
+        raise CheckpointError(path, problem, field="split.no")
+    found: dict[Path, GGUFHeader] = {}
+    for at in range(count):
+        part = path.with_name(f"{name[1]}-{at + 1:05}-of-{count:05}.gguf")
+        if not part.exists():
+            raise CheckpointError(part, f"is missing: {path.name} is one of {count} parts of a model")
+        found[part] = header if part == path else read_header(part)
+        if _place_of(part, found[part]) != (at, *place[1:]):
+            raise CheckpointError(part, f"is not part {at + 1} of the model of {path.name}", field="split.no")
+    num_found = sum(len(each.tensors) for each in found.values())
+    if num_tensors not in (None, num_found):
+        problem = f"is {num_tensors}, but the {count} parts have {num_found} tensors"
+        raise CheckpointError(path, problem, field="split.tensors.count")
+    return found
+
+
+def _place_of(path: Path, header: GGUFHeader) -> tuple[int, int, Any]:
+    """A part's number, the count of parts, and that of tensors in all. Raises CheckpointError."""
+    number, count = header.values.get("split.no", 0), header.values.get("split.count", 0) or 1
+    if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
+        raise CheckpointError(path, f"is {shown(number)} of {shown(count)}: no part of a model", field="split.no")
+    return number, count, header.values.get("split.tensors.count")
 
 
 class _Cursor:
@@ -90,8 +129,10 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     if cursor.bytes(4) != MAGIC:
         raise ValueError("another magic")
     (version,), (num_tensors, num_values) = cursor.numbers("I"), cursor.numbers("Q", 2)
-    if version != 3:
-        raise ValueError(f"version {version}, only 3 is served")
+    if version in (2 << 24, 3 << 24):
+        raise ValueError("its bytes are in the other order, big endian; gguf-py's gguf-convert-endian turns them")
+    if version not in (2, 3):
+        raise ValueError(f"version {version}, only 2 and 3 are served")
     values: dict[str, Any] = {}
     for _ in range(num_values):
         key, (kind,) = cursor.text(), cursor.numbers("I")

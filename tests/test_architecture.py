@@ -42,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.model.compiled": {"numba", "llvmlite"},
     "ppserve.model.cpu": {"numba", "llvmlite"},
     "ppserve.model.cuda.triton_operators": {"triton"},
-    "ppserve.model.checkpoint": {"ppserve.files", "msgspec"},
-    "ppserve.model.checkpoint.gguf": {"gguf", "ppserve.gguf_file"},
+    "ppserve.model.checkpoint": {"ppserve.files", "ppserve.gguf_file", "msgspec"},
+    "ppserve.model.checkpoint.gguf": {"gguf"},
     "ppserve.model.checkpoint.hf": {"safetensors"},
     "ppserve.model.checkpoint.hub": {"huggingface_hub"},
     "ppserve.stage": {
@@ -265,7 +265,7 @@ BUDGET = {
     "ppserve/client/*.py": 654,
     "ppserve/bench/*.py": 824,
     "ppserve/cli/*.py": 1_500,
-    "tests/**/*.py": 30_000,
+    "tests/**/*.py": 31_500,
     "benchmarks/**/*.py": 2_744,
     "README.md": 200,
 }

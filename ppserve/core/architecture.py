@@ -12,6 +12,8 @@ from ppserve.errors import ConfigError
 
 # No model is taken for real beyond this, whatever a file says.
 MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 20
+"""Of a context. A model may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,9 @@ class Architecture:
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
         if asked is not None and asked > self.max_positions:
-            own = f"{'sliding_window of ' * self.is_windowed}{self.max_positions} positions"
-            raise ConfigError("--max-model-len", f"{asked} is beyond the model's {own}")
+            own = f"model's {'sliding_window of ' * self.is_windowed}{self.max_positions} positions"
+            own = own if self.max_positions < MAX_POSITIONS else f"{MAX_POSITIONS} positions that are served"
+            raise ConfigError("--max-model-len", f"{asked} is beyond the {own}")
         return asked or self.max_positions
 
 

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
 
-A key that neither a family's reference code knows nor is harmless is refused: a model that needs it would generate
-nonsense. A family's own keys are in its file.
+A key that neither a family's reference code knows nor is harmless is refused, unless its value says that there is
+no such thing: a model that needs it would generate nonsense. A family's own keys are in its file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,33 @@ HARMLESS = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     renormalize_logits is_decoder line_by_line author license created_date language languages datasets version
     description tags pretraining_tp max_window_layers is_llama_config transformers.js_config
+    auto_map attn_implementation attention_implementation model_name base_model base_model_name_or_path model_id
+    library_name pipeline_tag framework trust_remote_code processor_class padding_side truncation_side
+    additional_special_tokens chat_template model_max_length seq_length seq_len max_seq_len max_seq_length
+    max_sequence_length num_logits_to_keep logits_to_keep keys_to_ignore_at_inference xla_device is_decoder dropout
+    gradient_checkpointing_kwargs loss_type loss_function label_smoothing neftune_noise_alpha
+    aux_loss_alpha router_aux_loss_coef output_router_logits router_jitter_noise z_loss_coefficient seed
+    fp16 bf16 fp32
+    cache_implementation cache_config compile_config constraints continuous_batching_config disable_compile
+    dola_layers force_words_ids guidance_scale is_assistant low_memory max_cache_len max_matching_ngram_size
+    max_time num_assistant_tokens num_assistant_tokens_schedule output_logits penalty_alpha prefill_chunk_size
+    prompt_lookup_num_tokens sequence_bias speculation_type stop_strings target_lookbehind token_healing top_h
+    use_mtp watermarking_config encoder_repetition_penalty
     """.split()  # noqa: SIM905 (a list of words reads better as one)
 )
 """Nothing that a forward pass reads."""
 
-HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
+HARMLESS_PATTERN = re.compile(
+    r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob|unsloth_.*|assistant_.*|(train|training|wandb|mergekit)_.*"
+    r"|(bos|eos|pad|unk|sep|cls|mask)_token|(tokenizer|use_flash|flash|init|initializer)_.*|.*_checkpointing"
+)
+QUANTIZED = {"quantization_config", "quantization", "compression_config", "quant_config", "sparsity_config"}
+"""Where others say how weights are quantized; the second is MLX's."""
+SERIOUS = re.compile(
+    r".*(expert|softcap|lora|cross_attention|pruned|rope|rotary|scal|multipl|bias|norm|window|alibi|sink|parallel"
+    r"|encoder|vision|audio|text_config|head|latent|mamba|conv).*"
+)
+"""Names of what changes what is computed. Nobody should be told to remove such a key."""
 NULLABLE = ("eos_token_id", "sliding_window")
 """Keys where null is a value."""
 
@@ -97,12 +119,23 @@ def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Archite
 
 
 def _check_other_key(path: Path, name: str, value: object, family: ModelFamily) -> None:
-    """A key that is not read may only be harmless, say what is so anyway, or be false or empty."""
-    if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name) or value in (None, [], {}, ""):
+    """A key that is not read may only be harmless, say what is so anyway, or be false, zero or empty."""
+    if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name):
         return
-    if name in family.only and value != family.only[name]:
+    if name in family.only:
+        if value in (None, family.only[name]):
+            return
         problem = f"is {shown(value)}; only {shown(family.only[name])} is served"
-        raise CheckpointError(path, problem, field=name)
-    if name not in family.only and value is not False:
-        problem = "not a key that is served, and it may change what is computed; remove it if it does not"
-        raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
+    elif value in (None, False, [], {}, ""):  # 0 equals False
+        return
+    elif name in QUANTIZED:
+        method = value.get("quant_method") or value.get("format") if isinstance(value, dict) else None
+        of = f" by {shown(method)}" if method else " by MLX" if name == "quantization" else ""
+        served = "float32, bfloat16 and float16 (--quantization makes int8 or int4 of them), and a GGUF's"
+        problem = f"the weights are quantized{of}; served are {served}"
+    elif SERIOUS.fullmatch(name):
+        problem = f"is {shown(value)}; no model with it is served"
+    else:
+        advice = "; take it out if it does not" if path.name == "config.json" else ""
+        problem = f"is {shown(value)}: an unknown key, which may change what is computed{advice}"
+    raise CheckpointError(path, problem, field=shown(name))

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Type
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import shown
-from ppserve.gguf_file import TensorInfo, read_header
+from ppserve.gguf_file import GGUFHeader, TensorInfo, read_parts
 from ppserve.model.checkpoint import FourBits
 from ppserve.model.checkpoint.config_json import declared, family_of
 from ppserve.model.checkpoint.families import FAMILIES
@@ -50,11 +50,20 @@ ROTARY = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 """Together they are `rope_scaling`."""
 HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
-SEPARATE = frozenset({*ROTARY, *HEAD_SIZES, "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+SEPARATE = frozenset(
+    {*ROTARY, *HEAD_SIZES, "attention.scale", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+)
 """Keys that no key of config.json stands for; the last three change nothing."""
+SCALES = frozenset(
+    """logit_scale residual_scale embedding_scale expert_weights_scale attention.output_scale rope.scale_linear
+    rope.scaling.attn_factor rope.scaling.yarn_attn_factor attention.sliding_window""".split()  # noqa: SIM905
+)
+"""Keys of which 0 changes nothing, and of a factor 1."""
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Keys of tokens that end a text, a turn, a message, or what was filled in."""
 END_TOKENS = frozenset(
@@ -114,18 +123,17 @@ class Interleaved:
 
 
 def open_gguf(path: Path) -> FileCheckpoint:
-    """Open a .gguf. Raises CheckpointError."""
-    header = read_header(path)
-    if header.values.get("split.count", 1) != 1:
-        raise CheckpointError(path, "is a part of a model: join all by llama-gguf-split --merge", "split.count")
-    content = np.memmap(path, mode="c")
-    stored = {tensor.name: _stored(path, content, tensor) for tensor in header.tensors}
+    """Open a .gguf, or all parts of the model of which it is one. Raises CheckpointError."""
+    headers = read_parts(path)
+    path, values = next((part, header.values) for part, header in headers.items())
+    tensors = [tensor for part, header in headers.items() for tensor in _stored_tensors(part, header)]
+    stored = {tensor.name: tensor for tensor in tensors}
     if "token_embd.weight" not in stored:
         raise CheckpointError(path, "this tensor is missing", field="token_embd.weight")
-    arch = _architecture(path, header.values, stored)
-    if header.values["general.architecture"] == "llama":
-        stored = {name: _in_halves(tensor, arch.head_size) for name, tensor in stored.items()}
-    return FileCheckpoint(path, arch, stored.values(), FAMILIES[arch.family].gguf_name)
+    arch = _architecture(path, values, stored)
+    if values["general.architecture"] == "llama":
+        tensors = [_in_halves(tensor, arch.head_size) for tensor in tensors]
+    return FileCheckpoint(path, arch, tensors, FAMILIES[arch.family].gguf_name)
 
 
 def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
@@ -143,6 +151,7 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
     keys = OPTIONAL | REQUIRED | family.gguf_keys
     for name in (REQUIRED | family.gguf_keys).keys() - own.keys():
         raise CheckpointError(path, "is missing", field=f"{kind}.{name}")
+    own = {name: value for name, value in own.items() if name not in SCALES or value not in (0, 1)}
     read = [name for name in own if name not in SEPARATE]
     config = {keys.get(name, name): _as_written(own[name]) for name in read}
     try:
@@ -155,6 +164,10 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
         if own.get(name, arch.head_size) != arch.head_size:
             problem = f"is {own[name]}; only {arch.head_size}, as of keys, is served"
             raise CheckpointError(path, problem, field=f"{kind}.{name}")
+    scale = own.get("attention.scale")
+    if scale and not math.isclose(scale, arch.attention_scale(0), rel_tol=1e-6):
+        problem = f"is {scale:g}; only {arch.attention_scale(0):g}, by the size of heads, is served"
+        raise CheckpointError(path, problem, field=f"{kind}.attention.scale")
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
     arch = replace(arch, vocab_size=arch.padded_vocab_size - num_unused)
@@ -200,6 +213,11 @@ def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -
 def _as_written(value: Any) -> Any:
     """1e-5 is stored as float32."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _stored_tensors(path: Path, header: GGUFHeader) -> list[StoredTensor]:
+    content = np.memmap(path, mode="c")
+    return [_stored(path, content, tensor) for tensor in header.tensors]
 
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from os.path import lexists
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, reason
+from ppserve.files import file_size, misread
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.hub import weight_files
@@ -21,6 +22,8 @@ def open_directory(directory: Path) -> FileCheckpoint:
     """Open config.json and the weights beside it. Raises CheckpointError."""
     arch = read_config(directory)
     path, *parts = weight_files(directory)
+    if missing := [part.name for part in parts if not lexists(part)]:
+        raise CheckpointError(path, f"names files that are missing: {', '.join(missing)}", "weight_map")
     stored = [tensor for file in parts or [path] for tensor in _stored_tensors(file)]
     family = FAMILIES[arch.family]
     return FileCheckpoint(path, arch, stored, family.hugging_face_name, family.is_in_out)
@@ -40,5 +43,5 @@ def _stored_tensors(path: Path) -> list[StoredTensor]:
                 dtype = SAFETENSORS_DTYPES.get(dtype, dtype)
                 stored.append(StoredTensor(path, name, tuple(tensor.get_shape()), dtype, tensor))
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(path, f"is not a safetensors file ({reason(error)})") from error
+        raise misread(path, "a safetensors file", error) from error
     return stored

@@ -38,11 +38,34 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
 
 
+FOREIGN = {
+    "adapter_config.json": "adapters (LoRA): merge them into their base model, as peft's merge_and_unload does",
+    "params.json": "a model in its makers' own format: take that of Hugging Face",
+    "mlc-chat-config.json": "a model of MLC",
+    "*.onnx": "an ONNX model",
+    "onnx/*.onnx": "an ONNX model",
+    "*.h5": "weights of TensorFlow",
+    "*.msgpack": "weights of Flax",
+    "*.npz": "arrays of NumPy, as of MLX",
+    "*.nemo": "a model of NeMo",
+    "*.safetensors": "safetensors, but no model.safetensors and no index",
+    "*.bin": "weights without their config.json, or under another name",
+    "*.pth": "weights of PyTorch under another name",
+}
+"""What may be found in a directory instead of a model."""
+
+
+def foreign(directory: Path) -> str:
+    """What a directory without a model holds instead, as the end of a sentence."""
+    found = ((kind, next(directory.glob(name), None)) for name, kind in FOREIGN.items())
+    return next((f"; {path.relative_to(directory)}: {kind}" for kind, path in found if path), "")
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The file with the weights, or an index and then the files that it names. Raises CheckpointError."""
     path = next((directory / name for name in WEIGHT_FILES if lexists(directory / name)), None)
     if path is None:
-        raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}")
+        raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}{foreign(directory)}")
     suffix = ".safetensors" if ".safetensors" in path.suffixes else ".bin"
     names = sorted(set(read_json(path, _Index).weight_map.values())) if path.suffix == ".json" else []
     for name in names:
@@ -93,6 +116,8 @@ def _download(download: Callable[[str], str], model: str, offered: set[str], wei
     main = [name for name in WEIGHT_FILES if name in offered][:1]
     if REQUIRED not in offered or (weights and not main):
         problem = f"the hub's model has no {REQUIRED}, or none of {', '.join(WEIGHT_FILES)}"
+        if files := sorted(name for name in offered if name.endswith(".gguf")):
+            problem = f"the hub's model is a GGUF: download it and name the file; there are {', '.join(files)}"
         raise CheckpointError(model, problem)
     directory = Path(download(REQUIRED)).parent
     for name in (*offered.intersection(OPTIONAL), *(main if weights else ())):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import MAX_POSITIONS, Architecture
 from ppserve.model.checkpoint import Shapes, settings, with_biases
 from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.rotary import rotary
@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_norms": True},
 }
 """By `model_type`: what is not a Llama's. (A GGUF's Mistral is a Llama.)"""
+POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 class LlamaConfig(Config, frozen=True, kw_only=True):
@@ -31,7 +32,8 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     intermediate_size: settings.InnerWidth
     num_hidden_layers: settings.Layers
     num_attention_heads: settings.Width
-    max_position_embeddings: settings.Positions
+    max_position_embeddings: settings.RotaryPositions | None = None
+    """None: as in transformers, `POSITIONS`."""
     num_key_value_heads: settings.Width | None = None
     """None: as many as of queries."""
     head_dim: settings.Width | None = None
@@ -43,25 +45,26 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
     """The two keys before in one, as transformers 5 writes them."""
     tie_word_embeddings: bool = False
-    sliding_window: settings.Positions | None = 4096
-    """null: none. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
+    sliding_window: Annotated[int, Meta(ge=0)] | None = 4096
+    """null or 0: none. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
     use_sliding_window: bool = False
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     """Implied by the window."""
 
     def architecture(self, path: Path) -> Architecture:
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads
+        positions = self.max_position_embeddings or POSITIONS[self.model_type]
         scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or self.rope_parameters or {})
         has_window = self.model_type == "mistral" or self.use_sliding_window
-        window = (has_window and self.sliding_window) or self.max_position_embeddings
+        window = (has_window and self.sliding_window) or positions
         return Architecture(
             family="llama",
             num_layers=self.num_hidden_layers,
             width=self.hidden_size,
             num_heads=self.num_attention_heads,
             # Within its window a model with one is the same as one without.
-            max_positions=min(self.max_position_embeddings, window),
-            is_windowed=window < self.max_position_embeddings,
+            max_positions=min(positions, window, MAX_POSITIONS),
+            is_windowed=window < positions,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
             inner_width=self.intermediate_size,
@@ -72,7 +75,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
             eos_ids=self.eos_ids,
             kv_heads=self.num_key_value_heads,
             head_width=head_size,
-            rotary=rotary(path, head_size, scaling, self.max_position_embeddings),
+            rotary=rotary(path, head_size, scaling, positions),
             is_gated=True,
             **KINDS[self.model_type],
         )
@@ -98,7 +101,12 @@ FAMILY = ModelFamily(
     model_types=tuple(KINDS),
     module="ppserve.model.llama",
     config=LlamaConfig,
-    only={"mlp_bias": False, "attention_bias": False, "rope_interleaved": False},
+    only={
+        **dict.fromkeys(("mlp_bias", "attention_bias", "rope_interleaved"), False),
+        **dict.fromkeys(("attention.causal", "is_causal"), True),
+        **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope.scale_linear"), 1),
+        **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling"), 1),
+    },
     gguf_keys={"attention.layer_norm_rms_epsilon": "rms_norm_eps"},
     has_rms_norms=True,
     layer_shapes=_layer_shapes,

@@ -15,7 +15,7 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, read_start
+from ppserve.files import checked, file_size, misread, read_start
 from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
@@ -51,11 +51,11 @@ def _read_header(path: Path) -> tuple[Architecture, str]:
     """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
     content = read_start(path, HEADER_BYTES)
     if len(content) < HEADER_BYTES:
-        raise CheckpointError(path, f"is shorter than the header's {HEADER_BYTES} bytes", field="header")
+        raise misread(path, "a model that is served", f"not even the {HEADER_BYTES} bytes of llm.c's header")
     numbers = dict(zip(Header.__struct_fields__, struct.unpack_from("<8i", content), strict=True))
     magic, version = numbers["magic"], numbers["version"]
     if magic != MAGIC:
-        raise CheckpointError(path, f"is {magic}, not {MAGIC}: not a GPT-2 of llm.c", field="magic")
+        raise misread(path, "a model that is served", f"it begins with {magic}, not with llm.c's {MAGIC}")
     if version not in STORED_DTYPES:
         problem = f"is {version}; 3 (float32) and 5 (bfloat16) are served"
         raise CheckpointError(path, problem, field="version")

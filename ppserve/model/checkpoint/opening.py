@@ -1,7 +1,7 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
-A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt or llm.c file,
-such a file, or a hub id. Formats are told apart by content.
+A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt, llm.c or GGUF
+file, such a file, or a hub id. Formats are told apart by content.
 Readers are imported when needed: a configuration needs no torch.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import TINY, file_size, read_start, shown
+from ppserve.gguf_file import PART
 from ppserve.model.checkpoint import fetching, hub
 
 if TYPE_CHECKING:
@@ -58,20 +59,30 @@ def find_model(path: str, weights: bool = True) -> Path:
         return hub.fetch(path, weights=weights)
     if not lexists(place):
         raise CheckpointError(shown(path), "no such file or directory (a model on the hub is called org/name)")
-    return _only_file(place) if place.is_dir() and not lexists(place / "config.json") else place
+    is_whole = any(lexists(place / name) for name in hub.WEIGHT_FILES) and lexists(place / "config.json")
+    return _only_file(place) if place.is_dir() and not is_whole else place
 
 
 def _only_file(directory: Path) -> Path:
-    """The one checkpoint file of a directory without config.json."""
-    if lexists(directory / "ckpt.pt"):
+    """The one checkpoint file of a directory without config.json, or the one GGUF beside it, by its first part.
+
+    The directory itself where a config.json is alone."""
+    has_config = lexists(directory / "config.json")
+    if lexists(directory / "ckpt.pt") and not has_config:
         return directory / "ckpt.pt"
-    files = [path for path in sorted(directory.iterdir()) if path.suffix in MAGICS and path.is_file()]
-    found = [path for path in files if read_start(path, 4) == MAGICS[path.suffix]]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CheckpointError(directory, f"holds several models, name one: {', '.join(p.name for p in found)}")
-    raise CheckpointError(directory, "holds no config.json, no ckpt.pt, no .gguf and no model of llm.c")
+    suffixes = {".gguf"} if has_config else MAGICS.keys()
+    files = [path for path in sorted(directory.iterdir()) if path.suffix in suffixes and path.is_file()]
+    files = [path for path in files if read_start(path, 4) == MAGICS[path.suffix]]
+    parts = {PART.sub(r"\1 \3", path.name): path for path in reversed(files)}
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    if parts:
+        names = ", ".join(sorted(path.name for path in parts.values()))
+        raise CheckpointError(directory, f"holds several models, name one: {names}")
+    if has_config:
+        return directory
+    problem = f"holds no config.json, no ckpt.pt, no .gguf and no model of llm.c{hub.foreign(directory)}"
+    raise CheckpointError(directory, problem)
 
 
 def _open_file(path: Path) -> FileCheckpoint:
@@ -79,14 +90,14 @@ def _open_file(path: Path) -> FileCheckpoint:
         raise CheckpointError(path, "is empty")
     if path.suffix == ".safetensors" or path.name in {"config.json", "pytorch_model.bin"}:
         raise CheckpointError(path, "name the directory that holds it, config.json and the tokenizer")
-    if path.suffix in {".pt", ".pth"} or zipfile.is_zipfile(path):
-        from ppserve.model.checkpoint.torch_save import open_nanogpt
-
-        return open_nanogpt(path)
     if path.suffix == ".gguf" or read_start(path, 4) == MAGICS[".gguf"]:
         from ppserve.model.checkpoint.gguf import open_gguf
 
         return open_gguf(path)
+    if path.suffix in {".pt", ".pth"} or zipfile.is_zipfile(path):
+        from ppserve.model.checkpoint.torch_save import open_nanogpt
+
+        return open_nanogpt(path)
     from ppserve.model.checkpoint.llmc import open_llmc
 
     return open_llmc(path)

@@ -16,16 +16,18 @@ from ppserve.files import shown
 
 def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
     """scaling: `rope_theta` and its type's parameters, by transformers' names. Raises CheckpointError."""
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SCALINGS:
         problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"
         raise CheckpointError(path, problem, field="rope_scaling.rope_type")
     for name, value in scaling.items():
+        if name in ("finetuned", "truncate") or value in (None, NEUTRAL.get(name)):
+            continue
         if name not in KNOWN:
             field = f"rope_scaling.{shown(name)}"
             raise CheckpointError(path, "is not a parameter that is served", field)
         is_number = isinstance(value, int | float) and 1e-6 <= value <= 1e12
-        if name not in ("rope_type", "type") and value is not None and not is_number:
+        if name not in ("rope_type", "type") and not is_number:
             problem = f"is {shown(value)}, not from 1e-6 to 1e12"
             raise CheckpointError(path, problem, field=f"rope_scaling.{name}")
     if head_size % 2:
@@ -44,8 +46,16 @@ def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: i
 
 KNOWN = frozenset(
     """rope_theta rope_type type factor low_freq_factor high_freq_factor original_max_position_embeddings
-    attention_factor beta_fast beta_slow""".split()  # noqa: SIM905
+    attention_factor beta_fast beta_slow mscale mscale_all_dim""".split()  # noqa: SIM905
 )
+NEUTRAL = {
+    "partial_rotary_factor": 1,
+    "attn_factor": 1,
+    "extrapolation_factor": 1,
+    "mscale": 0,
+    "mscale_all_dim": 0,
+}
+"""Parameters, and the value of each that changes nothing."""
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Scaled = tuple[Frequencies, float]
@@ -71,15 +81,25 @@ def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
     def feature(num_turns: float) -> float:
         return count * math.log(original / (num_turns * 2 * math.pi)) / math.log(base)
 
-    low = max(math.floor(feature(float(of.get("beta_fast") or 32))), 0)
-    high = min(math.ceil(feature(float(of.get("beta_slow") or 1))), 2 * count - 1)
+    first, last = feature(float(of.get("beta_fast") or 32)), feature(float(of.get("beta_slow") or 1))
+    if of.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, 2 * count - 1)
     stretched = np.clip((np.arange(count) - low) / max(high - low, 0.001), 0, 1)
     scaled = frequencies * (1 - stretched + stretched / factor)
-    return scaled, float(of.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(max(factor, 1.0)) + 1
+
+    of_scores, of_all = of.get("mscale"), of.get("mscale_all_dim")
+    inferred = magnitude(of_scores) / magnitude(of_all) if of_scores and of_all else magnitude(1)
+    return scaled, float(of.get("attention_factor") or inferred)
 
 
 SCALINGS: dict[str, Callable[[Frequencies, dict[str, Any]], Scaled]] = {
-    "default": lambda given, of: (given, 1.0),
+    **dict.fromkeys(
+        ("default", "dynamic"), lambda given, of: (given, 1.0)
+    ),  # dynamic: beyond the model's positions
     "linear": lambda given, of: (given / float(of["factor"]), 1.0),
     "llama3": _llama3,
     "yarn": _yarn,

@@ -19,13 +19,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ppserve.core.architecture import MAX_LAYERS, Architecture
+from ppserve.core.architecture import MAX_LAYERS, MAX_POSITIONS, Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import read_bytes, read_json
 
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
-Positions = Annotated[int, Meta(ge=1, le=1 << 20)]
+Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+RotaryPositions = Annotated[int, Meta(ge=1)]
+"""No tensor has a row for each; the first `MAX_POSITIONS` are served."""
 Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
 InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 Id = Annotated[int, Meta(ge=0)]

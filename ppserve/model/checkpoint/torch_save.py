@@ -18,7 +18,7 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, reason, shown
+from ppserve.files import checked, file_size, misread, reason, shown
 from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
@@ -89,9 +89,12 @@ def _load(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged pickle can raise anything: it is a program
         # The line that names the cause: the rest of torch's tells how to load the file carelessly.
-        cause = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", str(error))
+        if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error)):
+            problem = f"holds {shown(found[1])}, code that would run; only tensors are read: save a state_dict()"
+            raise CheckpointError(path, problem) from error
+        cause = re.search(r"(?:WeightsUnpickler error:|Trying to load)\s+(.+)", str(error))
         problem = shown(cause[1], 120) if cause else reason(error)
-        raise CheckpointError(path, f"cannot be read as a file of torch.save ({problem})") from error
+        raise misread(path, "a file of torch.save", problem, "a zip archive", "a pickle") from error
 
 
 def _check_archive(path: Path) -> None:

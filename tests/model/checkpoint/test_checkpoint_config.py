@@ -88,7 +88,6 @@ def test_the_defaults_are_those_of_gpt2_small(tmp_path: Path) -> None:
         ("pruned_heads", {"0": [1, 2]}),
         ("position_embedding_type", "rotary"),
         ("quantization_config", {"bits": 4}),
-        ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
         ("n_layer", 0),
         ("n_layer", 10**4000),
         ("n_layer", "12"),

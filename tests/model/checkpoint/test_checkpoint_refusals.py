@@ -200,7 +200,6 @@ def test_model_args_that_are_refused(tmp_path: Path, name: str, value: Any, fiel
 @pytest.mark.parametrize(
     ("field", "value", "name"),
     [
-        (0, 20240327, "magic"),
         (1, 1, "version"),
         (1, 5, "size"),
         (2, 0, "maxT"),

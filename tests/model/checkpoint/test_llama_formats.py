@@ -151,8 +151,11 @@ def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:
     kind = content.index(b"attn_q.weight") + 33
     for changed, problem in (
         (content[:-100], r"is the file whole\?"),
-        (b"<html>" + content, "is not a GGUF file"),
-        (content.replace(theta, b"\x0b" + bytes(7) + b"split.count"), "split.count: is a part of a model"),
+        (b"<html>" + content, "is a web page, as a failed download leaves it, not a GGUF file"),
+        (
+            content.replace(theta, b"\x0b" + bytes(7) + b"split.count"),
+            "split.no: is 0 of 10000.0: no part of a model",
+        ),
         (content[: kind - 20] + bytes(4) + content[kind:], "attn_q.weight: has 0 dimensions, not 1 to 4"),
         (content[:kind] + b"\x10" + content[kind + 1 :], "attn_q.weight: has the type IQ2_XXS; served are F32"),
     ):

@@ -166,15 +166,18 @@ def write_gguf(
     kind: str = "F32",
     model: str = "gpt2",
     named: Mapping[str | int, Any] = MappingProxyType({}),
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **options: Any,
 ) -> Path:
     """A .gguf as llama.cpp's converter writes it; matrices of `kind`, e.g. `F16` or `Q4_0`.
 
-    named: ids of special tokens by the names of keys, and texts of tokens by their ids.
-
     A Llama's has the halves of each head of queries and keys interleaved.
+    named: ids of special tokens by the names of keys, and texts of tokens by their ids. more: adds values.
+    options: of its writer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, model)
+    writer = gguf.GGUFWriter(path, model, **options)
+    more(writer)
     writer.add_block_count(arch.num_layers)
     writer.add_context_length(arch.max_positions)
     writer.add_embedding_length(arch.width)

@@ -72,9 +72,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     marker, config = item.get_closest_marker("timeout"), item.config
     limit_s = float(marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout") or 0)
     if limit_s:
-        stderr = config.stash[fault_handler_stderr_fd_key]
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=stderr)
+        _end_after(limit_s + GRACE_S, config)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """For the sake of debuggers, a failure ends all limits; but what the test leaves to its fixtures may hang."""
+    if not node.config.getoption("usepdb"):
+        _end_after(GRACE_S, node.config)
+
+
+def _end_after(seconds: float, config: pytest.Config) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key])

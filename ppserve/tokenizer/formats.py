@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import logging
+import re
 import struct
 from collections.abc import Callable
 from operator import itemgetter
@@ -12,12 +14,16 @@ from typing import Annotated, Literal
 import msgspec
 import tiktoken
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from ppserve.errors import CheckpointError
 from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, read_start, reason, shown
 from ppserve.gguf_file import read_header
+from ppserve.tokenizer.chat_format import read_chat_format
+from ppserve.tokenizer.splitting import SPLITTINGS, Splitting
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
 MAX_TOKEN = 1024  # longer than any in use
@@ -33,46 +39,57 @@ class _AddedToken(msgspec.Struct, frozen=True):
     content: str
     special: bool = False
     """Left out of decoded text, never found in plain text."""
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+
+    def for_library(self) -> AddedToken:
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return AddedToken(
+            **given | {"normalized": not self.special if self.normalized is None else self.normalized}
+        )
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):
+    tokenizer_class: str | None = None
+    model_type: str | None = None
+    """config.json's, which may have the class, too."""
     add_prefix_space: bool | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
     added_tokens_decoder: dict[TokenId, _AddedToken] | None = None
     """By id."""
 
 
 class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
-    """token_type: by id, llama.cpp's: 3 control, 4 of the user's, 6 a byte."""
+    """token_type: by id, of those below. What is absent is as in llama.cpp."""
 
     model: Literal["gpt2", "llama"]
     tokens: list[Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)]]
     token_type: list[int] = []
-    pre: str = "gpt-2"
+    pre: str | None = None
     merges: list[str] = []
     scores: list[float] = []
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | None = None
     unknown_token_id: TokenId = 0
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
     add_space_prefix: bool = True
 
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Llama 3's and Qwen's, which differ in how many digits are one word."""
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Types of tokens in a GGUF."""
 
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
+"""Where nothing else is said."""
 
-def _split(*first: pre_tokenizers.PreTokenizer, by_gpt2: bool = True) -> pre_tokenizers.PreTokenizer:
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
-    return pre_tokenizers.Sequence([*first, last])
-
-
-PRE_TOKENIZERS = {
-    "gpt-2": _split(),
-    "smollm": _split(pre_tokenizers.Digits(individual_digits=True)),
-    "llama-bpe": _split(pre_tokenizers.Split(Regex(_WORDS % "{1,3}"), "isolated"), by_gpt2=False),
-    "qwen2": _split(pre_tokenizers.Split(Regex(_WORDS % ""), "isolated"), by_gpt2=False),
-}
-"""How a text is split into words, by the name in a GGUF."""
+SPLIT_BY = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+"""How transformers' classes split a text that has no tokenizer.json."""
+CLASSES = {None: "GPT2Tokenizer", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+"""Those of models that name none, by `model_type`."""
+ANY_CLASS = (None, "PreTrainedTokenizer", "TokenizersBackend")
 
 LLAMA3_SPECIAL = (
     *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"),
@@ -110,8 +127,33 @@ def read_vocab_json(path: Path) -> Tokenizer:
     config = read_json(config_file, _TokenizerConfig) if config_file.exists() else _TokenizerConfig()
     added = {token_id: _AddedToken(text, special=True) for text, token_id in listed.items()}
     added |= config.added_tokens_decoder or {}
-    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space is True)
-    return _byte_level(path, vocab, merges, added, pre_tokenizer)
+    splitting = SPLITTINGS[SPLIT_BY[_class_of(path.parent, config)]]
+    library = _byte_level(path, vocab, merges, added, splitting, config.add_prefix_space is True)
+    named = read_chat_format(str(path.parent)).tokens
+    texts = [
+        named.get(field, END_OF_TEXT) if is_added else None
+        for field, is_added in (("bos_token", config.add_bos_token), ("eos_token", config.add_eos_token))
+    ]
+    for text in texts:
+        if text is not None and library.token_to_id(text) is None:
+            raise CheckpointError(config_file, f"adds {shown(text)} to every text, but that is no token")
+    _surround(library, *texts)
+    return Tokenizer(path, library)
+
+
+def _class_of(directory: Path, config: _TokenizerConfig) -> str:
+    """transformers' class of the tokenizer. Raises CheckpointError for one that splits a text in its own way."""
+    path = directory / "config.json"
+    model = read_json(path, _TokenizerConfig) if path.exists() else _TokenizerConfig()
+    found = (config.tokenizer_class or model.tokenizer_class or "").removesuffix("Fast") or None
+    # As transformers, which believes no Qwen 2 that names another class.
+    if found in ANY_CLASS or model.model_type == "qwen2":
+        found = CLASSES.get(model.model_type)
+    if found not in SPLIT_BY:
+        is_there = "is missing" if found is None else f"is {shown(found)}"
+        problem = f"{is_there}; without a tokenizer.json, served are {', '.join(SPLIT_BY)}"
+        raise CheckpointError(directory / "tokenizer_config.json", problem, "tokenizer_class")
+    return found
 
 
 def read_tiktoken(path: Path) -> Tokenizer:
@@ -179,41 +221,80 @@ def read_gguf(path: Path) -> Tokenizer:
     values = read_header(path).values
     own = {name: value for name, value in values.items() if name.startswith("tokenizer.ggml.")}
     given = checked(path, own, _GgufTokenizer)
-    vocab = {token: token_id for token_id, token in enumerate(given.tokens)}
-    kinds = dict(zip(given.tokens, given.token_type, strict=False))
-    added = [AddedToken(t, special=kind == 3) for t, kind in kinds.items() if kind in (3, 4)]
-    if given.model == "gpt2" and given.pre not in PRE_TOKENIZERS:
-        problem = f"is {shown(given.pre)}; served are {', '.join(PRE_TOKENIZERS)}"
-        raise CheckpointError(path, problem, "tokenizer.ggml.pre")
+    splitting = _splitting_of(path, given) if given.model == "gpt2" else None
     try:
-        build = _byte_level_of_gguf if given.model == "gpt2" else _sentencepiece
-        library = build(given, vocab)
+        library = _sentencepiece(given) if splitting is None else _byte_level_of_gguf(given, splitting)
     except Exception as error:
         raise CheckpointError(path, f"is not a vocabulary ({reason(error)})", "tokenizer.ggml") from error
+    # llama.cpp, too, knows by its name alone that a Phi 3's tokens take the white space behind them.
+    is_phi3 = re.search("phi-?3", str(values.get("general.name")), re.IGNORECASE) is not None
+    added = [
+        AddedToken(
+            text, special=kind != USER_DEFINED, normalized=False,
+            rstrip=is_phi3 and text not in ("<unk>", "<s>", END_OF_TEXT),
+        )
+        for text, kind in zip(given.tokens, given.token_type, strict=False)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]  # fmt: skip
     library.add_tokens(added)
+    begins = splitting is None or splitting.begins
+    _surround(library, _end_of(path, given, "bos", begins), _end_of(path, given, "eos", False))
     return Tokenizer(path, library)
 
 
-def _byte_level_of_gguf(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+def _byte_level_of_gguf(given: _GgufTokenizer, splitting: Splitting) -> tokenizers.Tokenizer:
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.merges)]
-    # Llama 3 takes a word that is a token as it stands.
-    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=given.pre == "llama-bpe")
-    library = tokenizers.Tokenizer(model)
-    if given.pre == "qwen2":
-        library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = PRE_TOKENIZERS[given.pre]
-    library.decoder = decoders.ByteLevel()
-    return library
+    return splitting.tokenizer({token: token_id for token_id, token in enumerate(given.tokens)}, merges)
 
 
-def _sentencepiece(given: _GgufTokenizer, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+def _splitting_of(path: Path, given: _GgufTokenizer) -> Splitting:
+    """Raises CheckpointError."""
+    key = "tokenizer.ggml.pre"
+    if given.pre is None:
+        logger.warning("%s: %s is missing, so texts are split as llama.cpp does then: convert it anew", path, key)
+    elif given.pre not in SPLITTINGS:
+        raise CheckpointError(path, f"is {shown(given.pre)}; served are {', '.join(SPLITTINGS)}", key)
+    return SPLITTINGS[given.pre or "default"]
+
+
+def _end_of(path: Path, given: _GgufTokenizer, name: str, by_default: bool) -> str | None:
+    """The token that begins a text (bos) or ends it (eos), if one does. Raises CheckpointError."""
+    token_id: int | None = getattr(given, f"{name}_token_id")
+    is_asked: bool | None = getattr(given, f"add_{name}_token")
+    if token_id is None and given.model == "llama":
+        token_id = SENTENCEPIECE_IDS[name]
+    if not (by_default if is_asked is None else is_asked):
+        return None
+    if token_id is not None and token_id < len(given.tokens):
+        return given.tokens[token_id]
+    if is_asked:
+        raise CheckpointError(
+            path, f"is true, but no token is {name}_token_id", f"tokenizer.ggml.add_{name}_token"
+        )
+    return None
+
+
+def _surround(library: tokenizers.Tokenizer, begin: str | None, end: str | None) -> None:
+    """Puts these tokens before and after every text."""
+    named = {name: text for name, text in (("begin", begin), ("end", end)) if text is not None}
+    single = [*(["begin"] if begin else []), "$A", *(["end"] if end else [])]
+    special = [{"id": name, "ids": [library.token_to_id(text)], "tokens": [text]} for name, text in named.items()]
+    if named:
+        library.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+
+
+def _sentencepiece(given: _GgufTokenizer) -> tokenizers.Tokenizer:
     """Merges neighbours by the highest score; what no piece spells becomes bytes."""
+    vocab = {token: token_id for token_id, token in enumerate(given.tokens)}
+    kinds = dict(zip(given.tokens, given.token_type, strict=False))
     scored = sorted(zip(given.tokens, given.scores, strict=True), key=lambda pair: -pair[1])
+    # A text never spells another kind of token.
+    pieces = {token: None for token, _ in scored if kinds.get(token) not in (UNKNOWN, CONTROL, BYTE)}
     merges = [
         (token[:at], token[at:])
-        for token, _ in scored
+        for token in pieces
         for at in range(1, len(token))
-        if token[:at] in vocab and token[at:] in vocab
+        if token[:at] in pieces and token[at:] in pieces
     ]
     unknown = given.tokens[given.unknown_token_id]
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -262,8 +343,9 @@ def _ranked(
             raise CheckpointError(source, problem)
         merges += ((spelled[left], spelled[right]) for left, right in pairs)
     vocab = {spelled[token]: rank for token, rank in ranks.items()}
-    pre_tokenizer = PRE_TOKENIZERS["llama-bpe" if is_llama3 else "gpt-2"]
-    return _byte_level(source, vocab, merges, added, pre_tokenizer, is_llama3)
+    library = _byte_level(source, vocab, merges, added, SPLITTINGS["llama-bpe" if is_llama3 else "gpt-2"])
+    _surround(library, f"<|{LLAMA3_SPECIAL[0]}|>" if is_llama3 else None, None)
+    return Tokenizer(source, library)
 
 
 def _byte_level(
@@ -271,17 +353,15 @@ def _byte_level(
     vocab: dict[str, int],
     merges: list[tuple[str, str]],
     added: dict[int, _AddedToken],
-    pre_tokenizer: pre_tokenizers.PreTokenizer,
-    takes_words: bool = False,
-) -> Tokenizer:
-    """added: by id. takes_words: leaves tokens that are words whole. Raises CheckpointError."""
+    splitting: Splitting,
+    adds_space: bool = False,
+) -> tokenizers.Tokenizer:
+    """added: by id. Raises CheckpointError."""
     # Added tokens keep their ids only if the vocabulary has them.
     ids = vocab | {token.content: token_id for token_id, token in added.items()}
     try:
-        library = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=takes_words))
+        library = splitting.tokenizer(ids, merges, adds_space)
     except Exception as error:
         raise CheckpointError(source, f"is not a vocabulary ({reason(error)})") from error
-    library.pre_tokenizer = pre_tokenizer
-    library.decoder = decoders.ByteLevel()
-    library.add_tokens([AddedToken(token.content, special=token.special) for token in added.values()])
-    return Tokenizer(source, library)
+    library.add_tokens([token.for_library() for token in added.values()])
+    return library

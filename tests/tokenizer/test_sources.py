@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 
 from ppserve.errors import CheckpointError
 from ppserve.tokenizer import Tokenizer, load_tokenizer
-from ppserve.tokenizer.formats import _WORDS
+from ppserve.tokenizer.splitting import WORDS
 from tests.tokenizer.conftest import VOCABULARIES, random_texts
 from tools import make_random_gpt2 as maker
 
@@ -117,7 +117,7 @@ def test_ids_of_a_rank_file_are_an_order_of_merges(tmp_path: Path) -> None:
 def test_llama_3s_own_file_has_256_special_tokens_behind_its_ranks(tmp_path: Path) -> None:
     shutil.copy(VOCABULARIES["tiny"], tmp_path / "tokenizer.model")
     tokenizer, ranks = loaded(tmp_path), maker.read_ranks(VOCABULARIES["tiny"])
-    oracle = tiktoken.Encoding("llama3", pat_str=_WORDS % "{1,3}", mergeable_ranks=ranks, special_tokens={})
+    oracle = tiktoken.Encoding("llama3", pat_str=WORDS % "{1,3}", mergeable_ranks=ranks, special_tokens={})
     assert [tokenizer.encode(text) for text in TEXTS] == [oracle.encode_ordinary(text) for text in TEXTS]
     assert tokenizer.vocab_size == len(ranks) + 256
     names = ("begin_of_text", "end_of_text", "start_header_id", "eot_id", "reserved_special_token_247")

@@ -68,13 +68,15 @@ class StageHost(msgspec.Struct, frozen=True):
 
     name: str
     machine: str = ""
-    """Equal for processes that share memory, clock and loopback; host names do not show that."""
+    """Equal for processes that share clock and loopback; host names do not show that."""
     address: str = "127.0.0.1"
     """By which other stages reach it."""
     head_address: str = "127.0.0.1"
     """By which it reached the head."""
     cores: int = 0
     """That processes of the host may use; 0 = unknown."""
+    user: str = ""
+    """Those of one machine and one user can share memory."""
 
 
 class FoundModel(msgspec.Struct, frozen=True):

@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
-        *("ppserve.__version__", "click"),
+        *("ppserve.model.cache", "ppserve.__version__", "click"),
     },
     "parallel_state": {"ppserve.core.grid", "torch"},
 }

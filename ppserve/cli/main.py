@@ -69,6 +69,10 @@ def main() -> None:
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except (RuntimeError, BlockingIOError) as error:
+        if not isinstance(error, BlockingIOError) and "start new thread" not in str(error):
+            raise
+        _report(f"no further process or thread can be started here (pids.max, ulimit -u): {error}", reports=True)
     sys.exit(EXIT_USAGE)
 
 

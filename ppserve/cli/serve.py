@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ppserve.cli.flags import FLAGS, ServeCommand
+from ppserve.cli.machine import check_machine
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
 from ppserve.process.environment import HEAD_SIGNALS, RankEnvironment, ignore_signals, open_many_files
@@ -45,13 +46,14 @@ def serve(stages: int | None, **flags: Any) -> None:
 
 def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
     """From a plain shell: starts all ranks on this host."""
-    from ppserve.cli.check import check
-    from ppserve.process.torchrun import run_ranks
-
     asked, room = math.prod(sizes.values()), _RANKS_PER_CORE * (os.cpu_count() or 1)
     if asked > room:
         problem = f"{asked} ranks; on this host at most {room} are started, {_RANKS_PER_CORE} for each core"
         raise ConfigError(max(sizes, key=sizes.__getitem__), problem)
+    check_machine(asked, starts_them=True)
+    from ppserve.cli.check import check
+    from ppserve.process.torchrun import run_ranks
+
     check(config, asked)
     sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
 
@@ -63,6 +65,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
     never_wait_for_readers()
     if environment.rank > 0:
         sys.exit(run_rank(config, environment))
+    check_machine(environment.local_world_size, starts_them=False)
     from ppserve.cli.check import check
 
     check(config, environment.world_size)

@@ -212,6 +212,7 @@ class HeadProcess:
 
     def _announce(self, description: ModelDescription, topology: Topology, ports: Ports) -> None:
         host = self._config.server.host
+        host = f"[{host}]" if ":" in host else host
         print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].grid.pipeline}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)

@@ -113,8 +113,15 @@ def open_many_files() -> None:
 
 
 def this_machine() -> str:
-    """Equal where memory, clock and loopback are: name, boot id, network namespace."""
+    """Equal where clock and loopback are: name, boot id, network namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     return "/".join(parts)
+
+
+def this_user() -> str:
+    """Equal for processes of a machine that may share memory: the user, as this container numbers it."""
+    with contextlib.suppress(OSError):
+        return f"{os.getuid()}/{os.readlink('/proc/self/ns/user')}"
+    return str(os.getuid())

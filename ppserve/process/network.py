@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import psutil
 
 from ppserve.config import NetworkSettings
-from ppserve.errors import ConfigError
+from ppserve.errors import ConfigError, UsageError
 
 LOOPBACK = "127.0.0.1"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_NAMES = ("::1", "localhost", "localhost4", "localhost6", "localhost.localdomain")
 
 Interfaces = Mapping[str, Sequence[str]]
@@ -38,13 +39,33 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
     """The head's address, and this stage's for others. Raises ConfigError for --interface."""
     if connection.family == socket.AF_UNIX:
-        return ONE_HOST
+        return ONE_HOST  # the head says by which address
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
     if settings.advertise is not None:
         own = settings.advertise
     elif settings.interface is not None:
         own = address_of(settings.interface, interfaces(), ipaddress.ip_address(own).version)
+    if not is_loopback(own) and (names := os.environ.get(GLOO_INTERFACE)):
+        for name in names.split(","):
+            address_of(name, interfaces(), ipaddress.ip_address(own).version, GLOO_INTERFACE)
     return Route(own, head)
+
+
+def local_address() -> str:
+    """By which processes of this host reach each other. Raises UsageError."""
+    for address in (LOOPBACK, "::1"):
+        # Where loopback is down, its address can be listened to, but not reached.
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server((address, 0), family=family_of(address)) as listener,
+            socket.create_connection(listener.getsockname()[:2], 1.0),
+        ):
+            return address
+    raise UsageError("stages cannot reach each other: the loopback interface is down (ip link set lo up)")
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
@@ -52,14 +73,14 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
-def address_of(name: str, known: Interfaces, version: int) -> str:
-    """An interface's address, of this IP version if possible. Raises ConfigError."""
+def address_of(name: str, known: Interfaces, version: int, flag: str = "--interface") -> str:
+    """An interface's address, of this IP version if possible. Raises ConfigError for `flag`."""
     found = map(ipaddress.ip_address, known.get(name, ()))
     # A link-local IPv6 address is valid only with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
     if not usable:
         names = ", ".join(sorted(name for name, own in known.items() if own))
-        raise ConfigError("--interface", f"{name!r} has no address here; there are {names}")
+        raise ConfigError(flag, f"{name!r} has no address here; there are {names}")
     return str(min(usable, key=lambda address: address.version != version))
 
 

@@ -65,14 +65,16 @@ def main() -> int:
 
 
 def _import(life: int) -> None:
-    """All that a stage needs, for seconds. No thread is left to survive a fork."""
+    """All that a stage needs, for seconds. No thread is left to survive a fork. What the machine does not allow,
+    each stage finds out again, and tells the head."""
     # The collector need not look at imports, nor write to pages that stages share.
     gc.disable()
     is_done = threading.Event()
     thread = threading.Thread(target=_show_life, args=(life, is_done))
     thread.start()
     try:
-        from ppserve.stage import link, loop, probe, wiring  # noqa: F401
+        with contextlib.suppress(UsageError, PermissionError):
+            from ppserve.stage import link, loop, probe, wiring  # noqa: F401
     finally:
         is_done.set()
         thread.join()
@@ -107,9 +109,11 @@ def _find_head(start: wire.Start, found: ProbeResult | UsageError, life: int) ->
 
 
 def _probe(start: wire.Start) -> ProbeResult | UsageError:
-    from ppserve.stage.probe import probe_and_measure
-
     environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
+    try:
+        from ppserve.stage.probe import probe_and_measure
+    except (UsageError, PermissionError) as error:
+        return UsageError(f"a stage cannot start on {socket.gethostname()}: {error}")
     try:
         return probe_and_measure(start.config, environment)
     except UsageError as error:
@@ -118,10 +122,6 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
 
 def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, life: int) -> int:
     """Runs the stage, or tells the head of a mistake; returns the exit code."""
-    from ppserve.stage.link import HeadLink
-    from ppserve.stage.loop import StageLoop
-    from ppserve.stage.wiring import ProcessGroupWiring
-
     try:
         if isinstance(found, UsageError):
             raise found
@@ -131,6 +131,10 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
+    from ppserve.stage.link import HeadLink
+    from ppserve.stage.loop import StageLoop
+    from ppserve.stage.wiring import ProcessGroupWiring
+
     link = HeadLink(connection, end=os._exit)
     stage = StageLoop(start, found, link, ProcessGroupWiring(start.config.network.stage_ports), route)
     return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))

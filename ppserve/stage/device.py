@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -21,13 +19,13 @@ from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.products import multiplies_bfloat16
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
+from ppserve.process.limits import available_bytes, available_cores
 
 log = logging.getLogger(__name__)
 
 _CPU_LIMIT_BYTES = 2 << 30
 # The cache's share of what is free once weights are loaded.
 _GPU_SHARE = 0.85
-_ROOT = Path("/")
 
 REFERENCE = "PPSERVE_GPU_REFERENCE"
 """Set to 1: CPUs compute as GPUs do, slowly. For tests of what is no kernel."""
@@ -212,43 +210,3 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: 
         return "float32"
     has_units = multiplies_bfloat16(variants.in_use(), variants.features())
     return "bfloat16" if stored == "bfloat16" and has_units else "float32"
-
-
-def available_cores(root: Path = _ROOT) -> int:
-    """Cores for this process: beyond its share, a container's threads are held back."""
-    cores = float(len(os.sched_getaffinity(0)))
-    for group in _groups(root):
-        with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit
-            quota, period = (group / "cpu.max").read_text().split()
-            cores = min(cores, int(quota) / int(period))
-    return max(1, int(cores))
-
-
-def available_bytes(root: Path = _ROOT) -> int:
-    """Memory that this process could still get; 0 where /proc does not say."""
-    available = [value * 1024 for value in _entries(root / "proc/meminfo", "MemAvailable:")]
-    for group in _groups(root):
-        with contextlib.suppress(OSError, ValueError):
-            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-            # The kernel gives up cached files when memory is needed.
-            available.append(left + sum(_entries(group / "memory.stat", "inactive_file")))
-    return max(0, min(available, default=0))
-
-
-def _groups(root: Path) -> list[Path]:
-    """This process's cgroup (version 2) and those around it."""
-    mount = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):
-                group = mount / line.removeprefix("0::/")
-                return [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
-    return []
-
-
-def _entries(file: Path, name: str) -> list[int]:
-    """The numbers of a file's lines that begin with this name."""
-    with contextlib.suppress(OSError):
-        lines = (line.split() for line in file.read_text().splitlines())
-        return [int(line[1]) for line in lines if line and line[0] == name]
-    return []

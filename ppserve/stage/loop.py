@@ -29,9 +29,10 @@ from ppserve.model.backend import StageModel
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
-from ppserve.process.environment import this_machine
+from ppserve.process.environment import this_machine, this_user
+from ppserve.process.limits import available_cores
 from ppserve.process.network import ONE_HOST, Route
-from ppserve.stage.device import available_cores, in_words, lacks_memory
+from ppserve.stage.device import in_words, lacks_memory
 from ppserve.stage.link import Link, Stamped
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
@@ -108,7 +109,7 @@ class StageLoop:
         start = self._start
         compute, checkpoint = self._found.compute, self._found.checkpoint
         place = socket.gethostname(), this_machine(), self._route.own, self._route.head
-        host = wire.StageHost(*place, cores=available_cores())
+        host = wire.StageHost(*place, cores=available_cores(), user=this_user())
         numbers = compute.dtype, compute.quantization, compute.kv_dtype
         model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
         device = wire.StageDevice(

@@ -28,6 +28,7 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import BLOCK_SIZE, PartCosts
 from ppserve.core.plan import StepPlan
+from ppserve.model.cache import user_cache
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
@@ -115,8 +116,7 @@ def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path
     operators = compute.reference, compute.options.batch_invariant, torch.__version__
     machine = compute.name, compute.stages_here, platform.processor()
     key = repr((_VERSION, checkpoint.architecture, numbers, operators, machine, what))
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return user_cache() / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tuple[int, int]) -> PartCosts:

@@ -20,7 +20,7 @@ import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import TransportError
-from ppserve.process.network import interface_of, interfaces
+from ppserve.process.network import GLOO_INTERFACE, family_of, interface_of, interfaces, is_loopback
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks, create_gather
@@ -99,7 +99,7 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
         try:
-            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            return socket.create_server((host, port), family=family_of(host))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -134,11 +134,13 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
 
 
 def _name_interface(address: str) -> None:
-    """gloo and NCCL would take the host name's interface, often the loopback."""
+    """gloo and NCCL would take the host name's interface, often the loopback. The operator's word wins, but not
+    within a host: an interface for others need not be there."""
     name = interface_of(address, interfaces())
     if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+        for variable, value in ((GLOO_INTERFACE, name), ("NCCL_SOCKET_IFNAME", f"={name}")):
+            if is_loopback(address) or variable not in os.environ:
+                os.environ[variable] = value
 
 
 def _keep_watchdog_from_ending_us() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,35 @@ def test_the_address_that_reaches_the_head_is_the_stages_own(settings: NetworkSe
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert find_route(ours, settings) == ONE_HOST, "over a Unix socket all are on one host"
+
+
+def test_an_interface_of_gloos_that_is_not_there_is_refused_where_stages_leave_their_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not where they stay on it: `stage.wiring` takes loopback's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as stage:
+        assert find_route(stage, NetworkSettings()) == ONE_HOST
+        with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME: 'eth9' has no address here"):
+            find_route(stage, NetworkSettings(advertise="10.0.0.5"))
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare, for a network"
+)
+@pytest.mark.parametrize(
+    ("commands", "found"),
+    [
+        ("true", "loopback interface is down"),
+        ("ip link set lo up", "127.0.0.1"),
+        ("ip link set lo up; ip addr del 127.0.0.1/8 dev lo", "::1"),
+    ],
+)
+def test_the_address_within_a_host_is_one_that_can_be_reached(commands: str, found: str) -> None:
+    program = "from ppserve.process.network import local_address; print(local_address())"
+    inside = f"{commands}; exec {sys.executable} -c '{program}'"
+    ended = subprocess.run(["unshare", "-n", "sh", "-c", inside], capture_output=True, text=True, timeout=WITHIN_S)
+    assert found in (ended.stdout or ended.stderr.splitlines()[-1])
 
 
 # ---- sockets of the control plane ----

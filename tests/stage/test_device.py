@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +18,10 @@ from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
+from ppserve.process.limits import available_bytes, available_cores, available_tasks
 from ppserve.stage.device import (
     CPU_KV_SHARE,
     Compute,
-    available_bytes,
-    available_cores,
     choose,
     devices_here,
     gpu_share,
@@ -222,6 +223,11 @@ def test_cores_are_those_of_the_container(
     limits = {"sys/fs/cgroup/cpu.max": f"{limit} 100000\n", "sys/fs/cgroup/a/cpu.max": f"{limit_within} 100000\n"}
     assert available_cores(tree(tmp_path / "within", **{"proc/self/cgroup": "0::/a\n"}, **limits)) == cores
     assert available_cores(tree(tmp_path / "around", **{"proc/self/cgroup": "0::/\n"}, **limits)) >= cores
+    of_version_1 = {"proc/self/cgroup": "7:name=systemd:/b\n3:cpu,cpuacct:/a\n"}
+    for group, quota in (("", limit), ("a/", limit_within)):
+        place = f"sys/fs/cgroup/cpu/{group}cpu.cfs_"
+        of_version_1 |= {f"{place}quota_us": quota.replace("max", "-1"), f"{place}period_us": "100000\n"}
+    assert available_cores(tree(tmp_path / "first", **of_version_1)) == cores
 
 
 @pytest.mark.parametrize(
@@ -235,10 +241,33 @@ def test_cores_are_those_of_the_container(
           "sys/fs/cgroup/memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\n"}, 3),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n",
           "sys/fs/cgroup/memory.current": f"{2 * GIB}\n"}, 0),
+        # Version 1 has a folder for each controller. In a container, the path is that of the host.
+        ({"proc/self/cgroup": "4:memory:/docker/a\n1:cpu:/\n0::/\n",
+          "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+          "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n"}, 2),
+        ({"proc/self/cgroup": "4:memory:/a\n",
+          "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{90 * GIB}\n",
+          "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}\n",
+          "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{GIB}\n"}, 7),
     ],
 )  # fmt: skip
 def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     assert available_bytes(tree(tmp_path, **files)) == gib * GIB
+
+
+def test_processes_are_those_of_the_container_and_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"proc/self/cgroup": "8:pids:/a\n", "sys/fs/cgroup/pids/pids.max": "max\n"}
+    files |= {"sys/fs/cgroup/pids/a/pids.max": "100\n", "sys/fs/cgroup/pids/a/pids.current": "58\n"}
+    assert available_tasks(tree(tmp_path, **files)) == 42
+    assert available_tasks(tree(tmp_path, **{"proc/self/cgroup": "0::/\n"})) > 1 << 10
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: (1, 1))
+    for uid, available in ((os.getuid() or 1, 0 if os.getuid() else 1), (0, math.inf)):
+        monkeypatch.setattr(os, "getuid", lambda uid=uid: uid)
+        assert available_tasks(tmp_path) == available
 
 
 def test_where_nothing_says_so_memory_is_unknown(tmp_path: Path) -> None:

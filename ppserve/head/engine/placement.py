@@ -19,7 +19,7 @@ from ppserve.core.partition import (
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
-from ppserve.process.network import LOOPBACK, is_loopback
+from ppserve.process.network import is_loopback, local_address
 
 # On CPUs more rows make a token no cheaper; equal chunks wait less (docs/performance.md).
 CPU_CHUNK = 128
@@ -76,7 +76,7 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     """The address by which others reach each rank. A stage that found the head by loopback is on its host: others
     reach it where they found the head. grid: the world's. Raises ConfigError."""
     if len({hello.host.machine for hello in hellos}) == 1:
-        return (LOOPBACK,) * len(hellos)
+        return (local_address(),) * len(hellos)
     heads = [hello.host.head_address for hello in hellos if not is_loopback(hello.host.head_address)]
     addresses = []
     for hello in hellos:
@@ -122,14 +122,15 @@ def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
     if len(hellos) == 1 or asked == "local":
         return "local"
     one_host = len({hello.host.machine for hello in hellos}) == 1
+    one_user = len({hello.host.user for hello in hellos}) == 1
     own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
         # shm needs Linux's memfd; it is fast and notices a dead neighbour.
-        return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
+        return "nccl" if own_gpus else "shm" if one_host and one_user and sys.platform == "linux" else "gloo"
     if asked == "nccl" and not own_gpus:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
-    if asked == "shm" and not one_host:
-        raise ConfigError("--transport", "shm needs all stages on one host")
+    if asked == "shm" and not (one_host and one_user):
+        raise ConfigError("--transport", "shm needs all stages on one host, started by one user")
     return asked
 
 

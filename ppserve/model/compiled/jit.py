@@ -1,72 +1,16 @@
-"""Compiling kernels: numba, once per machine, kept in a writable directory of ours.
-
-numba looks only at a kernel's own file to decide whether it is stale, and not at those that it calls into.
-So there is one directory for each state of the sources, named by a digest of all files that take part.
-"""
+"""Compiling kernels: numba, once per machine, kept in a writable directory of ours."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import stat
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ppserve.errors import ConfigError
+from ppserve.model.cache import KERNELS, kernel_directory
 
-VARIABLE = "NUMBA_CACHE_DIR"
 CPU_FEATURES = "NUMBA_CPU_FEATURES"
-
-
-def directory_name() -> str:
-    """Names the sources of all kernels, and what they are made with."""
-    model = Path(__file__).parents[1]
-    folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
-    sources = [model / "sampling_kernels.py", *folders]
-    return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
-
-
-def cache_directory(environment: Mapping[str, str], temporary: Path) -> Path:
-    """In the operator's NUMBA_CACHE_DIR, whatever its owner; else in the user's cache directory, else under
-    `temporary`, where nobody else can write (cached kernels are code); else new.
-
-    Writable: for another numba would use one without a digest.
-    """
-    name = directory_name()
-    if chosen := environment.get(VARIABLE):
-        # A process passes its own on to its children.
-        own = Path(chosen) if Path(chosen).name == name else Path(chosen) / name
-        if _make(own):
-            return own
-    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for parent in (Path(base) / "ppserve", temporary / f"ppserve-{os.getuid()}"):
-        if _make(parent / name) and _is_private(parent / name):
-            return parent / name
-    return Path(tempfile.mkdtemp(prefix="ppserve-kernels-", dir=temporary))
-
-
-def _make(path: Path) -> bool:
-    """`path` and its parent, if need be; whether it can be written to."""
-    try:
-        path.parent.parent.mkdir(parents=True, exist_ok=True)
-        for each in (path.parent, path):
-            each.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
-
-
-def _is_private(path: Path) -> bool:
-    status, parent = path.stat(), path.parent.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return False
-    # The owner, and without the sticky bit all who may write, can replace the directory.
-    safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
-    return parent.st_uid in (0, os.getuid()) and bool(safe)
 
 
 def bounded(features: str, host: Mapping[str, bool]) -> str:
@@ -81,7 +25,7 @@ def bounded(features: str, host: Mapping[str, bool]) -> str:
     return ",".join([*words, *(word for word in all_have + lacking if word not in words)])
 
 
-os.environ[VARIABLE] = str(cache_directory(os.environ, Path(tempfile.gettempdir())))
+os.environ[KERNELS] = str(kernel_directory(os.environ))
 
 import numba  # noqa: E402
 from llvmlite import binding  # noqa: E402

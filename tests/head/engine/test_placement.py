@@ -23,8 +23,10 @@ ARCH = Architecture(8, 160, 5, 1024, 1280, 1280, 640)
 SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
 
 
-def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False) -> wire.Hello:
-    at = wire.StageHost(host, host, "10.0.0.1", "10.0.0.1")
+def hello(
+    stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False, user: str = "1"
+) -> wire.Hello:
+    at = wire.StageHost(host, host, "10.0.0.1", "10.0.0.1", user=user)
     return hello_of(stage, 2, ARCH, at, device=wire.StageDevice(gpu, shares_gpu))
 
 
@@ -34,6 +36,7 @@ def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool 
         ((hello(0),), "local"),
         ((hello(0), hello(1)), SAME_HOST),
         ((hello(0), hello(1, host="b")), "gloo"),
+        ((hello(0), hello(1, user="2")), "gloo"),
         ((hello(0, gpu=0), hello(1, gpu=1)), "nccl"),
         ((hello(0, gpu=0), hello(1, host="b", gpu=0)), "nccl"),
         ((hello(0, gpu=0, shares_gpu=True), hello(1, gpu=0, shares_gpu=True)), SAME_HOST),
@@ -95,6 +98,7 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
     [
         ("nccl", hello(1), "--transport: nccl needs a GPU of its own for every stage"),
         ("shm", hello(1, host="b"), "--transport: shm needs all stages on one host"),
+        ("shm", hello(1, user="2"), "--transport: shm needs all stages on one host, started by one user"),
         (
             "auto",
             changed(hello(1), dtype="bfloat16"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.model.compiled.jit import cache_directory, directory_name
+from ppserve.errors import ConfigError
+from ppserve.model.cache import kernel_directory, user_cache
 
 
 def unusable_home(path: Path) -> dict[str, str]:
@@ -17,39 +18,57 @@ def unusable_home(path: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(file)}
 
 
+def directory_of(environment: dict[str, str], temporary: Path) -> Path:
+    return kernel_directory(environment, (str(temporary),))
+
+
 def in_temporary(path: Path) -> Path:
     return path / f"ppserve-{os.getuid()}"
 
 
 def test_it_is_ours_alone(tmp_path: Path) -> None:
-    directory = cache_directory({"XDG_CACHE_HOME": str(tmp_path / "cache")}, tmp_path)
-    assert directory == tmp_path / "cache" / "ppserve" / directory_name()
+    directory = directory_of({"XDG_CACHE_HOME": str(tmp_path / "cache")}, tmp_path)
+    assert (
+        directory.parent
+        == user_cache({"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        == tmp_path / "cache" / "ppserve"
+    )
     assert [stat.S_IMODE(each.stat().st_mode) for each in (directory, directory.parent)] == [0o700, 0o700]
 
 
 @pytest.mark.parametrize("which", ["parent", "directory"])
 def test_a_directory_that_others_may_write_to_is_not_used(which: str, tmp_path: Path) -> None:
     home = unusable_home(tmp_path)
-    directory = cache_directory(home, tmp_path)
+    directory = directory_of(home, tmp_path)
     (directory if which == "directory" else directory.parent).chmod(0o777)
-    other = cache_directory(home, tmp_path)
-    assert other.parent == tmp_path
-    assert stat.S_IMODE(other.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match=r"NUMBA_CACHE_DIR: no directory .* tried .*no directory.*, .*ppserve-"):
+        directory_of(home, tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert directory_of({**home, "TMPDIR": str(other)}, tmp_path).parent == in_temporary(other)
     in_temporary(tmp_path).chmod(0o1777)  # no other user can put another directory in place of ours
-    assert (cache_directory(home, tmp_path) == directory) == (which == "parent")
+    if which == "parent":
+        assert directory_of(home, tmp_path) == directory
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_a_parent_of_another_user_is_not_used(tmp_path: Path) -> None:
     in_temporary(tmp_path).mkdir()
     os.chown(in_temporary(tmp_path), 65534, 65534)
-    assert cache_directory(unusable_home(tmp_path), tmp_path).parent == tmp_path
+    with pytest.raises(ConfigError, match="that this user alone can write to"):
+        directory_of(unusable_home(tmp_path), tmp_path)
+
+
+def test_a_user_without_a_home_has_no_directory_below_the_working_one() -> None:
+    """As Docker's `--user 4242`, or HOME without a slash in front."""
+    for environment in ({"XDG_CACHE_HOME": "relative"}, {"XDG_CACHE_HOME": "~/.cache"}):
+        assert user_cache(environment) == Path("/ppserve")
 
 
 def test_the_operators_directory_has_one_for_each_state_of_the_sources(tmp_path: Path) -> None:
-    directory = cache_directory({"NUMBA_CACHE_DIR": str(tmp_path)}, tmp_path)
-    assert directory == tmp_path / directory_name()
-    assert cache_directory({"NUMBA_CACHE_DIR": str(directory)}, tmp_path) == directory
+    directory = directory_of({"NUMBA_CACHE_DIR": str(tmp_path)}, tmp_path)
+    assert directory.parent == tmp_path
+    assert directory_of({"NUMBA_CACHE_DIR": str(directory)}, tmp_path) == directory
     home = unusable_home(tmp_path)
     unusable = {**home, "NUMBA_CACHE_DIR": home["XDG_CACHE_HOME"]}
-    assert cache_directory(unusable, tmp_path) == in_temporary(tmp_path) / directory_name()
+    assert directory_of(unusable, tmp_path) == in_temporary(tmp_path) / directory.name

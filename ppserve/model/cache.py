@@ -1,0 +1,76 @@
+"""Where this user keeps what is made once a machine: compiled kernels, measurements, downloads.
+
+Without torch or numba: whether there is such a place is asked before anything starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppserve.errors import ConfigError
+
+KERNELS = "NUMBA_CACHE_DIR"
+
+
+def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
+    """Of ppserve. It need not exist. Below `/`, where nothing is made, for a user without a home."""
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base if os.path.isabs(base) else "/", "ppserve")
+
+
+def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] = ("/tmp", "/var/tmp")) -> Path:
+    """In the operator's NUMBA_CACHE_DIR, whatever its owner; else in the user's cache directory, else below TMPDIR
+    or `temporary`, where nobody else can write (cached kernels are code). Raises ConfigError.
+
+    Writable: for another numba would use one without a digest.
+    """
+    name = _directory_name()
+    if chosen := environment.get(KERNELS):
+        # A process passes its own on to its children.
+        own = Path(chosen) if Path(chosen).name == name else Path(chosen) / name
+        if _make(own):
+            return own
+    shared = [place for place in (environment.get("TMPDIR", ""), *temporary) if os.path.isabs(place)]
+    places = [user_cache(environment), *(Path(place, f"ppserve-{os.getuid()}") for place in shared)]
+    for parent in places:
+        if _make(parent / name) and _is_private(parent / name):
+            return parent / name
+    tried = ", ".join(map(str, places))
+    raise ConfigError(
+        KERNELS, f"no directory for compiled kernels that this user alone can write to; tried {tried}"
+    )
+
+
+def _directory_name() -> str:
+    """Names the sources of all kernels, and what they are made with: numba looks only at a kernel's own file to
+    decide whether it is stale, and not at those that it calls into."""
+    model = Path(__file__).parent
+    folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
+    sources = [model / "sampling_kernels.py", *folders]
+    return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
+
+
+def _make(path: Path) -> bool:
+    """`path` and its parent, if need be; whether it can be written to."""
+    try:
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, path):
+            each.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _is_private(path: Path) -> bool:
+    status, parent = path.stat(), path.parent.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return False
+    # The owner, and without the sticky bit all who may write, can replace the directory.
+    safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
+    return parent.st_uid in (0, os.getuid()) and bool(safe)

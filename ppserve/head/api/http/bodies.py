@@ -11,7 +11,6 @@ import io
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import quote
 
@@ -217,21 +216,21 @@ def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str,
 
 def _with_integers(value: Any) -> Any:
     """5.0 as 5: some languages have no other numbers."""
-    match value:
-        case float() if value.is_integer() and abs(value) < 2**64:
-            return int(value)
-        case list():
-            return list(map(_with_integers, value))
-        case dict():
-            return {name: _with_integers(part) for name, part in value.items()}
-    return value
+    if isinstance(value, dict):
+        return {name: _with_integers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_integers, value))
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**64
+    return int(value) if is_whole else value
 
 
 def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
     """The first names of fields that are ignored, fit for a header."""
-    known = {*kind.__struct_encode_fields__, *kind.unserved}
-    names = (name for name, value in given.items() if name not in known and value is not None)
-    return ", ".join(quote(name[:MAX_NAME_CHARS]) for name in islice(names, MAX_NAMES))
+    known, options = {*kind.__struct_encode_fields__, *kind.unserved}, given.get("stream_options")
+    names = [name for name, value in given.items() if name not in known and value is not None]
+    if "stream_options" in known and isinstance(options, dict):
+        names += [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
+    return ", ".join(quote(name[:MAX_NAME_CHARS]) for name in names[:MAX_NAMES])
 
 
 def to_body(given: dict[str, Any], kind: type[B]) -> B:

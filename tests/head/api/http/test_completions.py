@@ -224,6 +224,9 @@ async def test_ignored_fields_are_named_in_a_header(served: Served) -> None:
         assert answer.headers["x-ignored-fields"] == "max_token, user, na%C3%AFve%0A"
     wrong = await served.ask("/v1/completions", {**body, "temperatur": 0, "top_p": 7})
     assert (wrong.status, "temperatur" in wrong.headers["x-ignored-fields"]) == (400, True)
+    options = {"include_usage": True, "include_usge": True}
+    nested = await served.ask("/v1/completions", {"prompt": "a", "stream": True, "stream_options": options})
+    assert nested.headers["x-ignored-fields"] == "stream_options.include_usge"
     many = await served.ask("/tokenize", {"prompt": "a"} | {"x" * place: 1 for place in range(1, 999)})
     assert many.headers["x-ignored-fields"] == ", ".join("x" * place for place in range(1, 17))
     assert "x-ignored-fields" not in (await served.ask("/v1/completions", {"prompt": "a", "stop": "x"})).headers

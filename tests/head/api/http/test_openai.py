@@ -43,6 +43,26 @@ async def test_its_stream_helper_makes_of_a_stream_the_whole_answer(
         assert (choice.logprobs, choice.finish_reason) == (None, None)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_a_streamed_completion_adds_up_to_the_whole_one(
+    served: Served, n: int, logprobs: int | None
+) -> None:
+    asked: Any = {"model": "fake", "prompt": "a\u2028b", "seed": 3, "max_tokens": 6, "n": n, "echo": True}
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        whole = await client.completions.create(**asked, logprobs=logprobs)
+        stream = await client.completions.create(**asked, logprobs=logprobs, stream=True)
+        parts = [choice async for chunk in stream for choice in chunk.choices]
+    for choice in whole.choices:
+        mine = [part for part in parts if part.index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert (mine[-1].finish_reason, {part.finish_reason for part in mine[:-1]}) == ("length", {None})
+        assert (choice.logprobs is None) == (logprobs is None)
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if choice.logprobs else ():
+            added = [value for part in mine for value in getattr(part.logprobs, name)]
+            assert added == getattr(choice.logprobs, name), name
+
+
 async def test_the_answer_s_end_comes_in_any_order_of_choices(served: Served) -> None:
     """The helper numbers choices in the order in which it first sees them."""
     served.engine.by_hand = True

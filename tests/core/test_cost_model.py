@@ -97,3 +97,10 @@ def test_times_of_zero_or_less_are_ignored():
     cost.observe(DECODE[0], 0.0)
     cost.observe(DECODE[0], -1.0)
     assert cost.num_observed == cost.coefficients.seconds(DECODE[0]) == 0
+
+
+def test_what_is_remembered_of_steps_does_not_grow_with_their_sizes() -> None:
+    cost = StageCost()
+    for rows in range(1, 1024):
+        cost.observe(StepSize(rows, rows, 1), TRUTH.seconds(StepSize(rows, rows, 1)))
+    assert len(cost._groups) == 10, "sizes up to twice the smallest are a group"

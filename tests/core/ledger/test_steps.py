@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Overheads, OverheadTimes, Steps, Transfer
 from ppserve.core.ledger.tensor_ranks import TensorRanks
-from ppserve.core.plan import Drawn, StepResult, StepStamps
+from ppserve.core.plan import Drawn, Slice, StepPlan, StepResult, StepStamps
 from tests.core.artificial import ArtificialPipeline, plan
 
 S = 1_000_000_000
@@ -72,6 +72,19 @@ def test_the_first_stage_that_owes_the_oldest_step_is_stuck_once_nothing_has_mov
     assert steps.stuck(35 * S) is None
     steps.lost()
     assert steps.stuck(10**18) is None
+
+
+@pytest.mark.parametrize(("num_rows", "deadline_s"), [(1, 10.5), (20, 20), (100, 60), (200, 60)])
+def test_a_stage_may_take_the_longer_for_a_step_the_more_rows_it_has(num_rows: int, deadline_s: float) -> None:
+    """A row is known to take 0.1 s. Five times as long is allowed, and ten seconds more, but a minute at most."""
+    steps = Steps(1)
+    steps.sent(plan(0), 0, 0, num_slots=1)
+    steps.reported(result(0, 0, S, S + S // 10), 2 * S)
+    piece = Slice(0, 0, (1,) * num_rows, (0,))
+    steps.sent(StepPlan(plan(0).epoch, 1, 0, (piece,)), 2 * S, 2 * S, num_slots=1)
+    due_ns = 2 * S + int(deadline_s * S)
+    assert steps.stuck(due_ns) is None
+    assert steps.stuck(due_ns + 1) == (1, 0)
 
 
 # ---- what a step takes beside computing -----------------------------------------------------------------

@@ -82,6 +82,8 @@ def check_accounts(request_queue: RequestQueue) -> None:
 
 def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:
     """A sequence is in one step, or in several with consecutive slices."""
+    used = [plan.slot for plan, _ in slots._steps.values()]
+    assert len(set(used)) == len(used), "two steps in one slot"
     in_flight: dict[int, list[Slice]] = {}
     for _, owned in slots._steps.values():
         assert len({s.id for s, _ in owned}) == len(owned), "a sequence twice in one step"

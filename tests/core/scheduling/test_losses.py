@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.request import FinishReason
+from ppserve.core.request import FinishReason, OutputOptions
 from ppserve.core.scheduling.request_queue import PoisonIsolation
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
@@ -24,6 +24,15 @@ def test_a_common_beginning_is_replayed_once() -> None:
     rig.finish()
     computed = sum(p.num_tokens for p in rig.pipeline.plans if p.epoch == 1)
     assert computed < 3 * 90 + 11 * 40, "eleven times the prompt would be 990"
+
+
+def test_a_prompt_that_was_scored_in_part_is_scored_once() -> None:
+    rig = a_rig(num_stages=1, prefill_chunk=4)
+    rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
+    for _ in range(2):
+        rig.turn()
+    rig.lose_stage()
+    rig.finish()
 
 
 # ---- poison requests: the count of losses ----

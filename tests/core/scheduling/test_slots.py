@@ -73,9 +73,11 @@ def test_the_oldest_return_goes_first() -> None:
 def test_the_number_of_slots_follows_live() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=4)
     rig.submit(a_request("r", num_prompt=80))
-    assert len(fill(rig)) == 2
+    assert [plan.slot for plan in fill(rig)] == [0, 1]
     rig.scheduler.slots.resize(3)
-    assert len(fill(rig)) == 1
+    assert [plan.slot for plan in fill(rig)] == [2]
+    rig.commit_one()
+    assert [plan.slot for plan in fill(rig)] == [0], "the lowest that is free"
     rig.scheduler.slots.resize(1)
     rig.commit_one()
     rig.commit_one()

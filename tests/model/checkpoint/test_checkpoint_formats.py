@@ -73,6 +73,24 @@ def test_a_head_that_is_a_copy_of_the_embedding_is_tied(tmp_path: Path, containe
     assert open_checkpoint(str(path)).architecture == arch
 
 
+def test_a_head_with_the_embeddings_bits_in_another_dtype_is_no_copy_of_it(tmp_path: Path) -> None:
+    arch = architecture()
+    tensors = random_tensors(arch, dtype=torch.bfloat16)
+    state = hf_state(arch, tensors)
+    state["lm_head.weight"] = tensors["wte.weight"].clone().view(torch.float16)
+    write_hf_state(write_hf(tmp_path, arch, tensors), state)
+    assert not open_checkpoint(str(tmp_path)).architecture.tied_embeddings
+
+
+def test_a_checkpoint_is_of_the_dtype_of_most_numbers_not_of_most_tensors(tmp_path: Path) -> None:
+    """Norms and biases are often float32 beside matrices that are not."""
+    arch = architecture()
+    tensors = random_tensors(arch, dtype=torch.bfloat16)
+    mixed = {name: each.float() if each.ndim == 1 else each for name, each in tensors.items()}
+    assert sum(each.ndim == 1 for each in mixed.values()) > len(mixed) / 2
+    assert open_checkpoint(str(write_hf(tmp_path, arch, mixed))).stored_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("version", [3, 5])
 @pytest.mark.parametrize("vocab_size", [37, 48])
 def test_llmc(tmp_path: Path, version: int, vocab_size: int) -> None:

@@ -84,6 +84,8 @@ class ScriptedRank:
         while len(plans := self._plans) > self._num_computed:
             self._compute(plans[self._num_computed], scripts, first)
             check_scheduler(scheduler)
+            ended = {output.index for output in reader.outputs if output.finish is not None}
+            assert ended.isdisjoint(s.index for s in scheduler._running.values()), "nobody reads what it computes"
         heard: dict[int, list[TokenOutput]] = {}
         for output in reader.outputs:
             heard.setdefault(output.index, []).append(output)

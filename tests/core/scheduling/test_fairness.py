@@ -154,15 +154,3 @@ def test_idle_callers_are_forgotten() -> None:
         queue.end_request(f"caller{i}")
     assert len(queue._accounts) == MAX_IDLE_CALLERS
     assert "caller0" not in queue._accounts
-
-
-def test_of_too_many_idle_callers_the_one_that_was_served_least_is_forgotten() -> None:
-    queue = FairQueue()
-    callers = ["heavy", *(f"light{number}" for number in range(MAX_IDLE_CALLERS + 1))]
-    for caller in callers:
-        queue.push(entry(caller, caller))
-    queue.charge("heavy", 9000)
-    for caller in callers:
-        queue.end_request(caller)
-    assert len(queue._accounts) == MAX_IDLE_CALLERS
-    assert queue._accounts["heavy"].served == 9000

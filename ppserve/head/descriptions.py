@@ -146,7 +146,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         name=names[0] if names else root,
         aliases=names[1:],
         root=root,
-        path=root if names else path,
+        path=names[0] if names else path,
         architecture=arch,
         num_parameters=arch.num_params,
         dtype=hello.model.dtype,

@@ -24,27 +24,26 @@ HARMLESS = frozenset(
     attn_pdrop embd_pdrop resid_pdrop initializer_range use_cache gradient_checkpointing output_past
     transformers_version torch_dtype dtype name_or_path torchscript use_bfloat16 return_dict
     return_dict_in_generate output_attentions output_hidden_states output_scores chunk_size_feed_forward
-    problem_type finetuning_task id2label label2id num_labels task_specific_params n_special
-    predict_special_tokens tokenizer_class prefix bos_token_id pad_token_id sep_token_id cls_token_id mask_token_id
-    unk_token_id decoder_start_token_id max_length min_length max_new_tokens min_new_tokens do_sample
-    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p min_p
-    epsilon_cutoff eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    renormalize_logits is_decoder line_by_line author license created_date language languages datasets version
-    description tags pretraining_tp max_window_layers is_llama_config transformers.js_config
-    auto_map attn_implementation attention_implementation model_name base_model base_model_name_or_path model_id
-    library_name pipeline_tag framework trust_remote_code processor_class padding_side truncation_side
-    additional_special_tokens chat_template model_max_length seq_length seq_len max_seq_len max_seq_length
-    max_sequence_length num_logits_to_keep logits_to_keep keys_to_ignore_at_inference xla_device is_decoder dropout
-    gradient_checkpointing_kwargs loss_type loss_function label_smoothing neftune_noise_alpha
-    aux_loss_alpha router_aux_loss_coef output_router_logits router_jitter_noise z_loss_coefficient seed
-    fp16 bf16 fp32
-    cache_implementation cache_config compile_config constraints continuous_batching_config disable_compile
-    dola_layers force_words_ids guidance_scale is_assistant low_memory max_cache_len max_matching_ngram_size
-    max_time num_assistant_tokens num_assistant_tokens_schedule output_logits penalty_alpha prefill_chunk_size
-    prompt_lookup_num_tokens sequence_bias speculation_type stop_strings target_lookbehind token_healing top_h
-    use_mtp watermarking_config encoder_repetition_penalty
+    problem_type finetuning_task id2label label2id num_labels task_specific_params n_special predict_special_tokens
+    tokenizer_class prefix bos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id
+    decoder_start_token_id max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p min_p epsilon_cutoff eta_cutoff
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens renormalize_logits is_decoder
+    line_by_line author license created_date language languages datasets version description tags pretraining_tp
+    max_window_layers is_llama_config transformers.js_config auto_map attn_implementation attention_implementation
+    model_name base_model base_model_name_or_path model_id library_name pipeline_tag framework trust_remote_code
+    processor_class padding_side truncation_side additional_special_tokens chat_template model_max_length
+    seq_length seq_len max_seq_len max_seq_length max_sequence_length multiple_of ffn_dim_multiplier
+    num_logits_to_keep logits_to_keep keys_to_ignore_at_inference xla_device dropout gradient_checkpointing_kwargs
+    loss_type loss_function label_smoothing neftune_noise_alpha aux_loss_alpha router_aux_loss_coef
+    output_router_logits router_jitter_noise z_loss_coefficient seed fp16 bf16 fp32 cache_implementation
+    cache_config compile_config constraints continuous_batching_config disable_compile dola_layers force_words_ids
+    guidance_scale is_assistant low_memory max_cache_len max_matching_ngram_size max_time num_assistant_tokens
+    num_assistant_tokens_schedule output_logits penalty_alpha prefill_chunk_size prompt_lookup_num_tokens
+    sequence_bias speculation_type stop_strings target_lookbehind token_healing top_h use_mtp watermarking_config
+    encoder_repetition_penalty
     """.split()  # noqa: SIM905 (a list of words reads better as one)
 )
 """Nothing that a forward pass reads."""
@@ -57,7 +56,7 @@ QUANTIZED = {"quantization_config", "quantization", "compression_config", "quant
 """Where others say how weights are quantized; the second is MLX's."""
 SERIOUS = re.compile(
     r".*(expert|softcap|lora|cross_attention|pruned|rope|rotary|scal|multipl|bias|norm|window|alibi|sink|parallel"
-    r"|encoder|vision|audio|text_config|head|latent|mamba|conv).*"
+    r"|encoder|position|attention|attn|chunk|vision|audio|text_config|head|latent|mamba|conv).*"
 )
 """Names of what changes what is computed. Nobody should be told to remove such a key."""
 NULLABLE = ("eos_token_id", "sliding_window")
@@ -113,7 +112,8 @@ def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Archite
                 problem = f"is {shown(value)}, but {own} is {shown(given[own])}"
                 raise CheckpointError(path, problem, field=name)
     config = checked(path, given, family.config)
-    for name in given.keys() - set(family.config.__struct_fields__):
+    others = given.keys() - set(family.config.__struct_fields__)
+    for name in sorted(others, key=lambda name: (name not in QUANTIZED, name)):
         _check_other_key(path, name, given[name], family)
     return config.architecture(path)
 

@@ -158,6 +158,14 @@ def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
             assert problem in answer
 
 
+def test_a_model_that_has_only_ggufs_names_them(hub: Hub, tmp_path: Path) -> None:
+    (hub.directory / "model.safetensors.index.json").unlink()
+    (hub.directory / "pytorch_model.bin").unlink()
+    (hub.directory / "m-Q8_0.gguf").write_bytes(b"GGUF")
+    answer = open_in_a_process("someone/model", tmp_path / "cache", HF_ENDPOINT=hub.url)
+    assert "the hub's model is a GGUF: download it and name the file; there are m-Q8_0.gguf" in answer
+
+
 def test_without_the_extra(tmp_path: Path) -> None:
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not installed')")
     answer = open_in_a_process("someone/model", tmp_path / "cache", path=(tmp_path,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import select
 import shutil
@@ -19,7 +20,7 @@ import pytest
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, requests_with_everything
-from tests.e2e.serving import Forked, launch, plain_shell, serving
+from tests.e2e.serving import Forked, Server, launch, plain_shell, serving
 from tests.e2e.test_losing_stages import TINY
 from tests.ports import port_to_come_back_to
 
@@ -110,13 +111,26 @@ def code_at_the_end(stream: grpc.Call) -> grpc.StatusCode:
 
 def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
     """The one line of a server that does not start; its launcher ends with the worst code of its ranks."""
-    server = launch(Forked(stages), arguments, tmp_path / "log")
+    return refused_by(launch(Forked(stages), arguments, tmp_path / "log"))
+
+
+def refused_by(server: Server, code: int | None = None) -> str:
     try:
-        assert server.wait_exit(90) != 0
+        ended = server.wait_exit(90)
+        assert ended == code if code else ended != 0
     finally:
         server.end()
     (line,) = [line for line in server.log.splitlines() if line.startswith("ppserve: error:")]
     return line
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64")
+def test_kernels_that_the_cpu_lacks_are_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    """What LLVM is told to have counts: it would end a process that asks for more."""
+    told = {"NUMBA_CPU_NAME": "x86-64-v2", "NUMBA_CPU_FEATURES": "+sse4.2", "PPSERVE_CPU_KERNELS": "avx2"}
+    line = refused_by(launch(plain_shell(1), [], tmp_path / "log", told), code=2)
+    assert line.endswith("PPSERVE_CPU_KERNELS: this CPU cannot run 'avx2' (it can: portable)")
 
 
 def test_truncated_weights_and_a_port_in_use_are_named(tmp_path: Path) -> None:

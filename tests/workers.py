@@ -82,7 +82,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """For the sake of debuggers, a failure ends all limits; but what the test leaves to its fixtures may hang."""
-    if not node.config.getoption("usepdb"):
+    if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
         _end_after(GRACE_S, node.config)
 
 

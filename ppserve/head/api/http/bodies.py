@@ -6,8 +6,6 @@ name, unless their value asks for nothing.
 
 from __future__ import annotations
 
-import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -176,8 +174,8 @@ B = TypeVar("B", bound=Body)
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
     """Names the ignored fields in `request.state`. Raises InvalidRequest, and HttpError for a body that is too
     long or in another coding, and for another model."""
-    coding = request.headers.get("content-encoding", "identity").lower()
-    if coding not in ("identity", *_GZIP):
+    coding = request.headers.get("content-encoding", "").lower()
+    if coding not in ("", "identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"
         raise HttpError(415, "UNSUPPORTED_CODING", problem, headers={"accept-encoding": "gzip"})
     content = bytearray()
@@ -202,16 +200,19 @@ def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str,
     """A JSON object. Raises InvalidRequest, and HttpError for what becomes too long."""
     try:
         if is_zipped:
-            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(MAX_BODY_BYTES + 1)
+            unzipping = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            content = unzipping.decompress(content, MAX_BODY_BYTES + 1)
             _check_length(content)
+            if not unzipping.eof or unzipping.unused_data:
+                raise zlib.error("not one whole member")
         given = msgspec.json.decode(content, type=dict[str, Any])
+        return {name: value if name in _SHOWN else _with_integers(value) for name, value in given.items()}
     except msgspec.ValidationError as error:
         raise InvalidRequest([_violation(str(error))]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest([Violation("body", f"not JSON: {error}")]) from error
-    except (EOFError, OSError, zlib.error) as error:
+    except zlib.error as error:
         raise InvalidRequest([Violation("body", "not gzip, as its content-encoding says")]) from error
-    return {name: value if name in _SHOWN else _with_integers(value) for name, value in given.items()}
 
 
 def _with_integers(value: Any) -> Any:

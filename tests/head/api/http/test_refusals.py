@@ -111,6 +111,12 @@ async def test_bodies_that_are_not_json(served: Served, body: bytes, why: str) -
     assert why in error["message"]
 
 
+@pytest.mark.parametrize("depth", [400, 900, 1100])
+async def test_what_is_nested_deeply_is_read_or_refused(served: Served, depth: int) -> None:
+    body = b'{"max_tokens": 1, "x": ' + b"[" * depth + b"]" * depth + b"}"
+    assert (await served.ask("/v1/completions", body)).status in (200, 400)
+
+
 async def test_bodies_in_codings(served: Served) -> None:
     whole = json.dumps({"prompt": "hello", "max_tokens": 2, "seed": 1}).encode()
     plain = await served.ask("/v1/completions", whole)
@@ -118,16 +124,18 @@ async def test_bodies_in_codings(served: Served) -> None:
         answer = await served.ask("/v1/completions", gzip.compress(whole), content_encoding=coding)
         assert answer.status == 200, answer.body
         assert answer.json["choices"] == plain.json["choices"]
-    assert (await served.ask("/v1/completions", whole, content_encoding="identity")).status == 200
-    members = gzip.compress(whole[:9]) + gzip.compress(whole[9:])
-    assert (await served.ask("/v1/completions", members, content_encoding="gzip")).status == 200
+    for coding in ("identity", ""):
+        assert (await served.ask("/v1/completions", whole, content_encoding=coding)).status == 200
     served.engine.requests.clear()
     for coding in ("deflate", "br", "zstd", "gzip, gzip", "nonsense"):
         answer = await served.ask("/v1/completions", zlib.compress(whole), content_encoding=coding)
         assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_coding")
         assert answer.headers["accept-encoding"] == "gzip"
     zipped = gzip.compress(whole)
-    for wrong in (whole, zipped[:-4], zipped[:-8] + bytes(8), zipped + b"more", b"\x1f\x8b"):
+    members = gzip.compress(whole[:9]) + gzip.compress(
+        whole[9:]
+    )  # a body of many is read more slowly than it is sent
+    for wrong in (whole, members, zipped[:-4], zipped[:-8] + bytes(8), zipped + b"more", b"\x1f\x8b"):
         answer = await served.ask("/v1/completions", wrong, content_encoding="gzip")
         assert (answer.status, answer.json["error"]["param"]) == (400, "body")
     bomb = gzip.compress(bytes(8 * MAX_BODY_BYTES))

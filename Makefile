@@ -13,7 +13,7 @@ ROWS ?= all
 # Tests start hundreds of processes that import the same modules: where this is set, each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve chat test test-all test-other-cpu test-fast check demo clients race chaos histories stubs clean
+.PHONY: setup serve chat test test-all test-other-cpu test-fast check demo clients race chaos histories guarded stubs clean
 
 setup: $(VENV)/.ready
 
@@ -81,6 +81,10 @@ chaos: setup
 # 250 of them are in `make test`, 2,000 in `make test-all`; `make histories N=100000` is hours of one core.
 histories: setup
 	PPSERVE_HISTORIES=$(N) $(BIN)/pytest -q tests/head/engine/test_histories.py -k served $(ARGS)
+
+# Kernels in memory whose ends must not be touched: 250 shapes are in `make test`, 100,000 an hour of one core.
+guarded: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.model.cpu.guarded $(N) $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

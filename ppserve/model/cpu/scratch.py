@@ -16,8 +16,6 @@ from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.products import Scratch, Weights
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 
-_ROWS_AT_FIRST = 64
-
 
 class ScratchMemory:
     """Scratch memory that all steps of a stage share: none leaves anything in it for the next.
@@ -37,25 +35,26 @@ class ScratchMemory:
     def of_step(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
         """What a step writes, and the arrays to keep as long: y first."""
         kind = self._kind
+        tile_rows = kind.tile_rows(num_rows)
         # Tiles are whole; the rows behind the last are computed and never read.
-        rows = max(num_rows, _ROWS_AT_FIRST) + kind.rows[-1]
-        width = self._chunks * kind.chunk_inputs + GROUP
+        rows, width = -(-num_rows // tile_rows) * tile_rows, self._chunks * kind.chunk_inputs
         arrays = [
-            self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
+            # Of the last value in a row, a whole panel is read.
+            self._array("y", rows * self._outputs + GROUP, np.float32),
             self._array("words", rows * self._chunks * kind.row_bytes // 4, np.int32),
             self._array("scales", rows, np.float32),
-            self._array("inner", rows * width, np.float32),
+            self._array("inner", num_rows * width, np.float32),
             self._array("values", self._num_threads * width, np.float32),
         ]
         y, words, scales, inner, values = (place for _, place in arrays)
-        scratch = Scratch(num_rows, kind.tile_rows(num_rows), words, scales, y, inner, values, 4 * width)
+        scratch = Scratch(num_rows, tile_rows, words, scales, y, inner, values, 4 * width)
         return scratch, [array for array, _ in arrays]
 
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], list[NDArray[Any]]]:
         """What each thread writes, and the arrays to keep as long as it does."""
-        rows = kind.rows_of_tiles(cache.num_heads * cache.readers)
+        rows = kind.rows_of_tiles(cache.num_heads * cache.readers, cache.readers)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
         # A tile writes whole groups, and one may begin at the last position.

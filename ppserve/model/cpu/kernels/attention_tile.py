@@ -56,10 +56,10 @@ class AttentionKernel:
     def most_rows(self) -> int:
         return self.rows[-1]
 
-    def rows_of_tiles(self, count: int) -> int:
-        """Rows that tiles read and write for so many: each is filled up to one of `rows`, and the last of them may
-        begin at the last row."""
-        return count + self.most_rows - 1
+    def rows_of_tiles(self, heads: int, readers: int) -> int:
+        """Rows that tiles write, each filled up to one of `rows`: some rows of a head, or the heads of one row."""
+        last = range(1, min(readers, self.most_rows) + 1)
+        return max(self.most_rows, *(heads - count + min(r for r in self.rows if r >= count) for count in last))
 
 
 # As many sums as the registers hold: 16 registers of AVX2, 32 of AVX-512.

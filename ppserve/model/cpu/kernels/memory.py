@@ -24,16 +24,46 @@ from ppserve.model.cpu.kernels.atomics import add_shared
 LINE_BYTES = 64
 PAGE_BYTES = 2 << 20
 _LOWEST_PRIORITY = 19
-# What an arena takes at once. Memory that is never written costs nothing.
-_REGION_BYTES = 64 << 20
+
+
+class Memory:
+    """Where the memory of kernels comes from: the system. Tests provide some whose ends must not be touched."""
+
+    region_bytes = 64 << 20
+    """What an arena takes at once. Memory that is never written costs nothing."""
+
+    def lines(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeros from a cache line on."""
+        memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+        start = -memory.ctypes.data % LINE_BYTES
+        return memory[start : start + num_bytes]
+
+    def pages(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeros from the beginning of a huge page. Raises MemoryError."""
+        size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        try:
+            memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"the system has no {size >> 20} MB: {error}") from None
+        with contextlib.suppress(OSError, AttributeError):  # there are none, or the system is not Linux
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, np.uint8)
+        start = -whole.ctypes.data % PAGE_BYTES
+        return whole[start : start + num_bytes]
+
+
+_memory = Memory()
+
+
+def provide(memory: Memory) -> None:
+    """From now on, kernels of this process get their memory from there."""
+    global _memory
+    _memory = memory
 
 
 def aligned(size: int, dtype: DTypeLike) -> NDArray[Any]:
     """Zeros from a cache line on; the system provides memory as it is written."""
-    num_bytes = size * np.dtype(dtype).itemsize
-    memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % LINE_BYTES
-    return memory[start : start + num_bytes].view(dtype)
+    return _memory.lines(size * np.dtype(dtype).itemsize).view(dtype)
 
 
 def address(array: NDArray[Any]) -> int:
@@ -44,16 +74,7 @@ def address(array: NDArray[Any]) -> int:
 
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Zeros from the beginning of a huge page. The array keeps the memory. Raises MemoryError."""
-    size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-    try:
-        memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"the system has no {size >> 20} MB: {error}") from None
-    with contextlib.suppress(OSError, AttributeError):  # there are none, or the system is not Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % PAGE_BYTES
-    return whole[start : start + num_bytes]
+    return _memory.pages(num_bytes)
 
 
 def start_populating(array: NDArray[np.uint8]) -> threading.Thread:
@@ -89,7 +110,7 @@ class Arena:
         """Begins on a cache line. Raises MemoryError."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if num_bytes > len(self._region):
-            self._region = huge_pages(max(_REGION_BYTES, num_bytes))
+            self._region = huge_pages(max(_memory.region_bytes, num_bytes))
         array = self._region[:num_bytes].view(dtype).reshape(shape)
         self._region = self._region[-(-num_bytes // LINE_BYTES) * LINE_BYTES :]
         return array

@@ -35,7 +35,8 @@ MORE = {"ignore_eos": True, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(2, "--vllm-grpc", "--max-num-seqs", "16", "--max-queue", "1") as started:
+    flags = "--vllm-grpc", "--max-num-seqs", "16", "--max-queue", "1", "--served-model-name", "tiny,org/story"
+    with serving(2, *flags) as started:
         yield started
 
 
@@ -81,6 +82,19 @@ def health_with(server: Server, status: int) -> tuple[dict[str, str], Any]:
         return tuple(rest) if found == status else None
 
     return wait_until(matching)
+
+
+def test_every_door_calls_the_model_alike(server: Server) -> None:
+    _, _, listed = answer_of(server, "GET", "/v1/models")
+    assert [model["id"] for model in listed["data"]] == ["tiny", "org/story"]
+    assert answer_of(server, "GET", "/v1/models/org/story")[2]["id"] == "org/story"
+    status, _, answer = answer_of(server, "POST", "/v1/completions", {"model": "org/story", "prompt": "a"})
+    assert (status, answer["model"]) == (200, "tiny")
+    with Client(server.grpc) as client, grpc.insecure_channel(server.grpc) as channel:
+        assert client.model_info().model == "tiny"
+        found = VllmEngineStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+    assert (found.model_path, found.served_model_name) == ("tiny", "tiny")
+    assert server.metric("ppserve_build_info", model="tiny") == 1
 
 
 def test_a_full_queue_says_when_to_come_back_and_openai_s_client_does(

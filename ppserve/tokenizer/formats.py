@@ -79,8 +79,8 @@ class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenize
     add_space_prefix: bool = True
 
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-"""Types of tokens in a GGUF."""
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+"""Types of tokens in a GGUF. Unused ones only pad the vocabulary."""
 
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 """Where nothing else is said."""
@@ -234,7 +234,7 @@ def read_gguf(path: Path) -> Tokenizer:
             rstrip=is_phi3 and text not in ("<unk>", "<s>", END_OF_TEXT),
         )
         for text, kind in zip(given.tokens, given.token_type, strict=False)
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED, UNUSED)
     ]  # fmt: skip
     library.add_tokens(added)
     begins = splitting is None or splitting.begins
@@ -289,7 +289,7 @@ def _sentencepiece(given: _GgufTokenizer) -> tokenizers.Tokenizer:
     kinds = dict(zip(given.tokens, given.token_type, strict=False))
     scored = sorted(zip(given.tokens, given.scores, strict=True), key=lambda pair: -pair[1])
     # A text never spells another kind of token.
-    pieces = {token: None for token, _ in scored if kinds.get(token) not in (UNKNOWN, CONTROL, BYTE)}
+    pieces = {token: None for token, _ in scored if kinds.get(token) not in (UNKNOWN, CONTROL, UNUSED, BYTE)}
     merges = [
         (token[:at], token[at:])
         for token in pieces

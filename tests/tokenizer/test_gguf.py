@@ -236,6 +236,17 @@ def test_sentencepiece_finds_the_users_tokens_anywhere_and_control_tokens_nowher
     assert num_found > 300
 
 
+def test_tokens_that_only_pad_the_vocabulary_need_no_rows(tmp_path: Path) -> None:
+    """The model's vocabulary ends before them; a text does not spell them."""
+    tokens = [*SENTENCEPIECE, "a", "[PAD26", "0]", "[PAD260]", "[PAD261]"]
+    types = [2, 3, 3, *[6] * 256, 1, 1, 1, 5, 5]
+    path = write(tmp_path / "m.gguf", "llama", tokens, types, token_scores=[0.0] * len(tokens))
+    tokenizer = load_tokenizer(str(path), vocab_size=len(tokens) - 2)
+    ids = tokenizer.encode("a[PAD260]")
+    assert max(ids) < len(tokens) - 2
+    assert tokenizer.decode(ids).endswith("a[PAD260]")
+
+
 def test_a_phi_3s_tokens_take_the_space_behind_them(tmp_path: Path) -> None:
     """llama.cpp knows it by the model's name."""
     tokens = [*SENTENCEPIECE, "\u2581", "a", "<|end|>"]

@@ -70,6 +70,7 @@ def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch
     Gpu(monkeypatch, free=60)
     shared = Compute(gpu, "bfloat16", 2, stages_on_gpu=2)
     assert shared.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
+    assert shared.memory_bytes() == int(80 * GIB * 0.85) // 2, "of all, not of what is free"
     draws = Compute(gpu, "bfloat16", 1, options=DeviceOptions(max_rows=rows))
     logits_bytes = draws.options.logits_bytes(vocabulary)
     assert draws.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - logits_bytes) * 0.85)

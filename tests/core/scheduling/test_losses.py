@@ -56,13 +56,6 @@ def test_each_suspect_has_its_own_count() -> None:
     assert isolation.lone is None, "one that is cleared is counted anew"
 
 
-def test_a_loss_of_one_that_ran_alone_does_not_count_for_the_next() -> None:
-    isolation, _ = after(("ab", {0}), ("ab", {0}), ("a", {0}))
-    assert isolation.lone == "a"
-    isolation.clear("a")
-    assert [isolation.record_loss({"b"}, {0}) for _ in range(2)] == [None, "b"]
-
-
 @pytest.mark.parametrize(
     ("losses", "lone"),
     [

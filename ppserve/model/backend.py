@@ -76,6 +76,7 @@ class AttentionWeights:
     proj: Linear
     heads: Cut  # the outputs of all heads, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
+    head_size: int
     head_norms: tuple[NormWeights, NormWeights] | None = None
     """Each head's queries' and keys', before their positions turn them."""
 

@@ -38,7 +38,7 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
     proj = read.linear((f"h.{layer}.attn.c_proj", columns.own))
     number = layer - layout.attentions.start
     scale = arch.attention_scale(layer)
-    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns))
+    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns, arch.head_size))
 
 
 def _mlp(read: WeightReader, layer: int) -> Sublayer:

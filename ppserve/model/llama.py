@@ -38,7 +38,9 @@ def _attention(read: WeightReader, layer: int) -> Sublayer:
     proj = read.linear((f"{name}.o", columns.own))
     number = layer - layout.attentions.start
     scale = arch.attention_scale(layer)
-    return read.backend.attention(AttentionWeights(number, scale, norm, qkv, proj, heads, columns, head_norms))
+    return read.backend.attention(
+        AttentionWeights(number, scale, norm, qkv, proj, heads, columns, arch.head_size, head_norms)
+    )
 
 
 def _mlp(read: WeightReader, layer: int) -> Sublayer:

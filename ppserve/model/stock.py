@@ -56,7 +56,7 @@ class AttendInputs(StepInputs):
     turns_Tf: torch.Tensor | None  # each row's cosines and sines (`rotary.Turns`)
 
 
-def _norm(weights: NormWeights) -> Operator:
+def norm_of(weights: NormWeights) -> Operator:
     shape = weights.weight_D.shape
     if weights.is_rms:
         return partial(rms_norm, normalized_shape=shape, weight=weights.weight_D, eps=weights.epsilon)
@@ -78,7 +78,7 @@ def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: tor
     own = weights.heads.width
     queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
     heads_shape = len(qkv_TE), -1, turns_Tf.shape[1]
-    norms = [_norm(norm) for norm in weights.head_norms or ()] or [lambda x: x] * 2
+    norms = [norm_of(norm) for norm in weights.head_norms or ()] or [lambda x: x] * 2
     turned = [
         _turn(norm(each_TE.view(*heads_shape)), turns_Tf).flatten(1)
         for norm, each_TE in zip(norms, (queries_TE, keys_TE), strict=True)
@@ -107,7 +107,7 @@ class TorchBackend:
         return self.linear(weight_NK, None)
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        norm, own = _norm(weights.norm), weights.columns.own
+        norm, own = norm_of(weights.norm), weights.columns.own
 
         def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             assert isinstance(inputs, AttendInputs)
@@ -121,7 +121,7 @@ class TorchBackend:
         return residual
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        norm = _norm(weights.norm)
+        norm = norm_of(weights.norm)
         activate = ACTIVATIONS[weights.activation]
         own = weights.columns.own
 
@@ -139,7 +139,7 @@ class TorchBackend:
         return residual
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
-        normed = _norm(norm)
+        normed = norm_of(norm)
         return lambda hidden_RD: linear(normed(hidden_RD)).float()
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:

@@ -32,6 +32,7 @@ from ppserve.model.backend import (
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.compiled.jit import check_numba
 from ppserve.model.compiled.settings import ForSettings
+from ppserve.model.cpu.int8_cache import check_int8_cache
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.memory import Arena
@@ -104,6 +105,8 @@ class CpuBackend:
         return PackedLinear(packed, self._thread_pool, self._head_scratch, OUTPUT)
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
+        if self.precision.kv == torch.int8:
+            check_int8_cache(weights)
         return attention_sublayer(weights, self._thread_pool)
 
     def mlp(self, weights: MLPWeights) -> Sublayer:

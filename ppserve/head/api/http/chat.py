@@ -88,7 +88,7 @@ class ChatMessage(msgspec.Struct):
             ]
         else:
             message.pop("tool_calls", None)
-        if reasoning := next((message[name] for name in REASONING if name in message), None):
+        if (reasoning := next((message[name] for name in REASONING if name in message), None)) is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
 

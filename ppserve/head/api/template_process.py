@@ -60,13 +60,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", GenerationBlock]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_shown)
         self.literals: list[Traced] = []
         self.globals |= {
             "raise_exception": _refuse,
             "strftime_now": lambda format: datetime.now().strftime(format),
         }
-        self.filters |= {"tojson": _to_json, "join": _join}
+        self.filters |= {"tojson": _to_json, "join": _join, "title": _title}
 
     def wrap_str_format(self, value: Any) -> Any:
         form = super().wrap_str_format(value)
@@ -95,9 +95,19 @@ class _Literals(NodeTransformer):
         return nodes.Filter(texts, "join", [], [], None, None)
 
 
+def _shown(value: Any) -> Any:
+    """A number as the template's own text: '<|image_' ~ loop.index ~ '|>' may be a token."""
+    return own_text(str(value)) if type(value) in (int, float) else value
+
+
 @pass_eval_context
 def _join(context: nodes.EvalContext, value: Any, d: str = Traced(), attribute: Any = None) -> str:
-    return str(FILTERS["join"](context, value, d, attribute))
+    return str(FILTERS["join"](context, value if attribute else map(_shown, value), d, attribute))
+
+
+def _title(value: Any) -> str:
+    text = FILTERS["title"](value)
+    return Traced(text, value.own if isinstance(value, Traced) and len(value) == len(text) else None)
 
 
 def _to_json(

@@ -34,6 +34,7 @@ SPECIAL = [
         for token in re.findall(r"<[|｜]?[\w▁/]+[|｜]?>|\[/?INST\]", part)
     },
     *(f"<{bar}{role}{bar}>" for role in ("user", "assistant", "system") for bar in "|｜"),
+    *("<|User|>", "<|System|>", "<|Assistant|>", "<|1|>", "<|2|>", "<|3|>"),
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool|>", "<unk>"),
 ]  # fmt: skip
 
@@ -76,6 +77,10 @@ TREATMENTS = {
     "tojson": "{{ B ~ m.role ~ I ~ {'text': m.content, 'n': [1, 2]} | tojson ~ E }}",
     "keys": "{{ B ~ m.role ~ I }}{% for k, v in m.items() if k != 'role' %}{{ v }}{% endfor %}{{ E }}",
     "generation": "{{ B ~ m.role ~ I }}{% generation %}{{ m.content ~ E }}{% endgeneration %}",
+    "titled and numbered": (
+        "{{ B ~ m.role ~ I ~ m.content ~ E }}{{ '<|' ~ m.role | title ~ '|><|' ~ loop.index }}"
+        "{{ '|><|' }}{{ loop.index0 + 1 }}{{ '|><|%d|>' % loop.index }}"
+    ),
     "chosen": "{% set end = E if m.role == 'user' else E | trim %}{{ B ~ m.role ~ I ~ m.content }}{{ end }}",
 }  # fmt: skip
 START = "{% set B, I, E, A = BEGIN %}{% set ns = namespace(text='') %}{{ A }}{% for m in messages %}"

@@ -81,6 +81,18 @@ def test_the_queue_is_bounded_by_requests_that_wait(
     check_scheduler(rig.scheduler)
 
 
+def test_requests_that_a_lost_stage_gave_back_fill_the_queue_too() -> None:
+    rig = a_rig(max_num_seqs=2, max_queue=9, max_queue_tokens=60)
+    for name in ("a", "b"):
+        rig.submit(a_request(name, num_prompt=10, max_tokens=10))
+    fill(rig)
+    rig.lose()
+    assert rig.submit(a_request("c", num_prompt=10, max_tokens=10))
+    assert not rig.submit(a_request("d", num_prompt=1, max_tokens=1)), "60 tokens wait"
+    rig.form()
+    rig.finish()
+
+
 def test_a_light_caller_beside_a_hundred_greedy_ones_waits_for_one_free_place() -> None:
     """They fill every place and the queue all the time. The light one waits for a place in the queue, then for one
     that becomes free."""

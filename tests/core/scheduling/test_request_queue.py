@@ -180,6 +180,24 @@ def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -
     replicas.first.check_answers()
 
 
+def test_while_a_suspect_runs_alone_other_replicas_take_everybody_but_suspects() -> None:
+    replicas = Replicas(2)
+    replicas.lose(1)
+    for name in "ab":
+        replicas.submit(name, max_tokens=9)
+    for _ in range(2):
+        replicas.request_queue.admit(0.0)
+        fill(replicas.first)
+        replicas.lose(0)
+        replicas.first.form()
+    replicas.rigs[1].form()
+    replicas.submit("new", max_tokens=9)
+    replicas.turn()
+    assert replicas.request_queue.poison_isolation.suspects == ["a", "b"]
+    assert (replicas.at(0), replicas.at(1)) == ({"a"}, {"new"})
+    replicas.finish()
+
+
 def test_a_loss_elsewhere_neither_accuses_nor_clears() -> None:
     replicas = Replicas(3)
     for number in range(3):

@@ -15,6 +15,8 @@ from ppserve.gguf_file import is_gguf, read_header
 
 GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Special tokens: their names in a GGUF, and in templates."""
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
+"""Those that a GGUF of sentencepiece need not tell, as for llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ def _of_gguf(path: Path) -> ChatFormat:
     texts = values.get("tokenizer.ggml.tokens") or []
     if not isinstance(template, str | None):
         raise CheckpointError(path, "is not a text", "tokenizer.chat_template")
-    ids = {name: values.get(f"tokenizer.ggml.{own}_token_id") for own, name in GGUF_TOKENS.items()}
+    untold = SENTENCEPIECE_IDS if values.get("tokenizer.ggml.model") == "llama" else {}
+    ids = {
+        name: values.get(f"tokenizer.ggml.{own}_token_id", untold.get(name)) for own, name in GGUF_TOKENS.items()
+    }
     known = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(texts)}
     return ChatFormat(template, {f"{name}_token": texts[token_id] for name, token_id in known.items()})

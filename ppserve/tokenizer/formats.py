@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from ppserve.errors import CheckpointError
 from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, read_start, reason, shown
 from ppserve.gguf_file import read_header
-from ppserve.tokenizer.chat_format import read_chat_format
+from ppserve.tokenizer.chat_format import SENTENCEPIECE_IDS, read_chat_format
 from ppserve.tokenizer.splitting import SPLITTINGS, Splitting
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
 
@@ -81,9 +81,6 @@ class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenize
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Types of tokens in a GGUF. Unused ones only pad the vocabulary."""
-
-SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
-"""Where nothing else is said."""
 
 SPLIT_BY = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 """How transformers' classes split a text that has no tokenizer.json."""

@@ -179,9 +179,13 @@ def _with_names(
         _rename(document, made, names)
         library = tokenizers.Tokenizer.from_str(msgspec.json.encode(document).decode())
         library.encode_special_tokens = True
-    for token in special:
-        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
-        library.add_tokens([AddedToken(names[token.content], special=False, **flags)])
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    library.add_tokens(
+        [
+            AddedToken(names[token.content], special=False, **{flag: getattr(token, flag) for flag in flags})
+            for token in special
+        ]
+    )
     return library
 
 

@@ -43,13 +43,17 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes) -> N
         read_chat_format(str(tmp_path))
 
 
-def test_of_a_gguf(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+def test_of_a_gguf(tells: bool, tmp_path: Path) -> None:
+    """One of sentencepiece need not tell which tokens begin and end a text."""
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_chat_template("{{ messages }}")
-    writer.add_token_list(["<s>", "</s>", "a"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer.add_token_list(["<s>", "</s>", "a"] if tells else ["a", "<s>", "</s>"])
+    writer.add_tokenizer_model("gpt2" if tells else "llama")
+    if tells:
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
     writer.add_pad_token_id(99)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -29,9 +29,9 @@ MAX_JSON_BYTES = 256 << 20
 KINDS = {
     rb"\Z": "an empty file",
     rb"GGUF": "a GGUF file",
-    rb"(?i)<(!doctype|html|\?xml|head|body)": "a web page, as a failed download leaves it",
+    rb"(?i)\s*<(!doctype|html|\?xml|head|body)": "a web page, as a failed download leaves it",
     rb".{7}\0\{": "a safetensors file",
-    rb"\{": "a text of JSON",
+    rb"\s*[{\[]": "a text of JSON",
     rb"PK\x03\x04": "a zip archive",
     rb"\x80[\x02-\x05]": "a pickle",
     rb"\x1f\x8b|BZh|7z\xbc\xaf|\xfd7zXZ|\x28\xb5\x2f\xfd|Rar!|.{257}ustar": "a packed archive: unpack it",
@@ -57,9 +57,9 @@ def file_size(path: Path) -> int:
 
 
 def misread(path: Path, expected: str, error: object, *begins_as: str) -> CheckpointError:
-    """The refusal of a file that is not what was expected, with what it is where its beginning tells.
+    """Return the error for a file that is not what was expected. It says what the file is, if its first bytes do.
     begins_as: what files of the expected kind are by their beginning."""
-    start = read_start(path, 512).lstrip()
+    start = read_start(path, 512)
     found = next((kind for pattern, kind in KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
     why = reason(error) if isinstance(error, BaseException) else str(error)
     if found is None:

@@ -59,8 +59,8 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def read_parts(path: Path) -> dict[Path, GGUFHeader]:
-    """The headers of all files of a model, of which any is given; the first has the values. Raises CheckpointError
-    for a part that is missing or of another model."""
+    """Read the headers of all files of a model, of which any is given; the first one has the values. Raises
+    CheckpointError for a part that is missing or of another model."""
     header = read_header(path)
     number, count, num_tensors = place = _place_of(path, header)
     if count == 1:
@@ -86,7 +86,7 @@ def read_parts(path: Path) -> dict[Path, GGUFHeader]:
 
 
 def _place_of(path: Path, header: GGUFHeader) -> tuple[int, int, Any]:
-    """A part's number, the count of parts, and that of tensors in all. Raises CheckpointError."""
+    """Return a part's number, the count of parts, and that of tensors in all. Raises CheckpointError."""
     number, count = header.values.get("split.no", 0), header.values.get("split.count", 0) or 1
     if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
         raise CheckpointError(path, f"is {shown(number)} of {shown(count)}: no part of a model", field="split.no")

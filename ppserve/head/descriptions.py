@@ -165,7 +165,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
 
 
 def own_name(path: str) -> str:
-    """The name of a model to which none is given: its hub id, or the last part of its path.
+    """Return the name of a model to which none is given: its hub id, or the last part of its path.
 
     Callers need not know the server's directories."""
     place = os.path.expanduser(path)

@@ -56,7 +56,7 @@ FOREIGN = {
 
 
 def foreign(directory: Path) -> str:
-    """What a directory without a model holds instead, as the end of a sentence."""
+    """Return what a directory without a model holds instead, as the end of a sentence."""
     found = ((kind, next(directory.glob(name), None)) for name, kind in FOREIGN.items())
     return next((f"; {path.relative_to(directory)}: {kind}" for kind, path in found if path), "")
 

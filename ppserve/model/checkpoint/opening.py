@@ -64,9 +64,9 @@ def find_model(path: str, weights: bool = True) -> Path:
 
 
 def _only_file(directory: Path) -> Path:
-    """The one checkpoint file of a directory without config.json, or the one GGUF beside it, by its first part.
+    """Return the one checkpoint file of a directory without config.json, or the one GGUF beside a config.json.
 
-    The directory itself where a config.json is alone."""
+    Of a model in parts it is the first; where a config.json is alone, it is the directory."""
     has_config = lexists(directory / "config.json")
     if lexists(directory / "ckpt.pt") and not has_config:
         return directory / "ckpt.pt"

@@ -436,7 +436,7 @@ WRITE: dict[str, Callable[[Path], Any]] = {
     "LFS": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"),
     "empty": Path.touch,
     "zip": zipped,
-    "safetensors": lambda path: path.write_bytes(struct.pack("<Q", 2) + b"{}"),
+    "safetensors": lambda path: path.write_bytes(struct.pack("<Q", 32) + b"{}".ljust(32)),
     "GGUF": lambda path: path.write_bytes(b"GGUF" + bytes(40)),
     "ONNX": lambda path: path.write_bytes(b"\x08\x08\x12\x07pytorch\x1a\x052.1.0" + bytes(2000)),
     "pickle": lambda path: path.write_bytes(pickle.dumps(["a"])),

@@ -48,6 +48,15 @@ def test_output_that_is_not_finite_ends_all_answers_of_its_request_and_no_other(
 # ---- scoring ----
 
 
+def test_an_error_brings_no_scores() -> None:
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r", num_prompt=3, output=OutputOptions(prompt_logprobs=0)))
+    rig.pipeline.not_finite.add(0)
+    (event,) = rig.turn()
+    assert isinstance(event.error, RequestFailed)
+    assert event.prompt_logprobs == ()
+
+
 @pytest.mark.parametrize("logprobs", [(), (-1.0,), (-1.0, math.nan), (-1.0, -math.inf)])
 def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs: tuple[float, ...]) -> None:
     rig = a_rig(num_stages=1)

@@ -196,6 +196,11 @@ def _check_length(content: bytes | bytearray) -> None:
         raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {MAX_BODY_BYTES} bytes")
 
 
+def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
+    """A body as it was sent. Raises what `parse_json` and `to_body` raise."""
+    return to_body(parse_json(content), kind)
+
+
 def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str, Any]:
     """A JSON object. Raises InvalidRequest, and HttpError for what becomes too long."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.http.bodies import to_body
+from ppserve.head.api.http.bodies import parse_body
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.template_process import render
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
@@ -164,11 +165,11 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
     """Fields of any name; what is null is not there; arguments are objects; a reasoning has two names."""
     given: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "Ada", "": None, "given": 5},
-        called(arguments) | {"reasoning": "b", "refusal": None, "custom": {"deep": [None]}},
+        called(arguments) | {"reasoning": "b", "refusal": None, "custom": {"deep": [None, 5.0]}},
         {"role": "tool", "content": "c", "tool_call_id": "c"},
         {"role": "assistant", "content": "d", "tool_calls": [], "function_call": {"name": "g"}},
     ]
-    body = to_body({"messages": given}, ChatBody)
+    body = parse_body(json.dumps({"messages": given}).encode(), ChatBody)
     assert not [*body.violations()]
     function = {"name": "f", "arguments": {"a": [1, "é"]} if arguments else {}}
     messages = [message.for_template() for message in body.messages]
@@ -177,7 +178,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
         {
             "role": "assistant",
             "content": "",
-            "custom": {"deep": [None]},
+            "custom": {"deep": [None, 5.0]},
             **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "b"),
             "tool_calls": [{"id": "c", "type": "function", "function": function}],
         },

@@ -152,7 +152,7 @@ def alive(pid: int) -> bool:
 
 def torchrun(stages: int) -> list[str]:
     """The command that starts so many ranks of a server; its flags follow."""
-    ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={stages}"]
+    ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={stages}", f"--log-dir={os.devnull}"]
     return [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "ppserve"]
 
 

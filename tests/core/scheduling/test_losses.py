@@ -155,6 +155,16 @@ def test_tokens_of_one_answer_do_not_clear_a_request_whose_other_answer_kills() 
     rig.check_answers()
 
 
+def test_a_token_counts_since_the_latest_loss() -> None:
+    """Both answers got one after a loss that nobody caused. Then the second kills at its third."""
+    rig = a_rig(num_stages=1, prefill_chunk=60, prefix_cache=False)
+    rig.submit(a_request("two", num_prompt=9, num_sequences=2, max_tokens=30))
+    fill(rig)
+    rig.lose_stage()
+    assert run_with_poison(rig, "two", at_token=2, index=1) == 4
+    assert [event.token_id is not None for event in rig.events["two", 1]] == [True, True, False]
+
+
 def prove(rig: SchedulerRig) -> None:
     """The epoch before computed nothing, so this one begins with a probe."""
     assert [plan.slices for plan in fill(rig)] == [(PROBE,)]

@@ -7,7 +7,8 @@ import sys
 import time
 
 from tests.model.cpu.guarded.batches import Batches
-from tests.model.cpu.guarded.shapes import ALL, USUAL
+from tests.model.cpu.guarded.memory import Guarded, Log
+from tests.model.cpu.guarded.shapes import ALL, USUAL, try_sampling
 
 
 def main() -> int:
@@ -18,8 +19,15 @@ def main() -> int:
     parser.add_argument(
         "--withheld", action="store_true", help="size each buffer too small, in turn: it must show"
     )
+    parser.add_argument("--sampling", action="store_true", help="only the loops over a vocabulary")
     asked = parser.parse_args()
     begun, seeds = time.monotonic(), range(asked.first, asked.first + asked.count)
+    if asked.sampling:
+        log = Log()
+        for seed in seeds:
+            log.begin(seed)
+            try_sampling(seed, Guarded(log, bool(seed % 2)))
+        return 0
     batches = Batches(USUAL if asked.usual else ALL)
     print(f"kernels: {time.monotonic() - begun:.0f} s", flush=True)
     wrong = 0

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppserve.core.architecture import Architecture, Rotary, StageLayout
+from ppserve.core.architecture import Architecture, Cut, Rotary, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling_kernels
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
 from ppserve.model.cpu.kernels import memory
 from ppserve.model.cpu.kernels.attention import StepSlices
+from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES
 from ppserve.model.cpu.kernels.products import Scratch
 from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.sublayers import ACTIVATIONS
@@ -289,7 +291,11 @@ def try_shape(shape: Shape, log: Log, withheld: Withheld = NOTHING) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith(("kernel", "populate")):
                 thread.join(60)
-    _sampling(shape, Guarded(log, bool(shape.seed % 2), withheld))
+    last = Guarded(log, bool(shape.seed % 2), withheld)
+    try_sampling(shape.seed, last)
+    if shape.seed % 25 < 3:  # its memory is megabytes
+        memory.provide(last)
+        _exchange(shape, last)
 
 
 def _alone(shape: Shape) -> Iterator[Step]:
@@ -310,11 +316,11 @@ def _compare(shape: Shape, run: Run, found: Mapping[int, tuple[torch.Tensor, lis
         assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max(), f"logits of sequence {sequence}"
 
 
-def _sampling(shape: Shape, by: Guarded) -> None:
+def try_sampling(seed: int, by: Guarded) -> None:
     """The loops over a vocabulary, on a row that ends or begins at a forbidden page."""
-    pick = Random(shape.seed)
+    pick = Random(seed)
     size = pick.choice([_size(pick), _size(pick), 1020 + pick.randrange(20), 2048, 5000])
-    plain = np.random.default_rng(shape.seed).normal(0, 3, size).astype(np.float32)
+    plain = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
     plain[np.random.default_rng(1).random(size) < pick.choice([0, 0, 0.3])] = -np.inf
     plain[pick.randrange(size)] = 5
     scores = by.copied(plain, "scores")
@@ -329,3 +335,33 @@ def _sampling(shape: Shape, by: Guarded) -> None:
     drawn = int(sampling_kernels.draw(scores, *limits, pick.random()))
     assert plain[drawn] > -np.inf
     assert not limits[1] or (plain > plain[drawn]).sum() < limits[1]
+
+
+def _exchange(shape: Shape, by: Guarded) -> None:
+    """Rows of several ranks through the memory that they share."""
+    pick = Random(shape.seed)
+    widths, count = tuple(_size(pick) for _ in range(pick.randint(1, 2))), pick.choice(_COUNTS)
+    if shape.seed % 50 in (1, 2):  # both buffers of the last rank are filled to the end
+        widths, count = (*widths, 1024), 2 * BUFFER_BYTES // 4096
+    else:
+        widths = (*widths, _size(pick))
+    whole = torch.from_numpy(
+        np.random.default_rng(shape.seed).normal(size=(count, sum(widths))).astype(np.float32)
+    )
+    shared = torch.from_numpy(by.piece(memory_bytes(len(widths)), "memory of ranks"))
+    sides = [MemoryGather(shared, (rank, len(widths))) for rank in range(len(widths))]
+    found: list[torch.Tensor] = []
+
+    def gather(rank: int) -> None:
+        cut = Cut(widths, rank)
+        own = torch.from_numpy(by.copied(np.ascontiguousarray(whole[:, cut.own].numpy()), "rows of a rank"))
+        with GuardedTensors(by):
+            found.append(sides[rank].all(own, cut))
+
+    threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(len(widths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == len(widths)
+    assert all(torch.equal(each, whole) for each in found)

@@ -345,6 +345,15 @@ def test_a_part_with_the_tensors_of_another(tmp_path: Path) -> None:
     assert "given twice" in str(refusal(first))
 
 
+def test_parts_that_have_fewer_tensors_than_they_say(tmp_path: Path) -> None:
+    paths = in_parts(tmp_path)
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[content.index(b"split.tensors.count") + 23] += 1
+        path.write_bytes(content)
+    assert "split.tensors.count: is 41, but the 5 parts have 40 tensors" in str(refusal(tmp_path))
+
+
 @pytest.mark.parametrize("version", [1, 2, 4])
 def test_versions_of_gguf(version: int, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", GPT2, random_tensors(GPT2))

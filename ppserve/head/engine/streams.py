@@ -30,8 +30,8 @@ class TokenOutput:
     finish: FinishReason | None = None
     matched: int | str | None = None  # the token or string that ended the sequence
     error: RequestError | None = None  # ends the whole request
-    cached_tokens: int = 0  # valid with `finish`, as is `timings`
-    timings: Timings | None = None
+    cached_tokens: int = 0  # of the prompt; the same in all outputs of a sequence
+    timings: Timings | None = None  # with `finish`
 
 
 Sink = Callable[[Sequence[TokenOutput]], None]

@@ -104,6 +104,7 @@ class RequestMetrics:
         if opened.num_outputs == 1 and opened.admitted_s is not None:
             self.queue.labels(replica).observe(max(0.0, opened.admitted_s - opened.arrived_s))
             self.prompt.labels(replica).inc(len(opened.request.prompt_ids))
+            self.cached.labels(replica).inc(output.cached_tokens)
         if output.token_id is not None:
             self._count_token(opened, output.index, replica, now_s)
         if output.finish is not None:
@@ -126,8 +127,6 @@ class RequestMetrics:
             self.itl.labels(replica).observe(gap_s)
 
     def _end_sequence(self, opened: OpenRequest, output: TokenOutput, replica: str) -> None:
-        if output.cached_tokens:
-            self.cached.labels(replica).inc(output.cached_tokens)
         progress = opened.progress(output.index)
         first_s = progress.first_token_s
         last_s = progress.last_token_s

@@ -241,8 +241,9 @@ def test_a_restarted_stage_is_counted_by_cause(metrics):
 
 def test_the_life_of_a_request(metrics):
     request = opened()
-    hear(metrics, request, SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=0), 10.5)
-    hear(metrics, request, SequenceEvent("r1", 0, 0, 1, 6), 10.75)
+    first = SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=0, cached_tokens=2)
+    hear(metrics, request, first, 10.5)
+    hear(metrics, request, SequenceEvent("r1", 0, 0, 1, 6, cached_tokens=2), 10.75)
     end = SequenceEvent("r1", 0, 0, 2, 7, finish=FinishReason.EOS, cached_tokens=2)
     hear(metrics, request, end, 11.25)
     seen = scrape(metrics)
@@ -265,9 +266,12 @@ def test_a_request_of_two_sequences_is_one_request(metrics):
     request = opened(num_sequences=2)
     for index, now_s in ((0, 11.0), (1, 11.0), (0, 12.0), (1, 13.0)):
         finish = FinishReason.MAX_TOKENS if now_s > 11 else None
-        event = SequenceEvent("r1", index, index, 0, 5, finish=finish, admitted_s=10.0, replica=0)
+        end = {"finish": finish, "cached_tokens": 2}
+        event = SequenceEvent("r1", index, index, 0, 5, **end, admitted_s=10.0, replica=0)
         hear(metrics, request, event, now_s)
     seen = scrape(metrics)
+    assert seen("ppserve_prompt_tokens_total") == 3
+    assert seen("ppserve_cached_prompt_tokens_total") == 2, "no more of a prompt is found than it has"
     assert seen("ppserve_time_to_first_token_seconds_count") == 1
     assert seen("ppserve_inter_token_latency_seconds_sum") == 3
     assert seen("ppserve_requests_total", reason="MAX_TOKENS") == 1

@@ -8,11 +8,14 @@ import random
 import statistics
 import time
 from itertools import count, islice, pairwise
+from typing import Any
 
 import pytest
 
 from ppserve.bench.caller import OK, Answer, Question
-from ppserve.bench.measure import ClosedLoop, Lengths, Load, OpenLoop, Until, Workload, poisson_arrivals
+from ppserve.bench.measure import ClosedLoop, Lengths, Load, OpenLoop, Until, Workload, measure, poisson_arrivals
+from ppserve.v1 import generation_pb2 as pb
+from tests.bench.answers import SERVED
 
 SIZES = Lengths(4, 40), Lengths(8, 8)
 
@@ -90,6 +93,34 @@ def test_a_closed_loop_ends_with_its_time_and_waits_for_what_is_on_its_way() -> 
     assert answers
     assert server.now == 0
     assert [answer.question.number for answer in answers] == list(range(len(answers)))
+
+
+class Known:
+    """A server whose answers end at given times after they were asked for; keeps when it was asked for what."""
+
+    def __init__(self, *ends_s: float) -> None:
+        self._ends_s = ends_s
+        self.read_s: list[float] = []
+        self.asked_s: list[float] = []
+
+    async def topology(self) -> pb.GetTopologyResponse:
+        self.read_s.append(time.perf_counter())
+        return pb.GetTopologyResponse()
+
+    async def send_question(self, asked: Question, intended_s: float) -> Answer:
+        self.asked_s.append(time.perf_counter())
+        ended_s = self.asked_s[0] + self._ends_s[asked.number]
+        return Answer(asked, intended_s, ended_s, ((ended_s, 4),), OK)
+
+
+@pytest.mark.parametrize("ends_s", [(5.0, 9.0, 2.0), (9.0, 5.0, 2.0), (2.0, 5.0, 9.0)])
+def test_a_run_lasts_from_its_first_request_to_its_last_answer(ends_s: tuple[float, ...]) -> None:
+    """In whatever order they end, and neither the readings of the ledger nor what follows count."""
+    server: Any = Known(*ends_s)
+    workload = Workload(*SIZES, 50)
+    measured = asyncio.run(measure(server, SERVED, workload, ClosedLoop(1), Until(3)))
+    (before_s, _), (first_s, *_) = server.read_s, server.asked_s
+    assert 9.0 <= measured.duration_s <= 9.0 + first_s - before_s
 
 
 def test_lengths_are_what_they_say() -> None:

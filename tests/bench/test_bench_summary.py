@@ -27,6 +27,14 @@ def test_latencies() -> None:
     assert summary.client_cores == pytest.approx(0.1)
 
 
+def test_the_time_of_a_token_counts_tokens_and_not_messages() -> None:
+    merged = answer(2, 0.0, [(1.0, 2), (1.25, 3), (1.5, 2)])
+    assert (merged.num_tokens, merged.tpot_s, merged.itls_s) == (7, 0.1, [0.25, 0.25])
+    at_once = answer(3, 0.0, [(1.0, 7)])
+    assert (at_once.tpot_s, at_once.itls_s) == (None, [])
+    assert summarize(measurement(merged, at_once)).tpot.mean == pytest.approx(100)
+
+
 def test_failures_count_for_nothing_but_failures() -> None:
     with_failures = summarize(measurement(FIRST, SECOND, failed(2, 1.0, 1.1), failed(3, 1.0, 9.0, "UNAVAILABLE")))
     without = summarize(measurement(FIRST, SECOND))

@@ -52,6 +52,15 @@ def test_int8_weights_and_keys_and_values():
     assert first.endswith("float32, int8 weights, int8 keys and values, context 1024")
 
 
+@pytest.mark.parametrize(("num_blocks", "num_sequences"), [(6, 0), (7, 1), (13, 1), (14, 2)])
+def test_a_sequence_takes_whole_blocks(num_blocks: int, num_sequences: int) -> None:
+    """A context of 100 tokens takes seven blocks of 16, the last of them in part."""
+    block_bytes = 16 * 12 * 2 * 768 * 4
+    plan = forecast(GPT2, Intent(1, max_model_len=100, kv_cache_memory=num_blocks * block_bytes + block_bytes - 1))
+    assert plan.stages[0].kv_bytes_per_token * 16 == block_bytes
+    assert plan.max_sequences == num_sequences
+
+
 def test_weights_that_do_not_fit():
     plan = forecast(CEREBRAS_13B, Intent(2, dtype="float32", stage_memory=16 * GiB))
     assert plan.max_sequences == 0

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ppserve.core.ledger.account import Settled, StageTimes
-from ppserve.core.ledger.causes import BUSY, CAUSES
+from ppserve.core.ledger.causes import BUSY, CAUSES, HOST, IMBALANCE, TRANSFER, RecentDelays, Span
 from ppserve.core.plan import StepResult, StepStamps
 from tests.core.artificial import ArtificialPipeline, account_of, plan, report, send
 
@@ -225,3 +225,62 @@ def test_stamps_that_contradict_each_other_still_sum_to_the_wall():
     account.demand_ended(400)
     assert {t.wall_ns for t in account.snapshot(400)} == {400}
     assert {t.wall_ns for t in account.settled()} == {400}
+
+
+# ---- what is not settled yet, and what was long ago --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_sent", "waiting"), [(1, "fill_drain"), (2, "imbalance")])
+def test_time_that_is_not_settled_is_shown_under_its_probable_name(num_sent: int, waiting: str) -> None:
+    """Demand since 0, plans sent at 6. Stage 0 is shown to compute from then on, stage 1 from when stage 0 had
+    computed, once it has reported that."""
+    account = account_of(2)
+    account.demand_began(0)
+    for step_id in range(num_sent):
+        send(account, plan(step_id), 6, 5)
+    first, second = account.snapshot(10)
+    assert (bubbles(first), first.busy_ns["decode"]) == ({waiting: 6}, 4)
+    assert (bubbles(second), second.busy_ns["decode"]) == ({waiting: 10}, 0)
+    report(account, StepResult(1, 0, 0, StepStamps(6, 6, 6, 6, 12, 12)), 13)
+    _, second = account.snapshot(15)
+    assert (bubbles(second), second.busy_ns["decode"]) == ({waiting: 12}, 3)
+
+
+def test_waits_of_tensor_ranks_for_each_other_are_gather() -> None:
+    account = account_of(1)
+    send(account, plan(0), 0, 0)
+    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 10), gathered_ns=4), 10)
+    (times,) = account.settled()
+    assert (bubbles(times), times.busy_ns["decode"]) == ({"gather": 4}, 6)
+
+
+def test_after_the_last_step_a_wait_has_the_causes_of_its_way_back() -> None:
+    """Stage 0 has sent it at 12, stage 1 has computed it at 20, the head has it at 23, and demand ends at 30."""
+    account = account_of(2)
+    send(account, plan(0), 0, 0)
+    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 12)), 13)
+    report(account, StepResult(1, 0, 1, StepStamps(0, 0, 12, 12, 20, 20)), 23)
+    account.demand_ended(30)
+    first, second = account.settled()
+    assert bubbles(first) == {"transfer": 2, "fill_drain": 8, "token_return": 3, "host": 7}
+    assert bubbles(second) == {"fill_drain": 10, "transfer": 2, "token_return": 3, "host": 7}
+
+
+def attributed(recent: RecentDelays) -> dict[str, int]:
+    spans = recent.attribute((Span(100, 600, IMBALANCE), Span(600, 1100, HOST)))
+    assert [spans[0].start, *(span.end for span in spans)] == [*(span.start for span in spans), 1100]
+    return {span.kind: span.end - span.start for span in spans}
+
+
+def test_a_delay_that_goes_round_takes_the_causes_of_late_and_old_ones_fade() -> None:
+    recent = RecentDelays(8)
+    assert attributed(recent) == {IMBALANCE: 500, HOST: 500}, "nothing is known better"
+    recent.add([Span(0, 8000, HOST), Span(0, 10**9, "fill_drain")])
+    assert attributed(recent) == {HOST: 1000}
+    recent.fade()
+    recent.add([Span(0, 7000, TRANSFER)])
+    assert attributed(recent) == {TRANSFER: 500, HOST: 500}, "a step has taken an eighth"
+    for _ in range(80):
+        recent.fade()
+        recent.add([Span(0, 1000, IMBALANCE)])
+    assert attributed(recent)[IMBALANCE] > 990

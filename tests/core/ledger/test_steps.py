@@ -128,6 +128,31 @@ def test_preparing_and_the_way_to_a_stage() -> None:
     assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
 
 
+def test_each_overhead_counts_from_its_own_moment() -> None:
+    """No two spans of time between these moments are equal. Two steps are sent in one turn of the head, a third in
+    the next; two stages compute them."""
+    steps = Steps(2)
+    overheads = Overheads(steps)
+    for step_id, (woken, sent) in enumerate([(1, 3), (1, 7), (200, 206)]):
+        overheads.dispatched(steps.sent(plan(step_id), woken, sent, num_slots=2))
+    for step_id, stage, stamps, at in (
+        (0, 0, StepStamps(10, 15, 15, 22, 40, 53), 54),
+        (0, 1, StepStamps(11, 30, 60, 64, 90, 95), 107),
+        (1, 0, StepStamps(12, 61, 61, 63, 80, 91), 108),
+        (1, 1, StepStamps(13, 97, 99, 100, 130, 131), 151),
+    ):
+        report(steps, overheads, StepResult(1, step_id, stage, stamps), at)
+    means_ns = {
+        "head_s": (2 + 4 + 6) / 3,  # from waking up, or from the step before in the same turn
+        "control_s": (7 + 5) / 2,
+        "prepare_s": (5 + 19 + 8 + 2) / 4,  # from having the plan, or from being free
+        "sending_s": (13 + 11) / 2,
+        "transfer_s": 7,  # only where the receiver was waiting
+        "return_s": (17 + 21) / 2,
+    }
+    assert asdict(overheads.times) == pytest.approx({name: ns / 1e9 for name, ns in means_ns.items()})
+
+
 # ---- the results of a stage's tensor ranks as one: computing and waiting are the whole step -----------------
 
 

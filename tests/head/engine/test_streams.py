@@ -114,3 +114,12 @@ def test_an_answers_times_are_those_of_its_own_tokens_and_of_its_request() -> No
         (Timings(0.5, 1.0, 1.5, 4.5, (1.0, 0.5)), 4.0, 3),
     ]
     assert (opened.num_outputs, opened.num_tokens, opened.is_complete) == (5, 5, True)
+
+
+def test_an_answer_that_is_cancelled_has_the_times_of_the_tokens_that_it_has() -> None:
+    opened = open_request(Request("r", (1, 2), StopConditions(9), output=OutputOptions(timings=True)))
+    assert opened.begin(10.0, tuple) is None
+    for offset, now_s in enumerate((11.0, 13.0)):
+        opened.output(SequenceEvent("r", 0, 0, offset, 65, admitted_s=10.5), now_s)
+    end = opened.output(SequenceEvent("r", 0, 0, 2, finish=FinishReason.CANCELLED), 20.0)
+    assert end.timings == Timings(0.5, 0.5, 1.0, 2.0, ())

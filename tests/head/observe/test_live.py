@@ -6,17 +6,26 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 
-from ppserve.core.ledger.account import Settled
-from ppserve.core.ledger.causes import HOST, IDLE, KINDS, Span
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppserve.bench.ledger import read_ledger
+from ppserve.core.ledger.account import Settled, StageTimes
+from ppserve.core.ledger.causes import BUSY, CAUSES, HOST, IDLE, KINDS, Span
+from ppserve.head.api.grpc.messages import topology_message
+from ppserve.head.descriptions import describe_topology
 from ppserve.head.observe.live import (
     MAX_SPANS,
     WINDOW_S,
     RecentSpans,
     describe_schedule,
     live_pages,
+    read_state,
 )
+from ppserve.head.observe.metrics import Metrics
+from tests.fake_engine import CARD, READING
 
 HTML = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
 SECOND = 1_000_000_000
@@ -31,6 +40,26 @@ def test_the_schedule_keeps_the_latest_spans_and_no_idle_time() -> None:
     first, second = schedule.recent()
     assert [s.span.kind for s in first] == [HOST]
     assert [s.step_id for s in second] == list(range(2 * MAX_SPANS, 3 * MAX_SPANS))
+
+
+def test_every_kind_of_time_has_its_own_name_wherever_it_is_shown() -> None:
+    """On the live page, in metrics, and in the topology, from which `ppserve top` and `bench` read it."""
+    ns = {kind: (number + 1) * SECOND for number, kind in enumerate(KINDS)}
+    busy, bubble = ({kind: ns[kind] for kind in kinds} for kinds in (BUSY, CAUSES))
+    readings = (replace(READING, times=(StageTimes(busy, bubble, ns[IDLE]),)),)
+    state = read_state(readings, CARD, {}, [[]])
+    assert state["stages"][0]["time_s"] == {kind: value / SECOND for kind, value in ns.items()}
+    told = topology_message(describe_topology(readings))
+    assert read_ledger(told) == (StageTimes({"busy": sum(busy.values())}, bubble, ns[IDLE]),)
+    metrics = Metrics(1)
+    metrics.read_ledger(lambda: tuple(reading.times for reading in readings))
+    shown = {
+        sample.labels.get("phase") or sample.labels.get("cause") or IDLE: sample.value * SECOND
+        for family in text_string_to_metric_families(metrics.page().body.decode())
+        for sample in family.samples
+        if re.fullmatch("ppserve_stage_(busy|bubble|idle)_seconds_total", sample.name)
+    }
+    assert shown == ns
 
 
 def test_spans_are_told_as_microseconds_before_now_within_the_window() -> None:

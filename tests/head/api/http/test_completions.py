@@ -51,6 +51,7 @@ async def test_events_say_what_a_whole_answer_says(served: Served) -> None:
     events = await served.stream(**parsed, stream_options={"include_usage": True})
     assert [event["choices"] for event in events[-1:]] == [[]]
     assert events[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 3 + 3}, "of each prompt once"
     assert all(event["usage"] is None for event in events[:-1])
     assert {(event["id"], event["object"]) for event in events} == {(events[0]["id"], "text_completion")}
     assert {event["seed"] for event in events} == {7}

@@ -61,6 +61,7 @@ UNSERVED: dict[str, object] = {
         *(({"request_id": wrong}, "request_id") for wrong in ("two\nlines", "naïve", "x" * 129, 5)),
         ({"resume": {"token_ids": [1, 2]}}, "seed"),
         ({"resume": {"index": 5, "token_ids": []}}, "resume.index"),
+        ({"prompt": ["hello", "you"], "seed": 1, "resume": {"token_ids": [97]}}, "resume"),
         ({"resume": {"index": 0}}, "resume.token_ids"),
         ({"resume": {"generated_token_ids": [1], "token_ids": [1]}}, "resume.generated_token_ids"),
         ({"seed": 2**64}, "seed"),

@@ -31,7 +31,7 @@ class ModelSettings:
     """`tiny`, a directory, a file or a hub id."""
     dtype: str = "auto"
     quantization: str = "none"
-    """Of the linear layers and the LM head."""
+    """Type of the weights of the linear layers and the LM head."""
     force_cpu: bool = False
     served_model_name: tuple[str, ...] = ()
     """What callers call the model; answers carry the first. None given: the hub id, or the last part of `path`."""
@@ -78,7 +78,7 @@ class DeviceSettings:
     cuda_graphs: bool = True
     """Record decoding steps when serving begins."""
     devices: tuple[str, ...] | None = None
-    """Of each stage on this host; None = GPUs in turn, or the CPU."""
+    """Device of each stage on this host; None = GPUs in turn, or the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class ServerSettings:
     api_key_file: Path | None = None
     trace: Path | None = None
     log_level: str = "info"
-    """Of all ranks, like the next."""
+    """Lowest level that is logged, in all ranks. `log_format` holds for all ranks too."""
     log_format: str = "text"
 
 

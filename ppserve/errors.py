@@ -73,7 +73,7 @@ class Violation:
     """One field of a request that cannot be accepted."""
 
     field: str
-    """In proto notation (`sampling.top_p`); empty for the whole request."""
+    """The field in proto notation (`sampling.top_p`); empty for the whole request."""
     problem: str
 
 

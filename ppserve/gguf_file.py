@@ -19,7 +19,7 @@ from ppserve.files import file_size, misread, read_start, shown
 
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Of `struct`, by the type of a value."""
+"""Formats of `struct`, by the type of a value."""
 TEXT, ARRAY = 8, 9
 MAX_BYTES = 64 << 20  # of the header: more than any in use
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -31,11 +31,11 @@ class TensorInfo(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """As torch has it: the dimension whose numbers are neighbours is the last."""
+    """Sizes as torch has them: the dimension whose numbers are neighbours is the last."""
     type: int
     """A `gguf.GGMLQuantizationType`."""
     offset: int
-    """In the file."""
+    """Where its numbers begin, in bytes from the beginning of the file."""
 
 
 class GGUFHeader(NamedTuple):

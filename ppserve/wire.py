@@ -70,13 +70,13 @@ class StageHost(msgspec.Struct, frozen=True):
     machine: str = ""
     """Equal for processes that share clock and loopback; host names do not show that."""
     address: str = "127.0.0.1"
-    """By which other stages reach it."""
+    """Address that other stages connect to."""
     head_address: str = "127.0.0.1"
-    """By which it reached the head."""
+    """The head's address, as this stage reached it."""
     cores: int = 0
     """That processes of the host may use; 0 = unknown."""
     user: str = ""
-    """Those of one machine and one user can share memory."""
+    """The user that it runs as: stages of one machine and one user can share memory."""
 
 
 class FoundModel(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class StageDevice(msgspec.Struct, frozen=True):
     gpu: int | None = None
     """Its index; None for the CPU."""
     shares_gpu: bool = False
-    """With other stages of this host."""
+    """Whether other stages of this host use the same GPU."""
     memory_bytes: int = 0
     """For weights and KV blocks together; 0 = unknown."""
     kv_bytes: int = 0
@@ -114,7 +114,7 @@ class Hello(_Message, frozen=True, tag=True):
     model: FoundModel
     device: StageDevice = StageDevice()
     costs: dict[int, PartCosts] = {}
-    """Of the model's parts, by the number of tensor ranks: those that decide something."""
+    """Part costs by the number of tensor ranks; only numbers that `auto` may choose."""
 
 
 class Loading(_Message, frozen=True, tag=True):

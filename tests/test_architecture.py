@@ -367,6 +367,24 @@ def test_the_scheduler_sets_attributes_only_where_they_are_declared() -> None:
         assert [ast.unparse(node) for node in others] == [], module
 
 
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Those of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for line in body if isinstance(body, list) else []:
+            value = line.value if isinstance(line, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value.strip()
+
+
+def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
+    fragment = re.compile(r"(Of|By|As|With|In|From|Those|Likewise)\b")
+    assert fragment.match("Of keys and values."), "the test can fail"
+    own = [(module, path) for module, path in modules() if not is_within(module, GENERATED)]
+    found = [(module, text) for module, path in own for text in docstrings(parsed(path))]
+    assert [each for each in found if fragment.match(each[1])] == []
+
+
 def test_files_stay_small() -> None:
     own = [(module, path) for module, path in modules() if not is_within(module, GENERATED)]
     assert not {module: lines for module, path in own if (lines := len(path.read_text().splitlines())) > 400}

@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to its first token; only with tokens."""
+        """Time from when it was due to its first token; asked for only with tokens."""
         return self.arrivals[0][0] - self.intended_s
 
     @property

@@ -23,7 +23,7 @@ from ppserve.client import CallFailed
 from ppserve.core.ledger.account import StageTimes
 
 SendQuestion = Callable[[Question, float], Awaitable[Answer]]
-"""With when the question was due (perf_counter, in seconds)."""
+"""Called with the question and with when it was due (perf_counter, in seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Workload:
 
     prompt: Lengths
     new: Lengths
-    """Of answers; drawn independently of the prompts."""
+    """Lengths of answers, drawn independently of the prompts."""
     vocab_size: int
     seed: int = 0
 
@@ -115,7 +115,7 @@ class OpenLoop:
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """As in a closed loop, but each question when it is due."""
+        """Send each question when it is due, whether or not others are answered."""
 
         async def call(question: Question, intended_s: float) -> None:
             answers.append(await send(question, intended_s))
@@ -159,7 +159,7 @@ class Measurement:
     seed: int
     answers: list[Answer]
     duration_s: float
-    """From the first request to the last answer."""
+    """Time from the first request to the last answer."""
     ledger: tuple[StageTimes, ...]  # the stages' time meanwhile
     client_cpu_s: float  # the load generator's own
     was_interrupted: bool  # by Ctrl-C

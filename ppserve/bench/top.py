@@ -51,7 +51,7 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
 
 
 def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
-    """From a server's metrics port. Blocks. Raises ScrapeFailed."""
+    """Read the figures from a server's metrics port. Blocks. Raises ScrapeFailed."""
     url = f"http://{address}/load.json"
     try:
         proxies = urllib.request.ProxyHandler({} if is_this_host(address) else None)

@@ -223,7 +223,7 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Of standard input. At a terminal, Ctrl-C begins the line anew."""
+    """Yield the lines of standard input. At a terminal, Ctrl-C begins the line anew."""
     while is_terminal:
         try:
             yield input("> ")

@@ -74,7 +74,7 @@ def _plan_one(arch: Architecture, intent: Intent, sheet: CostSheet | None, flags
 
 
 def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
-    """With the expected load cut to the context. Raises ConfigError."""
+    """Read the flags; the expected load is cut to the context. Raises ConfigError."""
     as_given = "layers", "quantization", "max_model_len", "block_size", "stage_memory", "kv_cache_memory"
     dtype = "float32" if flags["dtype"] == "auto" else flags["dtype"]
     context = arch.context(flags["max_model_len"])

@@ -45,7 +45,7 @@ def serve(stages: int | None, **flags: Any) -> None:
 
 
 def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
-    """From a plain shell: starts all ranks on this host."""
+    """Start all ranks on this host, from a plain shell."""
     asked, room = math.prod(sizes.values()), _RANKS_PER_CORE * (os.cpu_count() or 1)
     if asked > room:
         problem = f"{asked} ranks; on this host at most {room} are started, {_RANKS_PER_CORE} for each core"
@@ -59,7 +59,7 @@ def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
 
 
 def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
-    """In a rank that torchrun started."""
+    """Be the rank that torchrun started."""
     ignore_signals(HEAD_SIGNALS)
     open_many_files()
     never_wait_for_readers()

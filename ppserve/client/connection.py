@@ -33,9 +33,9 @@ class Tls:
     """The PEM files of an encrypted connection."""
 
     ca: Path | str | None = None
-    """Of the authority to trust; None: the system's."""
+    """File of the authority to trust; None: the system's."""
     cert: Path | str | None = None
-    """Of the client's own certificate, for servers that ask for one."""
+    """File of the client's own certificate, for servers that ask for one."""
     key: Path | str | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from ppserve.errors import ConfigError
 # No model is taken for real beyond this, whatever a file says.
 MAX_LAYERS = 4096
 MAX_POSITIONS = 1 << 20
-"""Of a context. A model may have more."""
+"""The most positions of a context. A model may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Architecture:
     num_layers: int
     width: int
     num_heads: int
-    """Of queries."""
+    """Heads of queries."""
     max_positions: int
     vocab_size: int
     """Real tokens; ids at or above it are never drawn."""
@@ -52,7 +52,7 @@ class Architecture:
     scale_attn_by_inverse_layer_idx: bool = False
     tied_embeddings: bool = True
     biases: bool = True
-    """Of linears and layer norms (nanoGPT's `bias`)."""
+    """Whether linears and layer norms have biases (nanoGPT's `bias`)."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end a text; the first is *the* end of text."""
     family: str = "gpt2"
@@ -99,7 +99,7 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
-        """Of the whole model: a tied embedding counts once, however many stages hold a copy."""
+        """Parameters of the whole model: a tied embedding counts once, however many stages hold a copy."""
         copied = self.vocab_size * self.width if self.tied_embeddings else 0
         return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - copied
 
@@ -126,7 +126,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """From layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
+        """Read layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
         try:
             counts = [2 * float(part) for part in text.split(",")]
         except ValueError:

@@ -56,7 +56,7 @@ class StepSize:
 
 
 def _keys_read(start: int, num_tokens: int) -> float:
-    """By `num_tokens` tokens of a sequence from position `start` on."""
+    """Keys that `num_tokens` tokens of a sequence read, from position `start` on."""
     return max(num_tokens / _ROWS_TOGETHER, min(1, num_tokens)) * (start + (num_tokens + 1) / 2)
 
 

@@ -23,7 +23,7 @@ from ppserve.errors import ConfigError
 _WORTH_A_CUT = 0.01
 
 BLOCK_SIZE = 16
-"""Of the KV blocks in an expected step."""
+"""Positions of a KV block in an expected step."""
 _MAX_PROMPT_TOKENS = 128
 
 
@@ -39,7 +39,7 @@ class ExpectedWorkload:
 
     @classmethod
     def parse(cls, text: str) -> ExpectedWorkload:
-        """From `128,128,16`. Raises ValueError."""
+        """Read `128,128,16`. Raises ValueError."""
         if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*){2}\s*", text):
             raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
         return cls(*map(int, text.split(",")))
@@ -87,7 +87,7 @@ class PartCosts:
     """What the parts of a model cost in a step, in any one unit (seconds, bytes, parameters)."""
 
     attention: float
-    """Of one layer, with its norm; so is the next."""
+    """Seconds of one layer's attention, with its norm."""
     mlp: float
     overhead: float
     """On every stage, embedding a few rows included."""
@@ -157,7 +157,7 @@ def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
 
 
 def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split | None:
-    """As many sublayers to each stage in turn as `limit` and a layer for each later one leave; None if too few."""
+    """Give each stage in turn as many sublayers as `limit` and a layer for each later one leave; None: too few."""
     sublayers: list[int] = []
 
     def cost(size: int) -> float:

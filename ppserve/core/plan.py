@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ppserve.core.request import SamplingParams
 
 DRAWN = -1
-"""In place of each token of a plan that is sent ahead: the one that the step before draws for the sequence."""
+"""Stands in a plan that is sent ahead for each token that the step before draws for the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Draw:
     """Ids that must not be drawn at positions before the next, which is beyond all if unset."""
     banned_before: int = 1 << 31
     prompt_ids: tuple[int, ...] = ()
-    """With the next, the sequence up to that row; only if `params.needs_history`."""
+    """`prompt_ids + output_ids` are the tokens before the draw; empty unless `params.needs_history`."""
     output_ids: tuple[int, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class TokenLogprobs:
     """Natural log-probabilities at one position."""
 
     logprob: float
-    """Of the token that is there."""
+    """Log-probability of the token that is there."""
     top: tuple[tuple[int, float], ...] = ()
     """(id, logprob), most likely first."""
 
@@ -161,14 +161,14 @@ class StepResult:
     epoch: int
     step_id: int
     stage: int
-    """As a rank sends it, its place in the replica, stage * T + tensor; the stage's number once `TensorRanks` has
-    made one result of those of its ranks."""
+    """Whose result this is. A rank sends its place in the replica, stage * T + tensor; `TensorRanks` makes one
+    result of those of a stage's ranks, with the stage's number."""
     stamps: StepStamps
     bytes_sent: int = 0
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     gathered_ns: int = 0
-    """Of the time from begun to ended, what the rank waited for the other tensor ranks of its stage."""
+    """How long of the time from begun to ended the rank waited for the other tensor ranks of its stage."""
 
     @property
     def computed_ns(self) -> int:

@@ -96,7 +96,7 @@ class Request:
 
     @property
     def indices(self) -> range:
-        """Those of the sequences that are generated."""
+        """Indices of the sequences that are generated."""
         resumed = self.resume_index
         return range(self.num_sequences) if resumed is None else range(resumed, resumed + 1)
 

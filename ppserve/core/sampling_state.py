@@ -23,7 +23,7 @@ class SamplingUpdate:
     """What the last stage is told with a plan."""
 
     first_draws: tuple[tuple[int, Draw], ...] = ()
-    """By id, the first draws of sequences."""
+    """The first draws of sequences, by the sequence's id."""
     ended: tuple[int, ...] = ()
     """Ids of sequences that draw no more."""
 
@@ -74,7 +74,8 @@ class SamplingDecoder:
         return replace(plan, slices=tuple(slices))
 
     def _complete(self, s: Slice) -> Slice:
-        """With the tokens before its draw: those that it sent before, and its own without draft tokens."""
+        """Complete a slice with the tokens before its draw: those that it sent before, and its own without draft
+        tokens."""
         draw = self._draws[s.sequence_id]
         if (tokens := self._tokens.get(s.sequence_id)) is not None:
             tokens[s.start :] = s.token_ids

@@ -18,14 +18,15 @@ KERNELS = "NUMBA_CACHE_DIR"
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Of ppserve. It need not exist. Below `/`, where nothing is made, for a user without a home."""
+    """Return ppserve's directory in the user's cache. It need not exist. It is below `/` for a user
+    without a home: nothing is made there."""
     base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base if os.path.isabs(base) else "/", "ppserve")
 
 
 def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] = ("/tmp", "/var/tmp")) -> Path:
-    """In the operator's NUMBA_CACHE_DIR, whatever its owner; else in the user's cache directory, else below TMPDIR
-    or `temporary`, where nobody else can write (cached kernels are code). Raises ConfigError.
+    """Choose the operator's NUMBA_CACHE_DIR, whatever its owner; else the user's cache directory, else one below
+    TMPDIR or `temporary`, where nobody else can write (cached kernels are code). Raises ConfigError.
 
     Writable: for another numba would use one without a digest.
     """

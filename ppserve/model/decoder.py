@@ -75,7 +75,7 @@ class Decoder:
         self.blocks = [Block(read, parts, layer) for layer in self.layout.layers]
         self._computed: Sequence[Sublayer] = self.blocks
         self.linears = read.linears
-        """Those of the blocks, by name."""
+        """The blocks' linears, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     @property

@@ -43,7 +43,7 @@ def turns(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
 
 
 def cosines_and_sines(angles: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Of angles from 0 to 2**22, each rounded once from an error below 1e-15."""
+    """Compute both of angles from 0 to 2**22, each rounded once from an error below 1e-15."""
     x = angles.astype(np.float64)
     quarters = np.rint(x / (np.pi / 2))
     x = (x - quarters * _QUARTER_HIGH) - quarters * _QUARTER_LOW

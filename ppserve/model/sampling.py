@@ -1,4 +1,4 @@
-"""From logits to a token: a pure function of (seed, index, position, logits).
+"""Draw a token from logits: a pure function of (seed, index, position, logits).
 
 There is no generator state: a draw's one uniform number is a hash of its key, and inverting the cumulative
 distribution over the surviving ids, in id order, gives the token.
@@ -36,7 +36,7 @@ from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normal
 Floats = NDArray[np.float32]
 
 GREATEST = float(np.finfo(np.float32).max)
-"""Of scores: beyond it `sampling_kernels` has no bins."""
+"""The greatest score: beyond it `sampling_kernels` has no bins."""
 
 _MASK = (1 << 64) - 1
 
@@ -61,7 +61,7 @@ class ReadRow:
 
 
 def rows_read(plan: StepPlan) -> list[ReadRow]:
-    """In the order of `StepRows.read_rows`."""
+    """List the rows that are read, in the order of `StepRows.read_rows`."""
     drawn = [
         ReadRow(s.sequence_id, draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws
     ]
@@ -174,7 +174,7 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
 
 
 def _within(token_ids: tuple[int, ...], first: int, size: int) -> NDArray[np.int64]:
-    """Those of `size` ids from `first` on, counted from there."""
+    """Return those of `size` ids from `first` on, counted from there."""
     places = np.asarray(token_ids, np.int64) - first
     return places[(places >= 0) & (places < size)]
 

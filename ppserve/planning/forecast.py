@@ -26,7 +26,7 @@ class Intent:
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "float32"
-    """Of keys and values."""
+    """Type of keys and values."""
     max_model_len: int | None = None
     """None: all positions of the model."""
     block_size: int = 16
@@ -45,7 +45,7 @@ class StageForecast:
     """One stage; sizes in bytes."""
 
     layout: StageLayout
-    """Of its first tensor rank: no other one has more."""
+    """The layout of its first tensor rank: no other one has more."""
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -84,7 +84,7 @@ class Forecast:
 
     @property
     def balance(self) -> dict[str, float]:
-        """By `decode`, `prefill` and `mixed`: the share of time in which stages compute."""
+        """The share of time in which stages compute, for `decode`, `prefill` and `mixed`."""
         parts = decode_parts(self.arch)
         prompt, new = self.intent.expect.prompt, self.intent.expect.new
         # How many of the tokens go through the LM head: of a prompt, the last one.

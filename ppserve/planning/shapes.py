@@ -33,7 +33,7 @@ class Conditions:
     latency_s: float = LATENCY_S
     """Between ranks. Only latencies count: what ranks exchange in a step is small."""
     return_s: float = 0.5e-3
-    """From a step's end to the beginning of the one with its tokens: result, the head's work, plan."""
+    """Time from a step's end to the beginning of the one with its tokens: result, the head's work, plan."""
     num_cores: float = math.inf
     """Ranks that can compute at the same time, with all their threads."""
 
@@ -45,7 +45,7 @@ class Prospect:
     grid: RankGrid
     plan: Forecast
     tokens_per_s: float | None = None
-    """Of all replicas together; None where nothing is known of the ranks' speed."""
+    """Tokens per second of all replicas together; None where nothing is known of the ranks' speed."""
     itl_s: float | None = None
 
     @property
@@ -107,7 +107,7 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
 
 
 def round_seconds(stage_s: Sequence[float], slots: int, return_s: float) -> float:
-    """In which every sequence in flight gets a token: max(P·s + h, m·s), for stages that may differ."""
+    """Time in which every sequence in flight gets a token: max(P·s + h, m·s), for stages that may differ."""
     return max(sum(stage_s) + return_s, slots * max(stage_s))
 
 

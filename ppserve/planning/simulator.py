@@ -166,7 +166,7 @@ class Simulator:
         """What the head will receive, as a heap: when, its number, and a result or None, a request."""
         self._numbers = count()
         self._times_s: dict[str, list[float]] = {}
-        """By request that has not ended: when it arrived, and when its tokens came."""
+        """When each request that has not ended arrived, and when its tokens came."""
         self._outcome = Outcome()
 
     def run(self, num_requests: int, prompt_tokens: int, new_tokens: int, callers: int) -> Outcome:

@@ -98,7 +98,7 @@ def name_process(name: str) -> None:
 
 
 def die_with_launcher() -> None:
-    """In a rank: when torchrun dies, even by SIGKILL, the kernel ends it."""
+    """Have the kernel end this rank when torchrun dies, even by SIGKILL."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 

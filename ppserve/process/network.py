@@ -52,7 +52,7 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
 
 
 def local_address() -> str:
-    """By which processes of this host reach each other. Raises UsageError."""
+    """Find the address by which processes of this host reach each other. Raises UsageError."""
     for address in (LOOPBACK, "::1"):
         # Where loopback is down, its address can be listened to, but not reached.
         with (
@@ -91,7 +91,7 @@ def interface_of(address: str, known: Interfaces) -> str | None:
 
 
 def interfaces() -> Interfaces:
-    """Of this host."""
+    """List the interfaces of this host."""
     internet = socket.AF_INET, socket.AF_INET6
     return {
         name: [each.address.partition("%")[0] for each in addresses if each.family in internet]

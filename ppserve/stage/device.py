@@ -43,7 +43,7 @@ class Compute:
     """Its own, on the CPU."""
     quantization: str = "none"
     kv_dtype: str = "float32"
-    """Of keys and values."""
+    """Type of keys and values."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     reference: bool = False
     """The CPU takes a GPU's place, with the reference operators."""
@@ -65,7 +65,7 @@ class Compute:
 
     @property
     def kernel_variants(self) -> tuple[str, ...]:
-        """Those of which PPSERVE_CPU_KERNELS may name one, weakest first."""
+        """The variants of which PPSERVE_CPU_KERNELS may name one, weakest first."""
         ours = self.device.type == "cpu" and not self.reference
         return variants.available(variants.features()) if ours else ()
 
@@ -186,7 +186,7 @@ def lacks_memory(error: Exception) -> bool:
 
 
 def in_words(error: Exception) -> str:
-    """With what helps, where a GPU's memory was too small."""
+    """Say the error, with what helps where a GPU's memory was too small."""
     said = str(error) or type(error).__name__
     if not lacks_memory(error):
         return said

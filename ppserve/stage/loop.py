@@ -51,7 +51,7 @@ class Epoch:
     draws: SamplingDecoder = field(default_factory=SamplingDecoder)
     """The long draws, on the last stage."""
     drawn: tuple[Drawn, ...] = ()
-    """By the step before, on the last stage."""
+    """What the step before drew, on the last stage."""
     newest_expected: int = -1
     """The step of the last `expect`."""
 
@@ -211,7 +211,7 @@ class StageLoop:
         epoch.stage.warm_up()
 
     def _end_waits(self, number: int) -> None:
-        """In the link's thread: the stage's own may be waiting for a neighbour."""
+        """End the epoch's waits, in the link's thread: the stage's own may be waiting for a neighbour."""
         if (epoch := self._epoch) is not None and epoch.number == number:
             try:
                 epoch.stage.interrupt()

@@ -54,7 +54,7 @@ class ProbeResult:
     weights: str = ""
     """The checkpoint's fingerprint."""
     costs: Mapping[int, PartCosts] = field(default_factory=dict)
-    """By the number of tensor ranks: those that decide something."""
+    """Part costs by the number of tensor ranks; only numbers that `auto` may choose."""
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
@@ -77,7 +77,8 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
 ) -> dict[int, PartCosts]:
-    """By number of tensor ranks, if `--parallel` or `--layers` is auto. tensor: which rank this is."""
+    """Measure part costs by number of tensor ranks, if `--parallel` or `--layers` is auto. tensor: which rank this
+    is."""
     workload, arch = config.scheduling.expect, checkpoint.architecture
     # Too many stages for the model: the head says so.
     divisible = 1 < grid.pipeline <= arch.num_layers

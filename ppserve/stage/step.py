@@ -49,7 +49,7 @@ class Stage:
             self._gather.all(own_11, self.layout.cut(self.layout.num_tensor))
 
     def interrupt(self) -> None:
-        """By another thread: waits end with TransportError. `close` is still due."""
+        """Called by another thread: waits end with TransportError. `close` is still due."""
         self._gather.interrupt()
         self.transport.interrupt()
 

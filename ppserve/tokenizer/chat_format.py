@@ -16,7 +16,7 @@ from ppserve.gguf_file import is_gguf, read_header
 GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Special tokens: their names in a GGUF, and in templates."""
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
-"""Those that a GGUF of sentencepiece need not tell, as for llama.cpp."""
+"""The ids that a GGUF of sentencepiece need not tell, as for llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True)

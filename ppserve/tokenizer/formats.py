@@ -59,7 +59,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
     added_tokens_decoder: dict[TokenId, _AddedToken] | None = None
-    """By id."""
+    """The added tokens, by id."""
 
 
 class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
@@ -85,7 +85,7 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 SPLIT_BY = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 """How transformers' classes split a text that has no tokenizer.json."""
 CLASSES = {None: "GPT2Tokenizer", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-"""Those of models that name none, by `model_type`."""
+"""The classes of models that name none, by `model_type`."""
 ANY_CLASS = (None, "PreTrainedTokenizer", "TokenizersBackend")
 
 LLAMA3_SPECIAL = (
@@ -327,7 +327,7 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
 def _ranked(
     source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
 ) -> Tokenizer:
-    """By rank, as tiktoken merges. Raises CheckpointError for a token that no two make."""
+    """Make a tokenizer that merges by rank, as tiktoken does. Raises CheckpointError for a token no two make."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []

@@ -109,7 +109,7 @@ class Tokenizer:
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
-        """As a `tokenizer.json`, for clients that tokenize by themselves."""
+        """Return it as a `tokenizer.json`, for clients that tokenize by themselves."""
         return self._json
 
 

@@ -60,16 +60,16 @@ class StageTimes:
 
     @property
     def busy_share(self) -> float:
-        """Of the time with work; 0 without any."""
+        """Share of the time with work in which the stage computed; 0 without any."""
         return self.computed_ns / (self.demand_ns or 1)
 
     @property
     def idle_share(self) -> float:
-        """Of all time."""
+        """Share of all time in which the server had no work."""
         return self.idle_ns / (self.wall_ns or 1)
 
     def bubble_share(self, cause: str | None = None) -> float:
-        """Of one cause, or of all together."""
+        """Share of the time with work that one cause took, or all together."""
         lost_ns = sum(self.bubble_ns.values()) if cause is None else self.bubble_ns[cause]
         return lost_ns / (self.demand_ns or 1)
 

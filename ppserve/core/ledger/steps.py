@@ -34,9 +34,9 @@ class Transfer:
     sending_ns: int
     """How long the sender was occupied with handing them on."""
     waited_ns: int
-    """From computed, or from the receiver being ready if later, to received: the receiver's `transfer`."""
+    """`received - max(sender's end of computing, receiver's being ready)`: the receiver's `transfer`."""
     latency_ns: int | None
-    """From sent to received; None where the receiver was not waiting, so that the time of arrival is not known."""
+    """Time from sent to received; None where the receiver was not waiting: when it arrived is not known."""
 
 
 class Step:
@@ -169,17 +169,18 @@ class OverheadTimes:
     """What a step takes beside computing, in seconds; zero where nothing was measured."""
 
     head_s: float = 0.0
-    """From the head's waking up to the plan being sent; what it does then (text, accounts) is in none of these."""
+    """Time from the head's waking up to the plan being sent; what it does then (text, accounts) is in none of
+    these."""
     control_s: float = 0.0
-    """From there to stage 0 having read it."""
+    """Time from the plan being sent to stage 0 having read it."""
     prepare_s: float = 0.0
-    """From a stage being free and having the plan to its being ready for hidden states."""
+    """Time from a stage being free and having the plan to its being ready for hidden states."""
     sending_s: float = 0.0
     """The sender is occupied with handing them on."""
     transfer_s: float = 0.0
-    """From sent to received, where the receiver was waiting."""
+    """Time from sent to received, where the receiver was waiting."""
     return_s: float = 0.0
-    """From the end of the last stage's computation to the head having the result."""
+    """Time from the end of the last stage's computation to the head having the result."""
 
 
 class Overheads:

@@ -41,7 +41,7 @@ class Pick(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    """Of its known ones."""
+    """How many of the sequence's known tokens are computed."""
     draft_ids: tuple[int, ...] = ()
 
 

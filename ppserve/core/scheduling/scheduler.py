@@ -36,7 +36,7 @@ from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
 
 OUTCOMES = ("accepted", "rejected")
-"""Of a draft token whose step returns: its token is drawn, or another one."""
+"""A draft token equals the drawn token, or does not."""
 
 
 class Scheduler:

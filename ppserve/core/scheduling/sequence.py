@@ -61,11 +61,11 @@ class SequenceEvent:
     index: int  # of the request's answers
     sequence_id: int
     offset: int
-    """Of the token in the answer, resumed tokens included; without a token, the answer's length."""
+    """The token's place in the answer, resumed tokens included; without a token, the answer's length."""
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens from the second on; only in the first event that is not an error."""
+    """Log-probabilities of the prompt's tokens after the first; only in the first event that is not an error."""
     finish: FinishReason | None = None
     error: RequestError | None = None
     cached_tokens: int = 0

@@ -33,7 +33,7 @@ MIN_PROBABILITY = 0.25
 class DraftToken(NamedTuple):
     token_id: int
     probability: float
-    """Of being right, if all tokens before it are."""
+    """Probability that it is right, if all tokens before it are."""
 
 
 class Speculation:
@@ -132,7 +132,7 @@ class PromptLookup:
         return DraftToken(self._followers[match], self._hit_rates[len(match)])
 
     def _learn(self, token_ids: Seq[int]) -> None:
-        """Of the next tokens: whether each would have been drafted, and what followed what."""
+        """Learn of the next tokens whether each would have been drafted, and what followed what."""
         until = min(len(token_ids), self._num_learned + MAX_LEARNED)
         for place in range(self._num_learned, until):
             token_id = token_ids[place]

@@ -167,7 +167,7 @@ class RequestHandler:
     # ---- text and tokens ----
 
     async def tokenize(self, field: str, *texts: str, surrounds: bool = True) -> list[int]:
-        """As `encode`; in a thread where there is much."""
+        """Call `encode`, in a worker thread for long texts."""
         what = field, texts, self.tokenizer, self.description, surrounds
         return await run_in_thread_if_long(sum(map(len, texts)), lambda: encode(*what))
 

@@ -1,4 +1,4 @@
-"""From what a caller asks for to the core's `Request`: checks every limit and resolves every default.
+"""Make the core's `Request` of what a caller asks for: check every limit and resolve every default.
 
 Fields are named as in the proto, here and in errors; protocols with other names translate.
 """

@@ -150,7 +150,7 @@ async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int
 
 
 async def ordered_deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """As `deltas_of`, but by place and sequence, once all have ended."""
+    """Yield what `deltas_of` does, ordered by place and sequence, once all have ended."""
     deltas = [pair async for pair in deltas_of(streams)]
     for pair in sorted(deltas, key=lambda pair: (pair[0], pair[1].index)):
         yield pair

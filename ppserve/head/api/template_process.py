@@ -54,7 +54,7 @@ def parse(source: str) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """As transformers has it, in Jinja's sandbox, with texts that are traced. literals: the template's own."""
+    """Jinja's sandbox as transformers sets it up, with texts that are traced. literals: the template's own."""
 
     concat = staticmethod(joined)
 

@@ -60,7 +60,7 @@ class Decision:
 
     @property
     def layers(self) -> str:
-        """Of each stage; and the predicted balance where costs were measured."""
+        """The layers of each stage, and the predicted balance where costs were measured."""
         split = Split(tuple(layout.num_sublayers for layout in self.layouts))
         if self.parts is None:
             return str(split)
@@ -96,7 +96,7 @@ class Member:
 
     @property
     def clock_offset_ns(self) -> int:
-        """By the shortest round trip. Old ones are forgotten, because clocks drift."""
+        """The clock's offset by the shortest round trip. Old ones are forgotten, because clocks drift."""
         return min(self.round_trips)[1] if self.round_trips else 0
 
     def on_head_clock(self, result: StepResult) -> StepResult:

@@ -54,7 +54,8 @@ def _check_agreement(hellos: Sequence[wire.Hello], grid: RankGrid) -> None:
 
 
 def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
-    """As many as fit every stage and can be used. Raises ConfigError below a sequence."""
+    """Count KV blocks: what the tightest stage holds, at most max_num_seqs full sequences. Raises ConfigError if
+    one does not fit."""
     scheduling = decision.scheduling
     block_size = scheduling.block_size
     context = scheduling.max_model_len

@@ -152,7 +152,7 @@ class OpenRequest:
         )
 
     def _read(self, event: SequenceEvent, progress: SequenceProgress, now_s: float) -> ReadToken:
-        """As `SequenceProgress.read`, with the held-back text at the end."""
+        """Call `SequenceProgress.read`, and add the held-back text at the end."""
         finish, matched, text = event.finish, None, ""
         if event.token_id is not None:
             self.num_tokens += 1

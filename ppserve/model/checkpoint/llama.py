@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, bool]] = {
     "qwen2": {"qkv_biases": True},
     "qwen3": {"qk_norms": True},
 }
-"""By `model_type`: what is not a Llama's. (A GGUF's Mistral is a Llama.)"""
+"""What is not a Llama's, by `model_type`. (A GGUF's Mistral is a Llama.)"""
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 

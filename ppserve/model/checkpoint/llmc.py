@@ -23,7 +23,7 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTenso
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
 STORED_DTYPES = {3: "float32", 5: "bfloat16"}
-"""By version. llm.c itself no longer reads versions 1, 2 and 4."""
+"""The stored type by the file's version. llm.c itself no longer reads versions 1, 2 and 4."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -72,7 +72,8 @@ def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
 
 
 def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
-    """As _llama3, in proportion to the feature's number; queries and keys grow as well. (arXiv 2309.00071)"""
+    """Scale as _llama3 does, in proportion to the feature's number; queries and keys grow as well. (arXiv
+    2309.00071)"""
     factor = float(of["factor"])
     base = float(of["rope_theta"])
     original = float(of.get("original_max_position_embeddings") or of["max_positions"])

@@ -31,10 +31,10 @@ class StoredTensor:
 
     path: Path
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As the file names it, e.g. `float32` or `int8`."""
+    """The type as the file names it, e.g. `float32` or `int8`."""
     numbers: Any
     """Mapped, not read: a torch tensor, or a slice of the safetensors reader."""
     is_transposed: bool = False
@@ -177,7 +177,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _squares(shape: tuple[int, ...]) -> TensorPart:
-    """In the middle of each third of the rows, as of queries, keys and values."""
+    """Choose squares in the middle of each third of the rows, as of queries, keys and values."""
     rows, columns = shape
     thirds = tuple(_around(rows * sixths // 6, rows) for sixths in (1, 3, 5))
     return TensorPart(thirds, _around(columns // 2, columns))

@@ -26,7 +26,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 class SharedCache(FunctionCache):
-    """Of the processes that lack a kernel one compiles it, and the others wait.
+    """A cache on disk: of the processes that lack a kernel one compiles it, and the others wait.
 
     A cache that is damaged or cannot be written costs compiling, never a start.
     """

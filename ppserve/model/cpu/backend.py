@@ -125,7 +125,7 @@ class CpuBackend:
         return CpuCache(arch, layout, blocks, self._attention, self._scratch, populate=populate)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """With all sublayers in one call: on few rows, the way through Python takes a tenth of a step."""
+        """Put all sublayers in one call: on few rows, the way through Python takes a tenth of a step."""
         assert isinstance(model, Decoder)
         if model.layout.num_tensor > 1:
             return model

@@ -29,11 +29,11 @@ OUTPUTS_MULTIPLE = 64
 """Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
 
 READ_BYTES = 8 << 20
-"""Of a matrix as float32: the most that is in memory beside the packed weights."""
+"""Bytes of a matrix as float32: the most that is in memory beside the packed weights."""
 
 _MOST_INT8 = 127
 MOST_INT8_INPUTS = (2**31 - 1) // _MOST_INT8**2
-"""Of a linear layer: a sum of more products may not fit in 32 bits."""
+"""The most inputs of a linear layer: a sum of more products may not fit in 32 bits."""
 
 
 class PackedWeights:

@@ -31,7 +31,7 @@ ACTIVATIONS = {
     "relu": Activation(RELU, np.float32(0), np.float32(0)),
     "gelu": Activation(EXACT_GELU, np.float32(0), np.float32(0)),
 }
-"""Those of `stock.ACTIVATIONS`. torch's own treat the end of a tensor with code that differs in the last bit.
+"""The activations of `stock.ACTIVATIONS`. torch's own treat a tensor's end with code that differs in the last bit.
 These treat every element alike."""
 
 

@@ -40,11 +40,11 @@ class DeviceOptions:
     graphs: bool = True
     """Whether steps of single rows are recorded."""
     max_rows: int = 256
-    """Of the largest recorded step."""
+    """Rows of the largest recorded step."""
     kv_dtype: str | None = None
-    """Of keys and values; None for that of all else."""
+    """Type of keys and values; None for that of all else."""
     max_step_rows: int = 256 + MAX_PROMPT_TOKENS_PER_STEP
-    """Of the largest step, recorded or not."""
+    """Rows of the largest step, recorded or not."""
 
     def logits_bytes(self, vocab_size: int) -> int:
         """What drawing takes at most; on the last stage, beside weights and cache."""

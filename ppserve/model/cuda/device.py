@@ -152,7 +152,7 @@ _ALIGNMENT = 16
 _BUFFERS = 3
 """Copies that may be under way before the host waits for the oldest."""
 _BUFFER_BYTES = 1 << 20
-"""Of a buffer at first: pinning a larger one makes the host wait."""
+"""Size of a buffer at first: pinning a larger one makes the host wait."""
 
 
 def packed_bytes(arrays: Arrays) -> int:

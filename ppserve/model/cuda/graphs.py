@@ -48,7 +48,7 @@ class RecordedStage:
         self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
         inputs = cache.use_buckets(sizes)
         self.replays: dict[int, Callable[[], None]] = {}
-        """By size: repeats the recorded step."""
+        """What repeats the recorded step, by its number of rows."""
         # The largest first: smaller ones then find memory.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))

@@ -24,7 +24,7 @@ from ppserve.model.sampling import GREATEST
 DeviceArrays = Mapping[str, torch.Tensor]
 
 _NOTHING = -1
-"""In place of a token that could not be drawn."""
+"""Stands for a token that could not be drawn."""
 
 
 def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: DeviceArrays) -> torch.Tensor:

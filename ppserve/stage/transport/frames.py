@@ -94,7 +94,8 @@ class Transport(Protocol):
         """Send a row over every link, so that connections exist. Collective."""
 
     def interrupt(self) -> None:
-        """By another thread: all waits end with TransportError. `close` is still due; after it, does nothing."""
+        """Called by another thread: all waits end with TransportError. `close` is still due; after it, does
+        nothing."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""

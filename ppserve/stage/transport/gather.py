@@ -39,7 +39,7 @@ class TensorLink(Gather, Protocol):
     """A stage's gather for one epoch, for one thread. After a TransportError only `close` is of use."""
 
     def interrupt(self) -> None:
-        """By another thread, until `close`, which is still due: all waits end with TransportError."""
+        """Called by another thread, until `close`, which is still due: all waits end with TransportError."""
 
     def close(self) -> None:
         """Ends the other ranks' waits. May be called twice."""

@@ -24,7 +24,7 @@ class _Frame:
 
     @classmethod
     def record(cls, step_id: int, hidden_TD: torch.Tensor) -> _Frame:
-        """By the thread that makes them. It does not wait."""
+        """Called by the thread that makes them. It does not wait."""
         if not hidden_TD.is_cuda:
             return cls(step_id, hidden_TD, None)
         return cls(step_id, hidden_TD, torch.cuda.current_stream(hidden_TD.device).record_event())

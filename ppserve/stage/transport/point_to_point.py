@@ -47,14 +47,14 @@ class Passage:
         """The stage has enqueued its last use of this buffer."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        """By another thread: ends the group's work, where a neighbour's end does not."""
+        """Called by another thread: ends the group's work, where a neighbour's end does not."""
 
     def close(self, group: dist.ProcessGroup) -> None:
         """Called before the group is destroyed. May be called twice."""
 
 
 class PinnedPassage(Passage):
-    """From a GPU over gloo: frames pass through pinned memory, by awaited copies."""
+    """Takes frames of a GPU over gloo: they pass through pinned memory, by awaited copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -86,7 +86,7 @@ def call_from(context: Context, has_keys: bool) -> Call:
 
 
 def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
-    """Of entries of one name the first counts, as with HTTP."""
+    """Take the first of several entries of one name, as HTTP does."""
     return dict(reversed(tuple(metadata or ())))
 
 

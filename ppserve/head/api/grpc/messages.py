@@ -1,4 +1,4 @@
-"""From messages to plain values and back. Judges nothing; `ppserve.head.api.requests` does."""
+"""Make plain values of messages, and messages of values. Judges nothing; `ppserve.head.api.requests` does."""
 
 from __future__ import annotations
 

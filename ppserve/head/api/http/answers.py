@@ -1,4 +1,4 @@
-"""From deltas to the JSON of completions: whole, or an event per delta. `chat` makes chats of it.
+"""Make the JSON of completions from deltas: whole, or an event per delta. `chat` makes chats of it.
 
 The fields are OpenAI's, and vLLM's `stop_reason`, `token_ids` and `prompt_token_ids`.
 """
@@ -96,7 +96,7 @@ class PromptProgress:
         self.has_scores = request.output.logprobs is not None
         self.has_ids = request.output.token_ids
         self.writers = defaultdict[int, LogprobWriter](new_writer)
-        """By sequence: each counts its characters."""
+        """A writer for each sequence: each counts its characters."""
         self.newest: dict[int, Delta] = {}
         self._place = place
         self.prompt_tokens: Sequence[ScoredToken] = ()
@@ -191,5 +191,5 @@ def token_name(content: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """As gRPC carries it (float32), never an infinity."""
+    """Return the log-probability as gRPC carries it (float32), never an infinity."""
     return max(c_float(logprob).value, _MIN_LOGPROB)

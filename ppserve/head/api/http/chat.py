@@ -75,7 +75,8 @@ class ChatMessage(msgspec.Struct):
                 yield Violation(f"{place}.tool_calls[{number}].function.arguments", "not a JSON object")
 
     def for_template(self) -> dict[str, Any]:
-        """As transformers and vLLM give it: null is absent, also as a part, the arguments of calls are objects."""
+        """Return what transformers and vLLM give a template: null is absent, also as a part, the arguments of
+        calls are objects."""
         message = {name: value for name, value in self.given.items() if value is not None}
         content = message.get("content") or ""
         if isinstance(content, list):
@@ -194,7 +195,7 @@ class ChatAnswers(Answers):
         return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
-        """As vLLM: whole answers and a stream's first event have the prompt's tokens."""
+        """Make a record; as in vLLM, whole answers and a stream's first event have the prompt's tokens."""
         if self._is_first and self._prompts[0].has_ids:
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         self._is_first = False

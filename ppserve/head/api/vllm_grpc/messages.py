@@ -122,7 +122,7 @@ def _top(score: Score) -> pb.TopLogProbs:
 
 
 def load_message(readings: Sequence[ReplicaReading]) -> pb.SchedulerLoad:
-    """Of all replicas. One that does not serve holds nothing, unless none serves."""
+    """Sum the load of all replicas. One that does not serve holds nothing, unless none serves."""
     there = [reading for reading in readings if reading.serves] or readings
     running = sum(reading.running for reading in readings)
     waiting = readings[0].num_waiting

@@ -59,7 +59,7 @@ def add_shared(typing, address, value):
 
 @intrinsic
 def now_ns(typing):
-    """As `time.monotonic_ns`."""
+    """Return what `time.monotonic_ns` does."""
 
     def generate(context, builder, signature, arguments):
         place = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))

@@ -67,7 +67,7 @@ _SHAPES = {"avx512": (16, 4, (1, 3, 6)), "portable": (8, 1, (1, 3, 6))}
 
 
 def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
-    """Those that `variant` includes, the best first."""
+    """List the kernels that `variant` includes, the best first."""
     return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included(variant)]
 
 
@@ -194,7 +194,7 @@ class _Mix(_AttentionCode):
         self.store_sums(totals, mixed, self._mixed_stride)
 
     def _fetch_lines(self, ahead, position) -> None:
-        """As many as the values of a position take."""
+        """Prefetch as many lines as the values of a position take."""
         lines = -(-self.panels * GROUP * self.kind.element_bytes // LINE_BYTES)
         first = self.nth(ahead, I64(lines * LINE_BYTES), position)
         for line in range(lines):

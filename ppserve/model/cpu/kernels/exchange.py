@@ -33,7 +33,7 @@ from ppserve.model.cpu.kernels.atomics import (
 )
 
 LINE_BYTES = 128
-"""Of each line: two of the CPU's, which fetches them in pairs."""
+"""Size of each line: two of the CPU's, which fetches them in pairs."""
 BUFFER_BYTES = 4 << 20
 
 LINES, RANK, NUM_RANKS, BUFFERS, TURN, WAITED_NS, SIGNS, NUM_SIGNS, IS_LOST = range(9)
@@ -47,7 +47,7 @@ _LOOKS = 16
 
 @intrinsic
 def _copy_bytes(typing, to, source, count):
-    """From one address to another."""
+    """Copy bytes from one address to another."""
 
     def generate(context, builder, signature, arguments):
         to, source = (builder.inttoptr(place, cgutils.voidptr_t) for place in arguments[:2])

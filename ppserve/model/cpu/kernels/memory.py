@@ -56,7 +56,7 @@ _memory = Memory()
 
 
 def provide(memory: Memory) -> None:
-    """From now on, kernels of this process get their memory from there."""
+    """Have the kernels of this process get their memory from there, from now on."""
     global _memory
     _memory = memory
 

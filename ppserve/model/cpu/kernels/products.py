@@ -148,7 +148,7 @@ CHOICES = (
 
 
 def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKernel]:
-    """Those that a CPU with these features can run and that `variant` includes, the best first."""
+    """List the kernels that a CPU with these features can run and that `variant` includes, the best first."""
     is_amd = "sse4a" in found
     return [
         replace(choice.kind, reads_alone=is_amd and choice.kind.lanes == PANEL)

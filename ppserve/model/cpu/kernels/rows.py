@@ -210,7 +210,7 @@ def _exact_gelu(x):
 
 @inlined
 def activate(activation, values, count):
-    """Of `count` values, a multiple of 16."""
+    """Apply the activation to `count` values, a multiple of 16."""
     if activation.form == GATE:
         for i in range(0, count, 16):
             store(values, i, _gate(load(values, i), activation.linear, activation.cubic))

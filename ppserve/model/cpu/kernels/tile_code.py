@@ -51,7 +51,7 @@ class MicroKernel:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the weights of 16 outputs in a chunk."""
+        """Size of the weights of 16 outputs in a chunk."""
         return self.chunk_lines * LINE_BYTES
 
     @property
@@ -61,7 +61,7 @@ class MicroKernel:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in a chunk."""
+        """Size of a row in a chunk."""
         operation = OPERATIONS[self.operation]
         return 4 * operation.words * operation.steps + operation.row_tail_bytes
 
@@ -77,7 +77,7 @@ class MicroKernel:
 
 
 class TileArguments(NamedTuple):
-    """Those of `multiply_tile`, as LLVM values."""
+    """The arguments of `multiply_tile`, as LLVM values."""
 
     tile_rows: ir.Value
     x: ir.Value

@@ -49,7 +49,8 @@ def features() -> Features:
 
 
 def enabled(target: str) -> set[str]:
-    """Those that a description of LLVM's switches on: `+avx2,-avx512f`. An operator may have changed numba's."""
+    """Return the features that a description of LLVM's switches on: `+avx2,-avx512f`. An operator may have changed
+    numba's."""
     last = {word[1:]: word[0] for word in target.split(",") if word}
     return {name for name, sign in last.items() if sign == "+"}
 

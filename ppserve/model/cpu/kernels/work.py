@@ -59,7 +59,7 @@ HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT = range(1, 7)
 """Kinds of jobs."""
 
 _PIECE_BYTES = 256 << 10
-"""Of weights: what a thread multiplies before it looks for more work, for each tile of rows."""
+"""Bytes of weights that a thread multiplies before it looks for more work, for each tile of rows."""
 
 
 def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:

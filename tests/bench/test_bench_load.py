@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from ppserve.bench.caller import OK, Answer, Question
-from ppserve.bench.measure import ClosedLoop, Lengths, Load, OpenLoop, Until, Workload, measure, poisson_arrivals
+from ppserve.bench.measure import (
+    ClosedLoop,
+    Lengths,
+    Load,
+    OpenLoop,
+    Until,
+    Workload,
+    measure,
+    poisson_arrivals,
+    warm_up,
+)
 from ppserve.v1 import generation_pb2 as pb
 from tests.bench.answers import SERVED
 
@@ -121,6 +131,12 @@ def test_a_run_lasts_from_its_first_request_to_its_last_answer(ends_s: tuple[flo
     measured = asyncio.run(measure(server, SERVED, workload, ClosedLoop(1), Until(3)))
     (before_s, _), (first_s, *_) = server.read_s, server.asked_s
     assert 9.0 <= measured.duration_s <= 9.0 + first_s - before_s
+
+
+def test_requests_before_the_load_are_none_of_its_own() -> None:
+    server: Any = Server()
+    asyncio.run(warm_up(server, Workload(*SIZES, 50), 3, 2))
+    assert (sorted(server.intended_s), server.most) == ([-3, -2, -1], 2)
 
 
 def test_lengths_are_what_they_say() -> None:

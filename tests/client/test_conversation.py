@@ -72,6 +72,27 @@ def test_text_is_that_of_an_undisturbed_stream(stop: tuple[str, ...], include_st
         assert converse(request, {first, first + 3, first + 4}) == whole
 
 
+def test_what_came_with_the_beginning_is_not_asked_for_again() -> None:
+    """Of two answers one has begun: the prompt's scores came with it, but the other's echo has not come yet."""
+    output = pb.OutputOptions(echo=True, prompt_logprobs=0)
+    request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=2), output=output)
+    conversation = Conversation(request, RetryPolicy())
+    first = pb.GenerateResponse(index=0, text="ab", num_tokens=1, seed=5, request_id="its name")
+    first.tokens.add(id=98)
+    first.prompt_tokens.add(id=97)
+    conversation.record(first)
+    rest = conversation.next_request()
+    assert rest is not None
+    assert rest.resume == pb.ResumeFrom(index=0, generated_token_ids=[98])
+    assert (rest.text, rest.sampling.seed, rest.request_id) == ("a", 5, "its name")
+    assert (rest.output.echo, rest.output.HasField("prompt_logprobs")) == (False, False)
+    conversation.record(pb.GenerateResponse(index=0, finish=pb.Finish(reason=pb.Finish.EOS)))
+    other = conversation.next_request()
+    assert other is not None
+    assert other.resume == pb.ResumeFrom(index=1)
+    assert (other.output.echo, other.output.HasField("prompt_logprobs")) == (True, False)
+
+
 def test_the_caller_s_request_is_not_touched() -> None:
     request = pb.GenerateRequest(text="a")
     before = request.SerializeToString()
@@ -87,6 +108,9 @@ def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
     assert [conversation.pause_after(DRAINING, now_s=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
     full = CallFailed("RESOURCE_EXHAUSTED", "full", retry_after_s=9.0)
     assert conversation.pause_after(full, now_s=0.0) == 9.0
+    soon = CallFailed("RESOURCE_EXHAUSTED", "full", "QUEUE_FULL", retry_after_s=0.5)
+    patient = Conversation(pb.GenerateRequest(), policy)
+    assert [patient.pause_after(soon, now_s=0.0) for _ in range(2)] == [1.0, 2.0], "or longer than it asks for"
     assert conversation.pause_after(DRAINING, now_s=0.0) == 3.0
     with pytest.raises(CallFailed):
         conversation.pause_after(DRAINING, now_s=0.0)

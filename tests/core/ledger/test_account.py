@@ -254,6 +254,16 @@ def test_waits_of_tensor_ranks_for_each_other_are_gather() -> None:
     assert (bubbles(times), times.busy_ns["decode"]) == ({"gather": 4}, 6)
 
 
+def test_a_stage_that_is_not_ready_for_hidden_states_waits_for_its_host() -> None:
+    """They have been computed at 10. Stage 1 is ready for them at 15, has them at 17, and begins at 18."""
+    account = account_of(2)
+    send(account, plan(0), 0, 0)
+    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 10)), 11)
+    report(account, StepResult(1, 0, 1, StepStamps(0, 15, 17, 18, 20, 20)), 21)
+    _, second = account.settled()
+    assert bubbles(second) == {"fill_drain": 10, "host": 5 + 1, "transfer": 2}
+
+
 def test_after_the_last_step_a_wait_has_the_causes_of_its_way_back() -> None:
     """Stage 0 has sent it at 12, stage 1 has computed it at 20, the head has it at 23, and demand ends at 30."""
     account = account_of(2)

@@ -162,11 +162,15 @@ def test_every_tensor_rank_of_every_replica_has_its_row():
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
 
 
-def loaded(running: int, kv_usage: float) -> Any:
-    """What of a scheduler is measured; three requests wait."""
+def loaded(running: int, kv_usage: float, drafted: tuple[int, ...] = (0, 0)) -> Any:
+    """What of a scheduler is measured; three requests wait. drafted: since its start, by outcome."""
     queue = SimpleNamespace(num_waiting=3)
-    drafted = dict.fromkeys(OUTCOMES, 0)
-    return SimpleNamespace(num_running=running, kv_usage=kv_usage, request_queue=queue, num_draft_tokens=drafted)
+    return SimpleNamespace(
+        num_running=running,
+        kv_usage=kv_usage,
+        request_queue=queue,
+        num_draft_tokens=dict(zip(OUTCOMES, drafted, strict=True)),
+    )
 
 
 def test_each_replica_has_its_own_figures():
@@ -186,6 +190,17 @@ def test_each_replica_has_its_own_figures():
     assert seen("ppserve_requests_waiting") == 3
     load = metrics.read_load()
     assert (load["running"], load["kv_usage"], load["generated_tokens"]) == (5, 0.5, 1)
+
+
+def test_draft_tokens_are_counted_as_often_as_there_were_some() -> None:
+    metrics = Metrics(1, num_replicas=2)
+    for drafted in ((5, 3), (5, 3), (9, 4)):
+        metrics.steps.on_load(0, loaded(1, 0.5, drafted), 1)
+    metrics.steps.on_load(1, loaded(1, 0.5, (2, 1)), 1)
+    seen = read(metrics)
+    for replica, drafted in (("0", (9, 4)), ("1", (2, 1))):
+        for outcome, count in zip(OUTCOMES, drafted, strict=True):
+            assert seen("ppserve_draft_tokens_total", replica=replica, outcome=outcome) == count
 
 
 # ---- the ledger -------------------------------------------------------------------------------------------

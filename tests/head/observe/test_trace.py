@@ -52,7 +52,9 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     assert set(begins) == set(ends) == {"0.7.0", "0.7.1"}
     for link, begin in begins.items():
         assert ends[link]["pid"] == begin["pid"] + 1
-        assert ends[link]["ts"] >= begin["ts"]
+        sender, receiver = (steps[f"{end['pid']}F7"] for end in (begin, ends[link]))
+        assert begin["ts"] == sender["ts"] + sender["dur"]
+        assert ends[link]["ts"] == receiver["ts"]
     counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
     assert counters == {"sequences": {"running": 3, "waiting": 2}, "KV use": {"ratio": 0.5}}
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

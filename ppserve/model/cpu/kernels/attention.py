@@ -58,7 +58,7 @@ class CacheShape(NamedTuple):
 
 
 class StepSlices(NamedTuple):
-    """The rows of a step: addresses of int64 arrays, as `model.backend.StepRows` has them. turns: of each row's
+    """The rows of a step: addresses of int64 arrays, as `model.inputs.StepRows` has them. turns: of each row's
     cosines and sines for its position (`rows.turn_row`), d float32 numbers a row; 0 where nothing is turned."""
 
     num_rows: int

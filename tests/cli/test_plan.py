@@ -45,7 +45,7 @@ def test_costs_of_tensor_ranks_say_nothing_of_other_numbers(costs):
 
 
 def test_a_simulation(costs):
-    output = plan("--stages", "2", "--costs", str(costs), "--replicas", "2", "--expect", "8,8,6")
+    output = plan("--stages", "2", "--costs", str(costs), "--replicas", "2", "--expect", "8,8,5")
     table = output.partition("simulated, a pipeline with 3 callers:\n")[2].splitlines()
     assert table[0].split()[0] == "requests"
     found = json.loads(plan("--stages", "2", "--costs", str(costs), "--expect", "8,8,4", "--json"))

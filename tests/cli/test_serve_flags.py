@@ -9,6 +9,7 @@ import click
 import pytest
 
 from ppserve.cli.serve import build_config, serve
+from ppserve.cli.types import SIZE
 from tests.commands import run
 
 NAMES = {param.name for param in serve.params} - {"config", "stages"}
@@ -67,6 +68,14 @@ def test_origins_of_web_pages() -> None:
     assert serve.make_context("serve", flags).params["cors_origin"] == ("*", "null", "app://a")
     for wrong in ("ours.example", "https://", "https://ours.example/", "https://*.ours.example", "", "a b://c"):
         assert "is neither an origin" in run("serve", "--cors-origin", wrong).one_line
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("1K", 1024), ("1.5kB", 1536), ("512MiB", 512 << 20), ("2 GiB", 2 << 30), ("1t", 1 << 40)],
+)
+def test_sizes_have_units_of_1024(text: str, size: int) -> None:
+    assert SIZE(text) == size
 
 
 def test_a_name_that_no_message_can_hold_is_refused() -> None:

@@ -41,6 +41,9 @@ def test_pieces_come_one_by_one_and_make_the_completion(two_stages: Pipeline) ->
     assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish is not None
     assert pieces[-1].finish.reason == "MAX_TOKENS"
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage == whole.sequences[0].usage
+    assert pieces[-1].usage.completion_tokens == 12
     assert (pieces[0].seed, whole.seed) == (3, 3)
 
 

@@ -47,6 +47,13 @@ def test_one_sequence_takes_all_stages_in_turn() -> None:
     assert [share(outcome, stage, "fill_drain") for stage in range(4)] == pytest.approx([0.75] * 4)
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_the_last_stage_sends_no_hidden_states(num_stages: int) -> None:
+    overheads = replace(FREE, sending_s=S / 4)
+    outcome = simulate((Coefficients(S),) * num_stages, 1, 10, overheads=overheads)
+    assert outcome.wall_s == pytest.approx(10 * (num_stages * S + (num_stages - 1) * S / 4))
+
+
 @pytest.mark.parametrize("num_stages", quick_first([1, 2, 3, 4, 8, 64], 5))
 def test_flat_stages_with_enough_sequences_are_never_idle(num_stages: int) -> None:
     outcome = simulate((Coefficients(S),) * num_stages, num_stages, 10)

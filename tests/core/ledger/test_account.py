@@ -294,3 +294,41 @@ def test_a_delay_that_goes_round_takes_the_causes_of_late_and_old_ones_fade() ->
         recent.fade()
         recent.add([Span(0, 1000, IMBALANCE)])
     assert attributed(recent)[IMBALANCE] > 990
+
+
+def waits_in_turn(num_stages: int, *pipelines: ArtificialPipeline) -> list[list[dict[str, int]]]:
+    """The bubbles of stage 0 while one pipeline follows the other, for every 40 of the steps of each."""
+    found: list[list[dict[str, int]]] = []
+    spans: list[Settled] = []
+    account = account_of(num_stages, observer=lambda settled: spans.append(settled) if not settled.stage else None)
+    first_step_id = 0
+    for pipeline in pipelines:
+        spans.clear()
+        pipeline.start_ns = pipelines[len(found) - 1].returned[-1] if found else 0
+        pipeline.run(120).feed(account, first_step_id)
+        windows = [dict.fromkeys(CAUSES, 0) for _ in range(3)]
+        for settled in spans:
+            if settled.step_id is not None and settled.span.kind in CAUSES:
+                window = windows[(settled.step_id - first_step_id) // 40]
+                window[settled.span.kind] += settled.span.end - settled.span.start
+        found.append([{cause: ns for cause, ns in window.items() if ns} for window in windows])
+        first_step_id += 120
+    return found
+
+
+def test_a_delay_that_goes_round_is_that_of_the_last_steps_and_not_of_older_ones() -> None:
+    """The delays of three stages are sums over about 24 steps: e to the power of 40/24 is 5."""
+    before = ArtificialPipeline((S,) * 3, slots=3, schedule_ns=S // 2)
+    after = ArtificialPipeline((S,) * 3, slots=3, token_return_ns=S // 8, transfer_ns=S * 3 // 8)
+    _, windows = waits_in_turn(3, before, after)
+    first, second, third = (window["host"] / sum(window.values()) for window in windows)
+    assert 0.2 < first < 0.5
+    assert 3 < first / second < 12
+    assert 3 < second / third < 12
+
+
+def test_delays_of_a_pipeline_that_is_not_full_are_nothing_that_goes_round() -> None:
+    alone = ArtificialPipeline((S,) * 3, slots=1, schedule_ns=S // 2)
+    full = ArtificialPipeline((S,) * 3, slots=3, transfer_ns=S // 8)
+    _, windows = waits_in_turn(3, alone, full)
+    assert [set(window) - {"fill_drain"} for window in windows] == [{"transfer"}] * 3

@@ -159,8 +159,11 @@ def test_what_is_no_event_is_shown_on_one_line_and_not_the_end() -> None:
 
 def test_events_without_text_neither_count_as_tokens_nor_renew_the_time_to_retry() -> None:
     role, usage = plain(delta={"role": "assistant", "content": ""}), b'data: {"choices": []}\n\n'
-    with answering(saying(role, ONE, TWO, STOP, usage)) as (url, _):
-        assert "[2 tokens in " in chat(url, "a\n", "--timings").stderr
+    with answering(saying(role, ONE, TWO, STOP, usage), SHORT) as (url, _):
+        two, one = (line for line in chat(url, "a\nb\n", "--timings").stderr.splitlines() if " tokens in " in line)
+    assert two.startswith("[2 tokens in ")
+    assert one.startswith("[1 tokens in ")
+    assert one.endswith(", then 0.0 a second]"), "the first token has no other before it"
     fails = saying(role, b'data: {"error": {"message": "x"}}\n\n')
     with answering(*[fails] * 9) as (url, bodies):
         done = chat(url, "a\n", "--retry", "0.1")

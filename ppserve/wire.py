@@ -188,7 +188,8 @@ class Failed(_Message, frozen=True, tag=True):
 
 class Meeting(_Message, frozen=True, tag=True):
     """Where a server's head listens, @NAME on one host or HOST:PORT, and the file with the secret that its ranks
-    share; None on one host. secret: the file's at the start. tls: whose files encrypt; None in the clear."""
+    share; None on one host. secret: the file's at the start, or made of what the launcher tells its ranks.
+    tls: whose files encrypt; None in the clear."""
 
     address: str
     secret_file: Path | None = None

@@ -137,7 +137,9 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         idle = self._listener.idle
-        if self._are_too_many() and (longest := next(iter(idle), None)) is not None:
+        # One that has not read its last answer is kept, and counted: closing it would wait for that.
+        read = (each for each in idle if not each.transport.get_write_buffer_size())
+        if self._are_too_many() and (longest := next(read, None)) is not None:
             del idle[longest]
             self.connections.discard(longest)
             longest.shutdown()

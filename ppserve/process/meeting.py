@@ -44,8 +44,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     if environment.local_world_size == environment.world_size and sys.platform == "linux":
         # Only this launcher tells its ranks all of these. The name is of a network namespace, as ports are.
         told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-        name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
-        return Meeting(f"@ppserve-{os.getuid()}-{name}")
+        digest = hashlib.sha256("\0".join(told).encode()).hexdigest()
+        return Meeting(f"@ppserve-{os.getuid()}-{digest[:16]}", secret=digest[16:].encode())
     if not (host := os.environ.get("MASTER_ADDR")):
         raise UsageError("MASTER_ADDR is not set: start ranks on several hosts with torchrun")
     port = config.network.control_port or number_of("MASTER_PORT") + 1
@@ -70,10 +70,11 @@ def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
 
 def read_secret(meeting: Meeting) -> bytes:
     """The file's, as a head that was started anew may have another; the one known before if that is gone. Raises
-    ConfigError. On one host it tells servers apart: the kernel tells users apart (`network.connect`)."""
+    ConfigError. On one host it is of what the launcher tells its ranks alone, which a program can guess where the
+    run's id is torchrun's default; the kernel tells users apart (`network.connect`)."""
     path = meeting.secret_file
     if path is None:
-        return meeting.address.encode()
+        return meeting.secret
     try:
         secret = path.read_bytes().strip()
         problem = f"needs at least {MIN_SECRET_BYTES} characters" if len(secret) < MIN_SECRET_BYTES else ""

@@ -6,9 +6,11 @@ reaches the library under a secret name: so the library finds it, and treats wha
 
 from __future__ import annotations
 
+import math
 import secrets
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import msgspec
@@ -85,10 +87,10 @@ class Tokenizer:
             if len(found) == len(named):
                 return [self._named.get(token_id, token_id) for token_id in ids]
             # To the library some are no tokens here (as `single_word` or `normalized` may say), but text.
-            inside = {place: sum(map(len, written[:place])) + 1 for place in named}
-            spans = [encoding.offsets[place] for place in found]
-            is_found = {place: any(begin <= at < end for begin, end in spans) for place, at in inside.items()}
-            named = {place: name for place, name in named.items() if is_found[place]}
+            starts = [*accumulate(map(len, written), initial=0)]
+            offsets = encoding.offsets  # a list that is made at each access
+            spans = sorted(offsets[place] for place in found)
+            named = {place: name for place, name in named.items() if _are_over(spans, starts[place] + 1)}
 
     def highest_encoded_id(self) -> int:
         """The highest id that text without tokens that were added to the vocabulary, or any text, encodes to."""
@@ -111,6 +113,12 @@ class Tokenizer:
     def to_json(self) -> bytes:
         """Return it as a `tokenizer.json`, for clients that tokenize by themselves."""
         return self._json
+
+
+def _are_over(spans: Sequence[tuple[int, int]], place: int) -> bool:
+    """Whether one of these spans, which are sorted and apart, holds that place."""
+    before = bisect_right(spans, (place, math.inf))
+    return before > 0 and place < spans[before - 1][1]
 
 
 def no_tokenizer() -> Tokenizer:

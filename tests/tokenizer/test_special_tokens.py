@@ -46,6 +46,17 @@ def test_tokens_with_any_flags_are_found_as_in_the_library(tmp_path: Path) -> No
     assert num_changed > 500, "the flags change nothing: this shows nothing"
 
 
+@pytest.mark.slow
+def test_a_long_chat_whose_tokens_are_partly_text_is_encoded_in_time(tmp_path: Path) -> None:
+    """Some are none to the library, because its normalizer changes them or what is in front of them. The limit of
+    a test's time is far below what looking at all of them for each would take."""
+    library = made_up("prepend", *(AddedToken(text, special=True, normalized=True) for text in ("<s>", "<e>")))
+    parts = [part for _ in range(20_000) for part in ("x ", "<s>", "x", "<e>")] + [""]
+    ids = loaded(library, tmp_path).encode_parts(parts)
+    assert ids == library.encode("".join(parts), add_special_tokens=False).ids
+    assert len(set(ids)) > 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_spells_a_special_token_is_text(kind: str, tmp_path: Path) -> None:
     """Also where merges, or a word that is left whole, would make that token."""

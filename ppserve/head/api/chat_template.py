@@ -1,7 +1,8 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
 A special token that the template writes, in its own literals, the model's named tokens and roles, is that token,
-whatever the template does with its texts. All other text is text.
+as far as its characters can be followed: a few filters, which docs/http.md names, make text of it. All other text
+is text.
 """
 
 from __future__ import annotations

@@ -113,6 +113,15 @@ def _own(text: str) -> bytes:
     return text.own if isinstance(text, Traced) else bytes(len(text))
 
 
+class _DistinctFields(dict[Any, Any]):
+    """Its fields say where their characters come from. Shown as a whole, with its keys, it is not known."""
+
+    def __repr__(self) -> str:
+        return _UNKNOWN
+
+    __str__ = __repr__
+
+
 def _distinct(value: Any) -> Any:
     """A value whose characters say where they come from."""
     if isinstance(value, str):
@@ -123,7 +132,7 @@ def _distinct(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_distinct, value))
     if isinstance(value, dict):
-        return {key: _distinct(item) for key, item in value.items()}
+        return _DistinctFields({key: _distinct(item) for key, item in value.items()})
     return value if isinstance(value, int | float | None) else _UNKNOWN
 
 

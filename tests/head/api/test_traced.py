@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppserve.head.api.template_process import compiled
-from ppserve.head.api.traced import Traced, own_text, traced
+from ppserve.head.api.traced import Traced, formatted, own_text, traced
 
 OWN, CALLERS = "AB_%", "ab \n\r"
 """Characters of the template and of callers: so each shows by itself on which side it belongs."""
@@ -90,6 +90,10 @@ def test_a_formatted_text_is_of_both(form: str, arguments: Any) -> None:
 def test_what_cannot_be_told_is_a_caller_s() -> None:
     for found in (
         own_text("%s") % (["<s>"],),
+        own_text("%s") % (traced({"<s>": 1}),),
+        own_text("%s") % ([traced({"<s>": "a"})],),
+        formatted(str.format, own_text("{}"), own_text("{}"), traced({"<s>": 1})),
+        formatted(str.format, own_text("{0}"), own_text("{0}"), {own_text("a"): traced({"<s>": 1})}),
         own_text("%r") % "<s>",
         own_text("%s") % chr(0xF0000 + ord("a")),
         own_text("%s" + chr(0x100000 + ord("a"))) % "a",

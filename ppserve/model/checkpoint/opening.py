@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import TINY, file_size, read_start, shown
-from ppserve.gguf_file import PART
+from ppserve.gguf_file import MAGIC, PART
 from ppserve.model.checkpoint import fetching, hub
 
 if TYPE_CHECKING:
     from ppserve.model.checkpoint.tensors import FileCheckpoint
 
-MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": b"GGUF"}
+MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": MAGIC}
 """How files with a model begin, by suffix: llm.c's and llama.cpp's."""
 
 

@@ -183,10 +183,14 @@ async def read_body(request: Request, kind: type[B], handler: RequestHandler) ->
         content += part
         _check_length(content)
     length = MAX_BODY_BYTES if coding in _GZIP else len(content)
+
+    def read() -> B:
+        given = parse_json(content, coding in _GZIP)
+        request.state.ignored = _unknown(given, kind)
+        return to_body(given, kind)
+
     # The limit counts characters to tokenize; decoding JSON is some 16 times as fast.
-    given = await run_in_thread_if_long(length // 16, lambda: parse_json(content, coding in _GZIP))
-    request.state.ignored = _unknown(given, kind)
-    body = to_body(given, kind)
+    body = await run_in_thread_if_long(length // 16, read)
     check_model(body.model or None, handler)
     return body
 

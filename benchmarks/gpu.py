@@ -322,7 +322,8 @@ def run_rank(given: str, folder: str, rank: int) -> None:
     layout = stage_layouts(Split((arch.num_layers, arch.num_layers)))[rank]
     model = load_stage(checkpoint_of(arch), layout, one.backend)
     cache = one.backend.make_cache(arch, layout, SEQUENCES * one.table_size, BLOCK)
-    transport = create_transport(kind, Frames(arch.width, one.backend.precision.hidden, device=device))
+    frames = Frames(arch.width, one.backend.precision.hidden, device=device)
+    transport = create_transport(kind, frames, parallel_state.get_pp_group())
     transport.warm_up()
     stage, drawn, plans = Stage(model, cache, transport), [], _rank_plans(one)
     for plan in plans:

@@ -91,7 +91,8 @@ def one_epoch(rank: int, kind: str, path: str, dtype: torch.dtype, play: Play, a
         timeout=timedelta(seconds=30),
     )
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
-    transport = create_transport(kind, Frames(WIDTH, dtype, max_rows=512, depth=DEPTH, device=device))
+    frames = Frames(WIDTH, dtype, max_rows=512, depth=DEPTH, device=device)
+    transport = create_transport(kind, frames, parallel_state.get_pp_group())
     transport.warm_up()
     # A stage that has nothing to wait for would leave while others still connect, and they would see it die.
     dist.barrier()

@@ -125,7 +125,8 @@ class Tour:
     def wires(self, width: int, kind: str | None = None) -> Transport:
         """This rank's wires to its neighbours. kind None: the best there is here."""
         frames = Frames(width, torch.float32, max_rows=1024, depth=2 * self.size, device=self.device)
-        transport = create_transport(kind or self.transport, frames)
+        name = kind or self.transport
+        transport = create_transport(name, frames, parallel_state.get_pp_group())
         transport.warm_up()
         return transport
 

@@ -110,7 +110,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             auto_or(COUNT), default="auto",
         ),
         _choice(
-            "--transport", ("auto", "nccl", "gloo", "shm", "local"), "auto",
+            "--transport", cfg.TRANSPORTS, "auto",
             "How hidden states travel between stages.",
         ),
         _flag("--threads", "Computing threads of each stage. Default: the host's cores, shared.", COUNT),

@@ -22,8 +22,8 @@ from ppserve.core.architecture import StageLayout
 from ppserve.errors import TransportError
 from ppserve.process.network import GLOO_INTERFACE, family_of, interface_of, interfaces, is_loopback
 from ppserve.stage.link import Link
-from ppserve.stage.transport import Frames, Transport, create_transport
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks, create_gather
+from ppserve.stage.transport import Frames, Transport, create_gather, create_transport, kind_of
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
 from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
 
 _FORM_TIMEOUT = timedelta(seconds=20)
@@ -51,11 +51,16 @@ class ProcessGroupWiring:
         self._ports = ports
 
     def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        if layout.num_places > 1:
+        is_alone = layout.num_places == 1
+        if not is_alone:
             self._join(form, layout, link)
-        transport = create_transport(form.transport, frames)
+        transport = create_transport(form.transport, frames, None if is_alone else parallel_state.get_pp_group())
         try:
-            gather = create_gather(form.transport) if layout.num_tensor > 1 else NoTensorLink()
+            gather = (
+                create_gather(form.transport, parallel_state.get_tp_group())
+                if layout.num_tensor > 1
+                else NoTensorLink()
+            )
         except (TransportError, RuntimeError):
             transport.close()
             raise
@@ -69,11 +74,15 @@ class ProcessGroupWiring:
             store = join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
         wait_for_ranks(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
         _name_interface(form.address)
-        if form.transport == "nccl":
-            _keep_watchdog_from_ending_us()
-        backend = "nccl" if form.transport == "nccl" else "gloo"
-        rank, size = layout.place, layout.num_places
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FORM_TIMEOUT)
+        kind = kind_of(form.transport)
+        kind.prepare()
+        dist.init_process_group(
+            kind.group_backend,
+            store=store,
+            rank=layout.place,
+            world_size=layout.num_places,
+            timeout=_FORM_TIMEOUT,
+        )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
@@ -141,14 +150,6 @@ def _name_interface(address: str) -> None:
         for variable, value in ((GLOO_INTERFACE, name), ("NCCL_SOCKET_IFNAME", f"={name}")):
             if is_loopback(address) or variable not in os.environ:
                 os.environ[variable] = value
-
-
-def _keep_watchdog_from_ending_us() -> None:
-    """torch's thread beside NCCL would end the process and its weights after a neighbour's death.
-    Here the head notices losses, and the stage aborts its groups.
-    The operator's word wins."""
-    for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
-        os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
 class ThreadWiring:

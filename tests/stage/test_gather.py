@@ -24,7 +24,8 @@ from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
 from ppserve.model.inputs import Gather
 from ppserve.model.stock import TorchBackend
 from ppserve.stage.step import Stage
-from ppserve.stage.transport.gather import MemoryGather, NoTensorLink, TensorLink, connect_ranks, create_gather
+from ppserve.stage.transport import create_gather
+from ppserve.stage.transport.gather import MemoryGather, NoTensorLink, TensorLink, connect_ranks
 from tests.e2e.serving import wait_until
 from tests.worlds import Died, World
 
@@ -137,7 +138,7 @@ def meet(rank: int, kind: str, path: str, count: int) -> TensorLink:
     store = dist.FileStore(path, count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=WITHIN_S))
     parallel_state.initialize_model_parallel(count, 1)
-    return create_gather(kind)
+    return create_gather(kind, parallel_state.get_tp_group())
 
 
 def part(gather: TensorLink) -> None:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve import wire
+from ppserve.config import TRANSPORTS
 from ppserve.core.architecture import Cut, Split, StageLayout, stage_layouts
-from ppserve.errors import TransportError
+from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
-from ppserve.stage.transport import Frames
+from ppserve.stage.transport import KINDS, Frames, create_transport
 from ppserve.stage.transport.gather import GroupGather
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 from ppserve.stage.wiring import ProcessGroupWiring, Wires, join_epoch_store, open_epoch_store, wait_for_ranks
@@ -149,6 +150,14 @@ def test_the_watchdog_of_nccl_is_told_before_there_is_one(monkeypatch: pytest.Mo
         ProcessGroupWiring()._join(form, StageLayout(0, 1, 0, 4), link)
     ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     assert at_start == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(ours if transport == "nccl" else {})}
+
+
+def test_every_transport_of_the_flag_has_an_entry_or_needs_no_processes() -> None:
+    assert set(TRANSPORTS) == {"auto", "local", *KINDS}
+    with pytest.raises(
+        ConfigError, match="--transport: 'local' does not connect processes; choose shm, gloo or nccl"
+    ):
+        create_transport("local", Frames(4, torch.float32), ParallelGroup((0, 1), 0, None))  # type: ignore[arg-type]
 
 
 # ---- the process -------------------------------------------------------------------------------------------

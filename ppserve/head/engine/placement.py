@@ -120,19 +120,32 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
 
 
 def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
+    """The transport for these ranks. Raises ConfigError where the one that was asked for lacks something."""
     if len(hellos) == 1 or asked == "local":
         return "local"
-    one_host = len({hello.host.machine for hello in hellos}) == 1
-    one_user = len({hello.host.user for hello in hellos}) == 1
-    own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
-        # shm needs Linux's memfd; it is fast and notices a dead neighbour.
-        return "nccl" if own_gpus else "shm" if one_host and one_user and sys.platform == "linux" else "gloo"
-    if asked == "nccl" and not own_gpus:
-        raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
-    if asked == "shm" and not (one_host and one_user):
-        raise ConfigError("--transport", "shm needs all stages on one host, started by one user")
+        return next(name for name in _FASTEST_FIRST if _what_it_lacks(name, hellos) is None)
+    if lack := _what_it_lacks(asked, hellos):
+        raise ConfigError("--transport", f"{asked} needs {lack}")
     return asked
+
+
+_FASTEST_FIRST = ("nccl", "shm", "gloo")
+"""The transports that `auto` chooses from: shm is fast, and notices a dead neighbour at once."""
+
+
+def _what_it_lacks(transport: str, hellos: Sequence[wire.Hello]) -> str | None:
+    """What a transport needs that these ranks do not have; None if they can use it."""
+    match transport:
+        case "nccl":
+            own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
+            return None if own_gpus else "a GPU of its own for every stage"
+        case "shm":
+            places = {(hello.host.machine, hello.host.user) for hello in hellos}
+            if len(places) > 1:
+                return "all stages on one host, started by one user"
+            return None if sys.platform == "linux" else "Linux's memfd_create"
+    return None
 
 
 def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:

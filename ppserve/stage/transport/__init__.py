@@ -8,37 +8,86 @@ contiguous elements in the stages' dtype. T tokens, D width.
     gloo    processes anywhere, CPU or GPU (staged through host memory)
     nccl    one GPU per stage
 
-Tensor ranks of one stage exchange slices by a gather of the same name (`gather`).
+Tensor ranks of one stage exchange slices by a gather of the same name (`gather`). The table `KINDS` has all that
+differs between the transports of processes.
 """
 
 from __future__ import annotations
 
-import parallel_state
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError
+from ppserve.stage.transport import nccl
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
+from ppserve.stage.transport.gather import GroupGather, TensorLink, connect_shared_memory
 from ppserve.stage.transport.local import connect
-from ppserve.stage.transport.nccl import StreamPassage
 from ppserve.stage.transport.point_to_point import Passage, PinnedPassage, PointToPoint
 from ppserve.stage.transport.shm import SharedMemoryTransport
 
-__all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_transport"]
+__all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_gather", "create_transport", "kind_of"]
 
 
-def create_transport(name: str, frames: Frames) -> Transport:
-    """The transport `shm`, `gloo` or `nccl` for this rank's place in `parallel_state.get_pp_group()`.
+@dataclass(frozen=True, slots=True)
+class TransportKind:
+    """One way to connect the processes of a pipeline."""
 
+    create: Callable[[Frames, ParallelGroup], Transport]
+    """Connects this stage to its neighbours. Collective over the pipeline's group. Raises TransportError."""
+    create_gather: Callable[[ParallelGroup], TensorLink]
+    """Connects this rank to its stage's other tensor ranks. Collective over their group. Raises TransportError."""
+    group_backend: str = "gloo"
+    """The backend of torch.distributed for the epoch's groups, in which processes find each other."""
+    prepare: Callable[[], None] = lambda: None
+    """Called before the epoch's groups are made."""
+
+
+def _gloo(frames: Frames, group: ParallelGroup) -> Transport:
+    passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
+    return PointToPoint("gloo", frames, group, passage)
+
+
+def _nccl(frames: Frames, group: ParallelGroup) -> Transport:
+    return PointToPoint("nccl", frames, group, nccl.StreamPassage(frames.device))
+
+
+KINDS = {
+    "shm": TransportKind(SharedMemoryTransport, connect_shared_memory),
+    "gloo": TransportKind(_gloo, lambda group: GroupGather("gloo", group, Passage())),
+    "nccl": TransportKind(
+        _nccl, lambda group: GroupGather("nccl", group, nccl.AbortedPassage()), "nccl", nccl.quiet_watchdog
+    ),
+}
+"""The transports between processes, by the name that `--transport` gives them."""
+
+
+def kind_of(name: str) -> TransportKind:
+    """Return the transport's entry in `KINDS`. Raise ConfigError for a name that does not connect processes."""
+    if name not in KINDS:
+        *others, last = KINDS
+        choices = f"{', '.join(others)} or {last}"
+        raise ConfigError("--transport", f"{name!r} does not connect processes; choose {choices}")
+    return KINDS[name]
+
+
+def create_transport(name: str, frames: Frames, group: ParallelGroup | None) -> Transport:
+    """Create the transport `shm`, `gloo` or `nccl` for this rank's place in a pipeline.
+
+    group: the pipeline's stages (`parallel_state.get_pp_group()`). None, or a group of one stage, gets `local`
+    whatever the name.
     A collective call: every stage makes it, with the same frames but for the device.
-    A single stage gets `local` whatever the name.
     Raises ConfigError when the name does not connect processes, TransportError when a neighbour is gone.
     """
-    if not parallel_state.model_parallel_is_initialized() or parallel_state.get_pp_group().world_size == 1:
+    if group is None or group.world_size == 1:
         return connect((frames,))[0]
-    group = parallel_state.get_pp_group()
-    if name == "shm":
-        return SharedMemoryTransport(frames, group)
-    if name == "gloo":
-        passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
-        return PointToPoint(name, frames, group, passage)
-    if name == "nccl":
-        return PointToPoint(name, frames, group, StreamPassage(frames.device))
-    raise ConfigError("--transport", f"{name!r} does not connect processes; choose shm, gloo or nccl")
+    return kind_of(name).create(frames, group)
+
+
+def create_gather(name: str, group: ParallelGroup) -> TensorLink:
+    """Create the gather `shm`, `gloo` or `nccl` for one of a stage's tensor ranks.
+
+    group: these ranks (`parallel_state.get_tp_group()`).
+    A collective call. Raises ConfigError like `create_transport`, and TransportError.
+    """
+    return kind_of(name).create_gather(group)

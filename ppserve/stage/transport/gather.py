@@ -24,13 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.core.architecture import Cut
 from ppserve.errors import TransportError
 from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
 from ppserve.model.inputs import Alone, Gather
-from ppserve.stage.transport.nccl import AbortedPassage
 from ppserve.stage.transport.point_to_point import GroupUser, Passage
 from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
@@ -85,14 +83,6 @@ class GroupGather(GroupUser):
         return whole_TN.to(own_Tn.device)
 
 
-def create_gather(name: str) -> TensorLink:
-    """For `shm`, `gloo` or `nccl` in `get_tp_group()`. Collective. Raises TransportError."""
-    group = parallel_state.get_tp_group()
-    if name == "shm":
-        return _shm_gather(group)
-    return GroupGather(name, group, AbortedPassage() if name == "nccl" else Passage())
-
-
 def connect_ranks(count: int) -> tuple[TensorLink, ...]:
     """The tensor ranks of one stage, for threads of this process."""
     if count == 1:
@@ -101,7 +91,8 @@ def connect_ranks(count: int) -> tuple[TensorLink, ...]:
     return tuple(MemoryGather(memory, (rank, count)) for rank in range(count))
 
 
-def _shm_gather(group: ParallelGroup) -> MemoryGather:
+def connect_shared_memory(group: ParallelGroup) -> TensorLink:
+    """Connect the tensor ranks of one stage, processes of one host. Collective. Raise TransportError."""
     size = memory_bytes(group.world_size)
     connections: list[socket.socket] = []
     try:

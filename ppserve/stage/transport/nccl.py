@@ -14,6 +14,7 @@ Each group is aborted by its user: the pipeline's by its transport, that of tens
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import AbstractContextManager
 
@@ -26,6 +27,16 @@ from ppserve.stage.transport.point_to_point import Passage
 
 _ABORT_WITHIN_S = 30.0
 """An abort may take the group's timeout, which is 20 s."""
+
+
+def quiet_watchdog() -> None:
+    """Keep the watchdog, torch's thread beside NCCL, from ending this process when a neighbour has died.
+
+    The weights would be lost. Here the head notices losses, and the stage aborts its groups. Variables that the
+    operator has set are kept. Called before the groups are made.
+    """
+    for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
+        os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
 class AbortedPassage(Passage):

@@ -19,9 +19,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
-CPU_KV_SHARE = 0.25
-"""What the KV caches of a host's CPU stages may take of the memory that the weights leave, unless the operator
-says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,8 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag(
             "--kv-cache-memory",
             "KV cache of each stage, for example 2G, allocated at start. Default: on CPUs a quarter of the free"
-            " memory, at most 2 GiB, allocated as needed; on GPUs 85% of what is free.",
+            " memory, at most 2 GiB, and for one full sequence up to 7/8 of it, allocated as needed; on GPUs 85%"
+            " of what is free.",
             SIZE,
         ),
         _choice(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ppserve import wire
-from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
+from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.figures import size
 from ppserve.core.partition import PartCosts, mean
 from ppserve.errors import ConfigError, StagesLost
@@ -131,6 +131,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts) -> Intent:
     """What is to be served, with the memory of the smallest rank."""
     model = hellos[0].model
+    shares_memory = _on_cpus(hellos) and config.cache.kv_cache_memory is None
     return Intent(
         num_stages=1,
         parts=parts,
@@ -140,8 +141,8 @@ def _intent(config: ServeConfig, hellos: Sequence[wire.Hello], parts: PartCosts)
         max_model_len=config.model.max_model_len,
         block_size=config.cache.block_size,
         stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
-        kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
-        kv_share=CPU_KV_SHARE if _on_cpus(hellos) and config.cache.kv_cache_memory is None else 1.0,
+        kv_cache_memory=None if shares_memory else min(hello.device.kv_bytes for hello in hellos),
+        shares_memory=shares_memory,
         expect=config.scheduling.expect,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, matrices, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
+from ppserve.core.kv_memory import cpu_kv_bytes, sequence_blocks
 from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_split, decode_parts, split_by_cost
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -33,8 +34,9 @@ class Intent:
     stage_memory: int = 16 << 30
     """Bytes of a rank for weights and KV cache."""
     kv_cache_memory: int | None = None
-    """The most that the KV cache may take; None: `kv_share` of what the weights leave."""
-    kv_share: float = 1.0
+    """The most that the KV cache may take; None: what the weights leave."""
+    shares_memory: bool = False
+    """Whether `core.kv_memory` says how much of what the weights leave the KV cache may take."""
     expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
     num_tensor: int = 1
     """Ranks that compute each stage together."""
@@ -80,7 +82,7 @@ class Forecast:
     def max_sequences(self) -> int:
         """Sequences of full length that fit at once."""
         block_size = self.intent.block_size
-        return self.tightest.max_tokens // block_size // -(-self.max_model_len // block_size)
+        return self.tightest.max_tokens // block_size // sequence_blocks(self.max_model_len, block_size)
 
     @property
     def balance(self) -> dict[str, float]:
@@ -107,10 +109,13 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
     # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
     params = arch.num_params if layout.num_places == 1 else stage_params(arch, layout)
     weight_bytes = _weight_bytes(arch, layout, intent)
-    left = int(max(0, intent.stage_memory - weight_bytes) * intent.kv_share)
-    kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
     scale_bytes = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
     kv_bytes = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype], scale_bytes)
+    left = max(0, intent.stage_memory - weight_bytes)
+    kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
+    if intent.shares_memory:
+        num_blocks = sequence_blocks(arch.context(intent.max_model_len), intent.block_size)
+        kv_memory = cpu_kv_bytes(left, num_blocks * intent.block_size * kv_bytes)
     return StageForecast(layout, params, weight_bytes, kv_bytes, kv_memory)
 
 

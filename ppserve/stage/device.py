@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ppserve.config import CPU_KV_SHARE, ServeConfig
+from ppserve.config import ServeConfig
 from ppserve.core.figures import counted
+from ppserve.core.kv_memory import cpu_kv_bytes
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
@@ -23,7 +24,6 @@ from ppserve.process.limits import available_bytes, available_cores
 
 log = logging.getLogger(__name__)
 
-_CPU_LIMIT_BYTES = 2 << 30
 # The cache's share of what is free once weights are loaded.
 _GPU_SHARE = 0.85
 
@@ -99,15 +99,17 @@ class Compute:
             return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
         return available_bytes() // self.stages_here
 
-    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
-        """What the KV cache may take. weight_bytes: the stage's, which are in memory.
-        vocab_size: on the last stage, where rows are drawn."""
+    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0, sequence_bytes: int = 0) -> int:
+        """What the KV cache may take. weight_bytes: the stage's, which are in memory. vocab_size: on the last
+        stage, where rows are drawn. sequence_bytes: of a sequence of full length."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # gives others what loading and the self-test let go
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
             return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))
-        return min(int(available_bytes() * CPU_KV_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
+        # Another stage may still load its weights; the last one to load finds what is left, and the head takes
+        # the number of blocks from the stage with least room.
+        return cpu_kv_bytes(available_bytes() // self.stages_here, sequence_bytes)
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:

@@ -22,6 +22,7 @@ import torch
 
 from ppserve import wire
 from ppserve.core.figures import size
+from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
@@ -151,13 +152,17 @@ class StageLoop:
     def _loaded(self, model: Decoder, why_not: str) -> wire.Loaded:
         compute, cache = self._found.compute, self._start.config.cache
         layout, backend = model.layout, model.backend
+        block_bytes = backend.block_bytes(model.arch, layout, cache.block_size)
+        context = model.arch.context(self._start.config.model.max_model_len)
+        sequence_bytes = sequence_blocks(context, cache.block_size) * block_bytes
         drawn_from = model.arch.vocab_size if layout.is_last else 0
         return wire.Loaded(
             device=compute.name,
             params=model.num_params,
             weight_bytes=model.weight_bytes,
-            block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
-            kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes, drawn_from),
+            block_bytes=block_bytes,
+            kv_bytes=cache.kv_cache_memory
+            or compute.kv_budget_bytes(model.weight_bytes, drawn_from, sequence_bytes),
             why_not=why_not,
             kernels=backend.describe(),
             variants=compute.kernel_variants,

@@ -196,10 +196,16 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert {shape_name(p.grid) for p in found if p.fits} == {"2x1x1", "1x2x1"}
 
 
-def test_a_quarter_of_what_the_weights_leave_is_for_keys_and_values_unless_told() -> None:
-    room = {"memory_bytes": (622 << 20) + (100 << 20), "kv_bytes": 80 << 20}
-    fits = {shape_name(p.grid): p.fits for p in compare_shapes(config(), hellos(2, **room))}
-    assert fits == {"1x1x2": False, "1x2x1": True, "2x1x1": True}, "one full sequence takes 72 MiB"
+@pytest.mark.parametrize(("left_mib", "sequences"), [(80, 0), (84, 1), (300, 1), (600, 2)])
+def test_of_what_the_weights_leave_a_shape_has_a_quarter_or_one_sequence_unless_told(
+    left_mib: int, sequences: int
+) -> None:
+    """All weights take 622 MiB, and a full sequence 72. Of 80 MiB 7/8 are 70, of 84 they are 73.5."""
+    room = {"memory_bytes": (622 + left_mib) << 20, "kv_bytes": 80 << 20}
+    found = {shape_name(p.grid): p for p in compare_shapes(config(), hellos(2, **room))}
+    assert found["1x1x2"].plan.max_sequences == sequences
+    assert found["1x1x2"].fits == (sequences > 0)
+    assert all(found[halved].fits for halved in ("1x2x1", "2x1x1")), "each rank has half of the weights"
     told = replace(config(), cache=CacheSettings(kv_cache_memory=80 << 20))
     assert all(p.fits for p in compare_shapes(told, hellos(2, **room)))
 

@@ -14,20 +14,23 @@ import torch
 
 from ppserve import Pipeline
 from ppserve.config import DeviceSettings, ServeConfig
+from ppserve.core.architecture import StageLayout
+from ppserve.core.kv_memory import cpu_kv_bytes, sequence_blocks
 from ppserve.errors import ConfigError
+from ppserve.model.cpu import kv_cache
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.limits import available_bytes, available_cores, available_tasks
 from ppserve.stage.device import (
-    CPU_KV_SHARE,
     Compute,
     choose,
     devices_here,
     gpu_share,
 )
+from tests.model.random_checkpoint import architecture
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
 
 
@@ -82,8 +85,9 @@ def test_stages_of_one_host_share_its_memory() -> None:
     bytes_now, count = available_bytes(), 1000
     compute = Compute(CPU, "float32", stages_here=count)
     assert bytes_now / 2 <= count * compute.memory_bytes() <= 2 * bytes_now
-    kv_bytes = bytes_now * CPU_KV_SHARE
-    assert kv_bytes / 2 <= count * compute.kv_budget_bytes() <= 2 * kv_bytes
+    for sequence_bytes in (0, GIB):
+        kv_bytes = count * cpu_kv_bytes(bytes_now // count, sequence_bytes)
+        assert kv_bytes / 2 <= count * compute.kv_budget_bytes(sequence_bytes=sequence_bytes) <= 2 * kv_bytes
 
 
 def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:
@@ -256,6 +260,41 @@ def test_cores_are_those_of_the_container(
 )  # fmt: skip
 def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     assert available_bytes(tree(tmp_path, **files)) == gib * GIB
+
+
+# Keys and values have 3 heads of 64, as in SmolLM2 135M: 15 layers take 22.5 KiB for a token in float32.
+SMOL = architecture(num_layers=30, width=576, num_heads=9, kv_heads=3, max_positions=8192)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "used_mib", "stages", "kv_dtype", "tokens"),
+    [
+        # Without a limit a quarter of the 64 GiB of the machine would be more than the 2 GiB that are taken.
+        (None, 0, 2, torch.float32, 93_200),
+        # What a new user met: 575 MiB are left to two stages. A quarter is room for 3,270 tokens.
+        (2200, 1625, 2, torch.float32, 8192),
+        (2200, 1625, 1, torch.float32, 8192),
+        # 7/8 of a quarter are 126 MiB, and of a half of 360 MiB they are 157: one sequence takes 180.
+        (2200, 1625, 4, torch.float32, 5712),
+        (2200, 1840, 2, torch.float32, 7168),
+        # A quarter of the type takes a quarter of the memory, and its scales.
+        (2200, 1625, 4, torch.int8, 8192),
+        (2200, 2150, 2, torch.int8, 3744),
+        # A quarter is more than a sequence takes.
+        (4096, 1024, 2, torch.float32, 17_472),
+        (2200, 2200, 2, torch.float32, 0),
+    ],
+)
+def test_where_memory_has_room_for_a_sequence_it_is_let_in(
+    tmp_path: Path, limit_mib: int | None, used_mib: int, stages: int, kv_dtype: torch.dtype, tokens: int
+) -> None:
+    """As a stage of 15 layers counts. The sequence may take 8,192 tokens, in blocks of 16."""
+    limit = (1 << 63) - 4096 if limit_mib is None else limit_mib * MIB
+    group = "sys/fs/cgroup/memory/a/memory."
+    files = {f"{group}limit_in_bytes": f"{limit}\n", f"{group}usage_in_bytes": f"{used_mib * MIB}\n"}
+    left = available_bytes(tree(tmp_path, **{"proc/self/cgroup": "4:memory:/a\n"}, **files)) // stages
+    block = kv_cache.block_bytes(SMOL, StageLayout(0, 2, 0, 30), 16, kv_dtype)
+    assert cpu_kv_bytes(left, sequence_blocks(8192, 16) * block) // block * 16 == tokens
 
 
 def test_processes_are_those_of_the_container_and_the_user(

@@ -76,12 +76,12 @@ def test_threads_draw_what_the_model_draws(split: str) -> None:
 
 
 class Scales(Compute):
-    """weighed: what it was asked for the memory beside: weights, and the logits of a vocabulary."""
+    """weighed: the weights, the vocabulary and the bytes of a sequence that it was asked about."""
 
-    weighed: list[tuple[int, int]]
+    weighed: list[tuple[int, int, int]]
 
-    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
-        self.weighed.append((weight_bytes, vocab_size))
+    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0, sequence_bytes: int = 0) -> int:
+        self.weighed.append((weight_bytes, vocab_size, sequence_bytes))
         return 1 << 20
 
 
@@ -98,7 +98,8 @@ def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
         arch = checkpoint.architecture
         assert loaded.params == arch.num_params + arch.vocab_size * arch.width
         assert loaded.why_not == ""
-        assert compute.weighed == [(0, 0), (loaded.weight_bytes, checkpoint.architecture.vocab_size)]
+        sequence_bytes = arch.max_positions // 16 * loaded.block_bytes
+        assert compute.weighed == [(0, 0, 0), (loaded.weight_bytes, arch.vocab_size, sequence_bytes)]
         stage.tell(wire.Shutdown(7))
         assert stage.exit_code.result(WITHIN_S) == 7
 

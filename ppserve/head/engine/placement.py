@@ -9,6 +9,7 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, stage_layouts
 from ppserve.core.grid import RankGrid
+from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import (
     check_split,
     check_tensor_ranks,
@@ -59,16 +60,18 @@ def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
     scheduling = decision.scheduling
     block_size = scheduling.block_size
     context = scheduling.max_model_len
-    needed = -(-context // block_size)
+    needed = sequence_blocks(context, block_size)
     can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
     num_blocks = min(can_hold)
     if num_blocks < needed:
         tightest = can_hold.index(num_blocks)
-        stage = tightest * len(decision.layouts) // len(loaded)
+        stage, its = tightest * len(decision.layouts) // len(loaded), loaded[tightest]
+        has = f"{its.kv_bytes} bytes for keys and values, room for {num_blocks * block_size} tokens"
+        needs = f"one sequence may take {context} ({needed * its.block_bytes} bytes)"
+        shorter = f"lower --max-model-len to {num_blocks * block_size}, " if num_blocks else ""
         raise ConfigError(
             "--kv-cache-memory",
-            f"stage {stage} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
-            f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
+            f"stage {stage} has {has}; {needs}; {shorter}free memory on its host or give it more",
         )
     return min(num_blocks, needed * scheduling.max_num_seqs)
 

@@ -138,8 +138,14 @@ def test_as_many_blocks_as_the_tightest_stage_holds_and_full_sequences_use(
 
 
 def test_a_stage_without_room_for_a_whole_sequence_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"stage 1 has room for 96 tokens; one .* 100 \(7000 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"stage 1 has 6999 bytes .* 96 tokens; .* 100 \(7000 bytes\); .*-len to 96,"
+    ):
         count_blocks(*with_room_for((7, 6)))
+    with pytest.raises(
+        ConfigError, match=r"room for 0 tokens; .*\(7000 bytes\); free memory on its host or give it"
+    ):
+        count_blocks(*with_room_for((7, 0)))
 
 
 def with_room_for(blocks: tuple[int, int]) -> tuple[Decision, list[wire.Loaded]]:

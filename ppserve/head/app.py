@@ -21,7 +21,7 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
-from ppserve.head.engine.control import SocketControlPlane
+from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
@@ -249,7 +249,9 @@ class HeadProcess:
         reads = {what: each.read for what, each in held.items() if each is not None}
         if (tls := self._meeting.tls) is not None:
             # For new connections of stages, which read their own files.
-            reads["certificates for stages"] = lambda: self._control.show(stage_context(tls, serves=True))
+            reads["certificates for stages"] = lambda: self._control.use_certificate(
+                stage_context(tls, serves=True)
+            )
 
         def reload() -> None:
             for what, read_again in reads.items():

@@ -18,7 +18,8 @@ from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.figures import size
 from ppserve.core.partition import PartCosts, mean
 from ppserve.errors import ConfigError, StagesLost
-from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
+from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.planning.forecast import Intent

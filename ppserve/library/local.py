@@ -12,7 +12,7 @@ from functools import partial
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control import Disconnected, LossCause, Received
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
@@ -47,7 +47,7 @@ class LocalControlPlane:
         for rank in ranks:
             self.links[rank].handle_message(time.monotonic_ns(), message)
 
-    def drop(self, rank: int, cause: str) -> None:
+    def drop(self, rank: int, cause: LossCause) -> None:
         """A thread can be neither ended nor restarted: the pipeline ends."""
         self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 

@@ -18,7 +18,7 @@ from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
 from ppserve.process.meeting import connect_to_head, find_meeting
-from ppserve.process.stage_process import ForkServer, StageProcess
+from ppserve.process.stage_process import ForkServer, StageLine, StageProcess
 
 # Without a sign of life, which comes every half second, a stage is killed.
 FROZEN_AFTER_S = 4.0
@@ -62,11 +62,11 @@ class RestartPolicy:
 
     def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
         """A stage process ended. Returns why no other is started, else None."""
-        if "connected" in reported or code != EXIT_HEAD_GONE:
+        if StageLine.CONNECTED in reported or code != EXIT_HEAD_GONE:
             # One that was ready and lost the head counts as serving: it may have had no work.
-            would_serve = "served" in reported or ("ready" in reported and code == EXIT_HEAD_GONE)
+            would_serve = StageLine.SERVED in reported or (StageLine.READY in reported and code == EXIT_HEAD_GONE)
             self._deaths = 1 if would_serve else self._deaths + 1
-        if "connected" in reported:
+        if StageLine.CONNECTED in reported:
             self._had_head_s = now_s
         if self._deaths == MAX_DEATHS:
             return f"{self._name} died {MAX_DEATHS} times in a row (last code {code})"
@@ -76,7 +76,7 @@ class RestartPolicy:
 
     def pause_s(self, reported: Reported) -> float:
         """How long to wait after a process that reported this."""
-        return 0.0 if "connected" in reported else _LONGER_S * max(0, self._deaths - 1)
+        return 0.0 if StageLine.CONNECTED in reported else _LONGER_S * max(0, self._deaths - 1)
 
 
 class Keeper:
@@ -168,9 +168,9 @@ class Keeper:
             if lines:
                 last_sign_s = self._clock()
             reported.update(lines)
-            self._found_head |= "connected" in reported
-            self._was_ready |= "ready" in reported
-            limit_s = FROZEN_AFTER_S if "connected" in reported else FROZEN_WHILE_PREPARING_S
+            self._found_head |= StageLine.CONNECTED in reported
+            self._was_ready |= StageLine.READY in reported
+            limit_s = FROZEN_AFTER_S if StageLine.CONNECTED in reported else FROZEN_WHILE_PREPARING_S
             frozen = now_s - last_sign_s > limit_s
             if frozen or self._is_overdue():
                 child.kill()

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 
 from ppserve import wire
 from ppserve.process.environment import signals_blocked
@@ -20,6 +21,21 @@ STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
 FORK, REAP = b"f", b"r"
 EXIT_CODE = struct.Struct("i")
 _KILLED = -signal.SIGKILL
+
+
+class StageLine(StrEnum):
+    """What a stage process writes to its keeper, a line each. An empty line says only that it runs."""
+
+    FORKED = "forked"
+    """It exists; its process id follows on the same line."""
+    STARTED = "started"
+    """It has read its configuration."""
+    CONNECTED = "connected"
+    """It has found the head."""
+    READY = "ready"
+    """It has entered an epoch."""
+    SERVED = "served"
+    """It has computed its first step."""
 
 
 class ForkServer:
@@ -99,10 +115,8 @@ class ForkServer:
 class StageProcess:
     """One process that computes for a stage. It waits for `start` first.
 
-    It writes lines to a socket: an empty one at least every half second, also while the fork server imports;
-    `forked PID` when it exists, `started` when it has its configuration, `connected` when it has found the head,
-    `ready` when it has entered an epoch, `served` when it has computed its first step.
-    The socket's end is the process's end.
+    It writes lines to a socket: those of `StageLine`, and an empty one at least every half second, also while the
+    fork server imports. The socket's end is the process's end.
     """
 
     def __init__(self, server: ForkServer) -> None:
@@ -110,35 +124,36 @@ class StageProcess:
         self._pid: int | None = None
         self._line = b""
         self._has_ended = False
-        self._life, theirs = socket.socketpair()
+        self._stage, theirs = socket.socketpair()
         with theirs:
             try:
                 server.request_stage(theirs.fileno())
             except OSError:
-                self._life.close()
+                self._stage.close()
                 raise
 
     def start(self, start: wire.Start) -> None:
         """Makes it a stage."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `reap` tells
-            self._life.sendall(wire.encode(start))
+            self._stage.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
         """Lines that arrived, waiting up to `timeout_s` for the first; None at the end."""
         waiting = select.poll()  # unlike `select`, also for descriptors from 1024 on
-        waiting.register(self._life, select.POLLIN)
+        waiting.register(self._stage, select.POLLIN)
         if not waiting.poll(1e3 * timeout_s):
             return []
         try:
-            received = self._life.recv(4096)
+            received = self._stage.recv(4096)
         except ConnectionResetError:  # it has ended without reading all
             received = b""
         if not received:
             return None
         *lines, self._line = (self._line + received).split(b"\n")
         for line in lines:
-            if line.startswith(b"forked "):
-                self._pid = int(line.removeprefix(b"forked "))
+            first, _, pid = line.partition(b" ")
+            if first.decode() == StageLine.FORKED:
+                self._pid = int(pid)
         return [line.decode() for line in lines]
 
     def kill(self) -> None:
@@ -153,5 +168,5 @@ class StageProcess:
     def reap(self) -> int:
         """The exit code of a process whose socket has ended (-9: killed)."""
         self._has_ended = True
-        self._life.close()
+        self._stage.close()
         return self._server.reap_stage()

@@ -29,7 +29,7 @@ from ppserve.process.environment import (
 from ppserve.process.log import flush_streams, never_wait_for_readers, set_up_logging
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import find_route
-from ppserve.process.stage_process import EXIT_CODE, FORK, REAP
+from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, StageLine
 
 if TYPE_CHECKING:
     from ppserve.stage.probe import ProbeResult
@@ -56,21 +56,21 @@ def main() -> int:
             continue
         if request != FORK:
             os._exit(EXIT_HEAD_GONE)  # the keeper has ended
-        (life,) = fds
-        _import(life)
+        (keeper_fd,) = fds
+        _import(keeper_fd)
         if os.fork() == 0:
             requests.close()
-            return be_stage(life, server_pid)
-        os.close(life)
+            return run_stage_process(keeper_fd, server_pid)
+        os.close(keeper_fd)
 
 
-def _import(life: int) -> None:
+def _import(keeper_fd: int) -> None:
     """All that a stage needs, for seconds. No thread is left to survive a fork. What the machine does not allow,
     each stage finds out again, and tells the head."""
     # The collector need not look at imports, nor write to pages that stages share.
     gc.disable()
     is_done = threading.Event()
-    thread = threading.Thread(target=_show_life, args=(life, is_done))
+    thread = threading.Thread(target=_send_signs_of_life, args=(keeper_fd, is_done))
     thread.start()
     try:
         with contextlib.suppress(UsageError, PermissionError):
@@ -81,31 +81,35 @@ def _import(life: int) -> None:
     gc.freeze()
 
 
-def be_stage(life: int, parent_pid: int) -> int:
-    """A stage process, a child of `parent_pid`; returns its exit code."""
+def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
+    """Run a stage in this process, a child of `parent_pid`, and return its exit code.
+
+    keeper_fd: a socket to the keeper, which writes the `Start` to it and reads lines from it (`StageLine`).
+    """
     die_with_parent(parent_pid)
     name_process("ppserve.stage")
     gc.enable()
-    os.write(life, b"forked %d\n" % os.getpid())
-    threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
-    start = _read_start(life)
+    _write_line(keeper_fd, f"{StageLine.FORKED} {os.getpid()}")
+    forever = threading.Event()
+    threading.Thread(target=_send_signs_of_life, args=(keeper_fd, forever), name="life", daemon=True).start()
+    start = _read_start(keeper_fd)
     never_wait_for_readers()
     set_up_logging(start.config.server, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
-    os.write(life, b"started\n")
-    return _find_head(start, _probe(start), life)
+    _write_line(keeper_fd, StageLine.STARTED)
+    return _find_head(start, _probe(start), keeper_fd)
 
 
-def _find_head(start: wire.Start, found: ProbeResult | UsageError, life: int) -> int:
-    """Only now, as a download or a measurement may take long."""
+def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: int) -> int:
+    """Connect to the head, and run the stage. A download or a measurement may have taken long before."""
     assert start.meeting is not None
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
     except (OSError, UsageError) as error:
         log.error("cannot reach the head: %s", error)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_HEAD_GONE
-    os.write(life, b"connected\n")
-    return _serve(start, found, connection, life)
+    _write_line(keeper_fd, StageLine.CONNECTED)
+    return _serve(start, found, connection, keeper_fd)
 
 
 def _probe(start: wire.Start) -> ProbeResult | UsageError:
@@ -120,7 +124,7 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
         return error
 
 
-def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, life: int) -> int:
+def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, keeper_fd: int) -> int:
     """Runs the stage, or tells the head of a mistake; returns the exit code."""
     try:
         if isinstance(found, UsageError):
@@ -137,23 +141,27 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
 
     link = HeadLink(connection, end=os._exit)
     stage = StageLoop(start, found, link, ProcessGroupWiring(start.config.network.stage_ports), route)
-    return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))
+    return stage.run(report=lambda line: _write_line(keeper_fd, line))
 
 
-def _read_start(life: int) -> wire.Start:
+def _read_start(keeper_fd: int) -> wire.Start:
     reader = wire.FrameReader(wire.Start)
-    while received := os.read(life, 1 << 16):
+    while received := os.read(keeper_fd, 1 << 16):
         for message in reader.feed(received):
             assert isinstance(message, wire.Start)
             return message
     os._exit(EXIT_HEAD_GONE)
 
 
-def _show_life(life: int, is_done: threading.Event) -> None:
-    """Bytes now and then tell the keeper that this process is not frozen."""
+def _write_line(keeper_fd: int, line: str) -> None:
+    os.write(keeper_fd, f"{line}\n".encode())
+
+
+def _send_signs_of_life(keeper_fd: int, is_done: threading.Event) -> None:
+    """Send the keeper an empty line every half second: this process is not frozen."""
     while True:
         try:
-            os.write(life, b"\n")
+            _write_line(keeper_fd, "")
         except OSError:
             os._exit(EXIT_HEAD_GONE)
         if is_done.wait(_SIGN_OF_LIFE_S):

@@ -33,6 +33,7 @@ from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine, this_user
 from ppserve.process.limits import available_cores
 from ppserve.process.network import ONE_HOST, Route
+from ppserve.process.stage_process import StageLine
 from ppserve.stage.device import in_words, lacks_memory
 from ppserve.stage.link import Link, Stamped
 from ppserve.stage.probe import ProbeResult
@@ -80,8 +81,8 @@ class StageLoop:
         link.start(self._end_waits)
 
     @torch.inference_mode()
-    def run(self, report: Callable[[str], object] = lambda _: None) -> int:
-        """Returns the exit code. report: called with `ready` at epochs, `served` once."""
+    def run(self, report: Callable[[StageLine], object] = lambda _: None) -> int:
+        """Returns the exit code. report: called with READY at each epoch, and with SERVED once."""
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -92,12 +93,12 @@ class StageLoop:
                 case wire.Plan(plan, sampling):
                     if self._step(plan, sampling, arrived_ns) and not has_served:
                         has_served = True
-                        report("served")
+                        report(StageLine.SERVED)
                 case wire.Assign():
                     self._load(message)
                 case wire.Form():
                     if self._enter_epoch(message):
-                        report("ready")
+                        report(StageLine.READY)
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):

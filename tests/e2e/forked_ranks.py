@@ -175,7 +175,7 @@ def _be_stage(life: int, keeper: int) -> NoReturn:
     # As the fork server has set them for its stages.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stage_main.run_and_exit(lambda: stage_main.be_stage(life, keeper))
+    stage_main.run_and_exit(lambda: stage_main.run_stage_process(life, keeper))
 
 
 def _be_new(name: str) -> None:

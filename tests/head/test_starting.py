@@ -19,7 +19,8 @@ from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, 
 from ppserve.core.architecture import Architecture
 from ppserve.core.partition import ExpectedWorkload, PartCosts
 from ppserve.errors import ConfigError, StagesLost
-from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
+from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.head.starting import TELL_EVERY_S, WaitLimit, compare_shapes, find_missing, wait_for_greetings
 from ppserve.planning.shapes import shape_name
 from tests.head.engine.scripted import SECOND, MembersRig, ScriptedControl

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.config import NetworkSettings
-from ppserve.head.engine.control import SocketControlPlane
+from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.process.network import connect, listen
 from ppserve.process.tls import stage_context
 

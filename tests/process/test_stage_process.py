@@ -28,12 +28,12 @@ import os, signal, sys, time
 from ppserve import wire
 from ppserve.stage import __main__ as main
 main._import = lambda life: None
-def be_stage(life, parent):
+def run_stage_process(life, parent):
     main.die_with_parent(parent)
     os.write(life, b"forked %d" % os.getpid())
     os.write(life, b"\\n\\nstar")
     return live(life)
-main.be_stage = be_stage
+main.run_stage_process = run_stage_process
 def told(life):
     return (wire.FrameReader(wire.Start).feed(os.read(life, 1 << 16)) or sys.exit(75))[0]
 """
@@ -68,7 +68,7 @@ class Slow:
             time.sleep(0.7)
 import importlib
 importlib.reload(main)
-main.be_stage = be_stage
+main.run_stage_process = run_stage_process
 live = lambda life: 0
 sys.meta_path.insert(0, Slow())
 """

@@ -26,9 +26,6 @@ from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import WireError
 
-RESTART = "restart"
-"""Why a stage process ended that the head ended, so that its keeper starts another."""
-
 
 class StageState(Enum):
     ABSENT = auto()

@@ -19,8 +19,8 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult
 from ppserve.errors import StagesLost, UsageError, WireError
-from ppserve.head.engine.control import ControlPlane
-from ppserve.head.engine.member import RESTART, Decision, EpochLost, Member, MemberEvent, StageState
+from ppserve.head.engine.control import ControlPlane, LossCause
+from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent, StageState
 from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
@@ -107,7 +107,7 @@ class Members:
     def restart(self) -> None:
         """Ends all stage processes. Their keepers start others."""
         for rank in self.ranks:
-            self._control.drop(rank, RESTART)
+            self._control.drop(rank, LossCause.RESTART)
 
     # ---- events ----
 
@@ -118,7 +118,7 @@ class Members:
             return self._handle(self[rank], now_ns, message)
         except WireError as error:
             log.warning("%s: its connection is ended", error)
-            self._control.drop(rank, "protocol")
+            self._control.drop(rank, LossCause.PROTOCOL)
             return None
 
     def _handle(self, member: Member, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
@@ -143,7 +143,7 @@ class Members:
                 raise (StagesLost if self.epoch else UsageError)(message.reason)
         return None
 
-    def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> EpochLost | None:
+    def handle_disconnect(self, rank: int, cause: LossCause, now_ns: int) -> EpochLost | None:
         """A stage process died, and its keeper starts another."""
         member = self[rank]
         self._move(rank, StageState.ABSENT, now_ns)
@@ -151,7 +151,9 @@ class Members:
             return None
         self._update(rank, restarts=member.restarts + 1)
         # For its keeper, a process that never finishes a step does not die.
-        return self._lose_epoch(f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == "stuck")
+        return self._lose_epoch(
+            f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == LossCause.STUCK
+        )
 
     def tick(self, now_ns: int) -> EpochLost | None:
         """Pings all ranks every 0.5 s, and cuts off those that are silent too long."""
@@ -178,13 +180,13 @@ class Members:
         if self.epoch and now_ns - member.since_ns > patience_ns:
             raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
 
-    def _overdue(self, member: Member, now_ns: int) -> str | None:
-        """Why a connected rank must be cut off, in one word; else None."""
+    def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
+        """Return why a connected rank must be cut off; None if it need not be."""
         limit_ns = _CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS
         if now_ns - self._heard_ns[member.rank] > limit_ns:
-            return "frozen"
+            return LossCause.FROZEN
         if member.due_ns and now_ns > member.due_ns:
-            return "late" if member.state is StageState.FORMING else "stuck"
+            return LossCause.LATE if member.state is StageState.FORMING else LossCause.STUCK
         return None
 
     def head_paused(self, now_ns: int) -> bool:

@@ -23,8 +23,8 @@ from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining, StagesLost
-from ppserve.head.engine.control import ControlPlane, Disconnected, Received
-from ppserve.head.engine.member import RESTART, Decision, EpochLost, Member, MemberEvent
+from ppserve.head.engine.control import ControlPlane, Disconnected, LossCause, Received
+from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent
 from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.engine")
@@ -67,8 +67,8 @@ class StepObserver:
     def on_span_settled(self, replica: int, settled: Settled) -> None:
         """The ledger attributed an interval of a stage's time."""
 
-    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
-        """A stage process died. cause: one word."""
+    def on_stage_died(self, replica: int, stage: int, cause: LossCause) -> None:
+        """One of a stage's processes died."""
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
         """A turn ended. in_flight: steps."""
@@ -148,7 +148,7 @@ class Replica:
         if (stuck := self.steps.stuck(now_ns)) is not None:
             step_id, stage = stuck
             for tensor in self._ranks.owing(step_id, stage):
-                self._control.drop(self.members.ranks[stage * self.members.grid.tensor + tensor], "stuck")
+                self._control.drop(self.members.ranks[stage * self.members.grid.tensor + tensor], LossCause.STUCK)
         return events
 
     def refill(self, woken_ns: int) -> None:
@@ -197,7 +197,7 @@ class Replica:
         log.warning("%s died (%s)", self.members.grid.name(of.rank), of.cause)
         for observer in self._observers:
             observer.on_stage_died(self.number, self.members[of.rank].stage, of.cause)
-        return [] if of.cause == RESTART else self._blame_requests(of.rank, of.cause)
+        return [] if of.cause == LossCause.RESTART else self._blame_requests(of.rank, of.cause)
 
     def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
         result = self._ranks.add_result(of_rank)

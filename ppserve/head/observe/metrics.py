@@ -31,6 +31,7 @@ from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.scheduler import OUTCOMES, Scheduler
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
+from ppserve.head.engine.control import LossCause
 from ppserve.head.engine.replica import StepObserver
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
@@ -40,7 +41,6 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Family = Counter | Gauge | Histogram
 StageTimesByReplica = Callable[[], tuple[tuple[StageTimes, ...], ...]]
-RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "forming", "restart")
 
 STATUSES = (
     "INVALID_ARGUMENT",
@@ -168,7 +168,7 @@ class StepMetrics(StepObserver):
         self._tokens = [{p: tokens.labels(r, p) for p in BUSY} for r in replicas]
         self._drafted = [{o: drafted.labels(r, o) for o in OUTCOMES} for r in replicas]
         self._num_drafted = [dict.fromkeys(OUTCOMES, 0) for _ in replicas]
-        for replica, stage, cause in product(replicas, stages, RESTART_CAUSES):
+        for replica, stage, cause in product(replicas, stages, LossCause):
             self._restarts.labels(replica, stage, cause)
         for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
             family.labels(replica)
@@ -199,7 +199,7 @@ class StepMetrics(StepObserver):
                 self._drafted[replica][outcome].inc(count - before[outcome])
             self._num_drafted[replica] = dict(outcomes)
 
-    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
+    def on_stage_died(self, replica: int, stage: int, cause: LossCause) -> None:
         self._restarts.labels(str(replica), str(stage), cause).inc()
 
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture
-from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
+from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.process.meeting import make_proof
 from tests.hellos import hello as hello_of
 from tests.process.test_network import finds_out_after_20_s

@@ -1,0 +1,47 @@
+"""Who is let in, without a socket: what a stranger says, and what the head answers."""
+
+from __future__ import annotations
+
+from ppserve import wire
+from ppserve.core.architecture import Architecture
+from ppserve.head.engine.greeting import Greeting
+from ppserve.process.meeting import make_proof
+from tests.hellos import hello
+
+SECRET = b"the secret of this server"
+ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+
+
+def proof(greeting: Greeting, rank: int, secret: bytes = SECRET) -> wire.Proof:
+    return wire.Proof(rank, make_proof("rank", secret, rank, greeting.challenge.nonce, b"mine"), b"mine")
+
+
+def test_a_rank_proves_itself_and_greets_once() -> None:
+    greeting = Greeting(SECRET, 2)
+    answer = greeting.answer(proof(greeting, 1), ())
+    assert answer == wire.Welcome(make_proof("head", SECRET, 1, greeting.challenge.nonce, b"mine"))
+    assert greeting.rank == 1
+    assert greeting.answer(hello(1, 2, ARCH), ()) is None
+
+
+def test_a_keeper_may_say_that_its_stage_keeps_dying() -> None:
+    greeting = Greeting(SECRET, 2)
+    greeting.answer(proof(greeting, 0), ())
+    assert greeting.answer(wire.Failed("it died 10 times"), ()) is None
+
+
+def test_a_rank_that_is_connected_may_try_again_and_others_may_not() -> None:
+    greeting = Greeting(SECRET, 2)
+    assert greeting.answer(proof(greeting, 1), {1}) == wire.Refused("rank 1 is connected already", may_retry=True)
+    refused = greeting.answer(proof(greeting, 1, b"another secret"), ())
+    assert isinstance(refused, wire.Refused)
+    assert not refused.may_retry
+    assert greeting.rank is None
+
+
+def test_of_two_that_proved_to_be_one_rank_the_first_to_greet_gets_in() -> None:
+    first, second = Greeting(SECRET, 2), Greeting(SECRET, 2)
+    for greeting in (first, second):
+        assert isinstance(greeting.answer(proof(greeting, 0), ()), wire.Welcome)
+    assert first.answer(hello(0, 2, ARCH), ()) is None
+    assert isinstance(second.answer(hello(0, 2, ARCH), {0}), wire.Refused)

@@ -18,7 +18,6 @@ from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
     LEAST_URGENT,
     MAX_BIAS,
-    MAX_COUNT,
     MAX_N,
     MIN_TEMPERATURE,
     MOST_URGENT,
@@ -169,16 +168,13 @@ def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDe
 
 
 def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
-    of_model = {
-        "sampling.n": (1, MAX_COUNT),
-        **dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs)),
-    }
+    of_model = dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs))
     for field, (low, high) in (RANGES | of_model).items():
         if (value := given.get(field.rpartition(".")[2])) is not None:
-            yield from _outside(field, value, low, high)
-    if given.get("n", 1) > limits.max_n:
-        problem = f"at most {MAX_N}, and as many as run at once here (--max-num-seqs): {limits.max_n}"
-        yield Violation("sampling.n", f"{given['n']} sequences; {problem}")
+            yield from outside(field, value, low, high)
+    why = "" if limits.max_n == MAX_N else ", as many as run at once here (--max-num-seqs)"
+    for wrong in outside("sampling.n", given.get("n", 1), 1, limits.max_n):
+        yield Violation(wrong.field, wrong.problem + why)
 
 
 def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violation]:
@@ -188,8 +184,8 @@ def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violat
         return
     for token_id, value in sorted(bias.items()):
         field = f"sampling.logit_bias[{token_id}]"
-        yield from _outside(field, token_id, 0, description.architecture.vocab_size - 1)
-        yield from _outside(field, value, -MAX_BIAS, MAX_BIAS)
+        yield from outside(field, token_id, 0, description.architecture.vocab_size - 1)
+        yield from outside(field, value, -MAX_BIAS, MAX_BIAS)
 
 
 def _wrong_stop(given: Fields, description: ModelDescription) -> Iterator[Violation]:
@@ -249,7 +245,8 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
         yield Violation(f"{field}[{wrong}]", f"token {ids[wrong]} is outside the vocabulary of {vocab_size}")
 
 
-def _outside(field: str, value: float, low: float, high: float) -> Iterator[Violation]:
+def outside(field: str, value: float, low: float, high: float) -> Iterator[Violation]:
+    """The mistake of a number that is not within limits, if it is one."""
     if not c_float(low).value <= value <= high:  # rounded as values are; also catches NaN
         yield Violation(field, f"{_shown(value)} is outside {_shown(low)} to {_shown(high)}")
 

@@ -96,7 +96,7 @@ def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() ->
         "0 is outside 0.01 to 10",
         "11 is outside -10 to 10",
         "-1 is outside 0 to 18446744073709551615",
-        "0 is outside 1 to 4294967295",
+        "0 is outside 1 to 128",
     ]
     assert len(fields_refused(logit_bias={1000 + i: 1.0 for i in range(1000)})) == MAX_VIOLATIONS
 
@@ -127,8 +127,9 @@ def test_the_lowest_temperature_that_draws() -> None:
 def test_so_many_sequences_as_run_at_once() -> None:
     few = replace(CARD, limits=replace(CARD.limits, max_n=8))
     assert made(description=few, n=8).num_sequences == 8
-    with pytest.raises(InvalidRequest, match=r"9 sequences; .* \(--max-num-seqs\): 8"):
-        made(description=few, n=9)
+    for wrong in (0, 9, 129):
+        with pytest.raises(InvalidRequest, match=rf"{wrong} is outside 1 to 8, as many as .*\(--max-num-seqs\)$"):
+            made(description=few, n=wrong)
 
 
 def test_defaults() -> None:

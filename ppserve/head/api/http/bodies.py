@@ -18,9 +18,9 @@ from starlette.requests import Request
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, refuse
+from ppserve.head.api.requests import Prompt, outside, refuse
 from ppserve.head.api.stream import AT_THE_END
-from ppserve.head.limits import MAX_SEED
+from ppserve.head.limits import MAX_COUNT, MAX_SEED
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
@@ -28,6 +28,8 @@ MAX_PROMPTS = 256
 MAX_NAMES, MAX_NAME_CHARS = 16, 64
 # OpenAI's default for completions; a chat's is what is left of the context.
 DEFAULT_MAX_TOKENS = 16
+# OpenAI's seeds are signed; vLLM's top_k of -1 leaves out no token.
+MIN_SEED, ALL_TOKENS = -(2**63), -1
 
 _GZIP = ("gzip", "x-gzip")
 # Templates show what is in these, as it is.
@@ -107,7 +109,9 @@ class GenerationBody(Body, kw_only=True):
     resume: Resume | None = None
 
     def violations(self) -> Iterator[Violation]:
-        """What types do not say."""
+        """What types do not say, and what only this protocol allows."""
+        yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
+        yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
         if self.stream_options is not None and not self.stream:
             yield Violation("stream_options", "only with stream")
 
@@ -118,10 +122,10 @@ class GenerationBody(Body, kw_only=True):
     def fields(self) -> dict[str, Any]:
         """What it asks for, as `to_request` takes it."""
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        if self.top_k == -1:
+        if self.top_k == ALL_TOKENS:
             given["top_k"] = 0
-        if self.seed is not None and -(2**63) <= self.seed < 0:
-            given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds are signed; ours are the same 64 bits
+        if self.seed is not None and self.seed < 0:
+            given["seed"] = self.seed & MAX_SEED  # ours are the same 64 bits
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
         if self.resume is not None:
@@ -259,7 +263,9 @@ def check_model(name: str | None, handler: RequestHandler) -> None:
     """Raises HttpError for another model. No name means the served one."""
     served = handler.description
     if name not in (None, served.name, *served.aliases, served.path):
-        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served.name!r} is", "model")
+        *others, last = map(repr, (served.name, *served.aliases))
+        names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {names}", "model")
 
 
 def _asks(value: Any, neutral: object) -> bool:

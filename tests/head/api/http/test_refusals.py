@@ -78,6 +78,22 @@ async def test_a_refusal_names_the_field_as_callers_know_it(
     assert served.counted == {("/v1/completions", 400): 1}
 
 
+LARGEST = {"n": (1, 128), "seed": (-(2**63), 2**64 - 1), "top_k": (-1, 2**32 - 1), "max_tokens": (0, 2**32 - 1),
+           "min_tokens": (0, 2**32 - 1), "stream_interval": (1, 2**32 - 1), "logprobs": (0, 20)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGEST)
+async def test_the_limits_of_a_whole_number_are_those_that_are_named(served: Served, name: str) -> None:
+    least, most = LARGEST[name]
+    for wrong in (least - 1, most + 1):
+        message = (await served.refusal(prompt="hello", stream=True, **{name: wrong}))[2]
+        assert f"{wrong} is outside {least} to {most}" in message
+    for right in (least, most):
+        fitting = {"max_tokens": right} if name == "min_tokens" else {}
+        answer = await served.ask("/v1/completions", {"prompt": "hello", **fitting, name: right})
+        assert answer.status == 200, answer.json
+
+
 @pytest.mark.parametrize(
     ("prompts", "param"),
     [

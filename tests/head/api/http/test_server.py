@@ -63,7 +63,11 @@ async def test_a_model_is_served_under_each_of_its_names() -> None:
         for other in ("model-7B", "org", "org/model-7B/"):
             assert (await served.ask(f"/v1/models/{other}")).status == 404
             status, param, message = await served.refusal(model=other, prompt="a")
-            assert (status, param, message) == (404, "model", "this model is not served; 'org/model-7B' is")
+            assert (status, param, message) == (
+                404,
+                "model",
+                "this model is not served; 'org/model-7B' and 'gpt-4' are",
+            )
         async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
             assert (await client.models.retrieve("org/model-7B")).id == "org/model-7B"
             assert [model.id async for model in client.models.list()] == ["org/model-7B", "gpt-4"]

@@ -61,7 +61,7 @@ def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
             raise ValueError("is not the page of a ppserve server")
         return figures
     except http.client.HTTPException as error:
-        raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__})") from None
+        raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__}), so no metrics port") from None
     except (OSError, ValueError) as error:
         raise ScrapeFailed(f"{url}: {getattr(error, 'reason', error)}") from None
 

@@ -92,7 +92,9 @@ class ChatServer:
             except OSError as error:
                 raise _Lost(f"{self._url}: {error}") from None
             except http.client.HTTPException as error:  # its text may be bytes of another protocol
-                raise _Lost(f"{self._url}: no HTTP answer ({type(error).__name__})") from None
+                raise _Lost(
+                    f"{self._url}: no HTTP answer ({type(error).__name__}); give the server's HTTP port"
+                ) from None
 
     def _read(self, event: bytes, answer: ReceivedAnswer) -> str:
         try:

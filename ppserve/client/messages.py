@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
@@ -16,6 +18,12 @@ from ppserve.errors import PpserveError, Violation
 from ppserve.v1 import generation_pb2 as pb
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# Of gRPC's texts: all that it says about what is at an address.
+_AT = r"(?:ipv[46]:|(?=unix:))(\S+): "
+_NOBODY = re.compile(
+    _AT + "(?:Failed to connect to|connect failed).*(?:Connection refused|No such file or directory)"
+)
+_ANOTHER = re.compile(_AT + "Failed parsing HTTP/2")
 
 
 @dataclass(eq=False)
@@ -116,4 +124,14 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
     retry_after_s = pause.retry_delay.ToNanoseconds() / 1e9 if pause.HasField("retry_delay") else None
     code = error.code()
     name = code.name if code is not None else "UNKNOWN"
-    return CallFailed(name, error.details() or "", named.reason, violations, retry_after_s)
+    return CallFailed(name, _in_words(error.details() or ""), named.reason, violations, retry_after_s)
+
+
+def _in_words(problem: str) -> str:
+    """Say what is at an address where gRPC found no server of its own."""
+    if found := _NOBODY.search(problem):
+        return f"no server at {unquote(found[1])}; start one with `ppserve serve`"
+    if found := _ANOTHER.search(problem):
+        why = f"{unquote(found[1])} speaks HTTP or another protocol and no gRPC"
+        return f"{why}; give the server's gRPC port (--port, 50051 by default)"
+    return problem

@@ -120,7 +120,8 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     assert (gone.returncode, f"ppserve: error: no answer: {url}: " in gone.stderr) == (1, True)
     with answering(lambda handler, _body: handler.wfile.write(b"\0\0\x18\4\n")) as (url, _):
         other = chat(url, "a\n", "--retry", "0")
-    assert other.stderr.endswith(f"\nppserve: error: no answer: {url}: no HTTP answer (BadStatusLine)\n")
+    problem = "no HTTP answer (BadStatusLine); give the server's HTTP port"
+    assert other.stderr.endswith(f"\nppserve: error: no answer: {url}: {problem}\n")
     for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1", "a b", "x/ä", "a..b"):
         wrong = run("chat", "--url", url)
         assert wrong.returncode == 2

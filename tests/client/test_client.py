@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,35 @@ def texts(chunks: list[Chunk]) -> dict[int, tuple[str, list[object], list[int]]]
         )
         for index in indices
     }
+
+
+@pytest.mark.parametrize(
+    ("target", "at"),
+    [
+        ("127.0.0.1:1", "127.0.0.1:1"),
+        ("[::1]:1", "[::1]:1"),
+        ("unix:{}/none", "unix:{}/none"),
+    ],
+)
+def test_where_nobody_listens_the_error_says_so(tmp_path: Path, target: str, at: str) -> None:
+    if target.startswith("[") and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with Client(target.format(tmp_path), retry=OFF) as client, pytest.raises(CallFailed) as failed:
+        client.topology()
+    problem = f"no server at {at.format(tmp_path)}; start one with `ppserve serve`"
+    assert str(failed.value) == f"UNAVAILABLE: {problem}"
+
+
+def test_a_port_that_speaks_http_is_called_that() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        target = f"127.0.0.1:{server.server_port}"
+        try:
+            with Client(target, retry=OFF) as client, pytest.raises(CallFailed) as failed:
+                client.topology()
+        finally:
+            server.shutdown()
+    assert failed.value.problem.startswith(f"{target} speaks HTTP or another protocol and no gRPC; give")
 
 
 def test_one_liner() -> None:

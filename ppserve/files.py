@@ -57,13 +57,13 @@ def file_size(path: Path) -> int:
 
 
 def misread(path: Path, expected: str, error: object, *begins_as: str) -> CheckpointError:
-    """Return the error for a file that is not what was expected. It says what the file is, if its first bytes do.
-    begins_as: what files of the expected kind are by their beginning."""
+    """Return the error for a file that is not what was expected. It says what the file is, if its first bytes do,
+    and else these. begins_as: what files of the expected kind are by their beginning."""
     start = read_start(path, 512)
     found = next((kind for pattern, kind in KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
     why = reason(error) if isinstance(error, BaseException) else str(error)
     if found is None:
-        return CheckpointError(path, f"is not {expected} ({why})")
+        return CheckpointError(path, f"is not {expected} ({why}); it begins with {bytes_shown(start[:8])}")
     if found in (expected, *begins_as):
         return CheckpointError(path, f"cannot be read as {expected} ({why})")
     return CheckpointError(path, f"is {found}, not {expected}")
@@ -133,6 +133,12 @@ def shown(value: object, limit: int = 80) -> str:
         text = "a huge number"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def bytes_shown(content: bytes) -> str:
+    """Bytes as people know them: as a text in quotes, or where they are none, as numbers of base 16."""
+    text = content.decode("ascii", "replace")
+    return repr(text) if text.isascii() and text.isprintable() else content.hex(" ")
 
 
 def reason(error: BaseException) -> str:

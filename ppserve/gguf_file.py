@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppserve.errors import CheckpointError
-from ppserve.files import file_size, misread, read_start, shown
+from ppserve.files import bytes_shown, file_size, misread, read_start, shown
 
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -127,7 +127,7 @@ class _Cursor:
 
 def _header(cursor: _Cursor) -> GGUFHeader:
     if cursor.bytes(4) != MAGIC:
-        raise ValueError("another magic")
+        raise ValueError(f"such files begin with {bytes_shown(MAGIC)}")
     (version,), (num_tensors, num_values) = cursor.numbers("I"), cursor.numbers("Q", 2)
     if version in (2 << 24, 3 << 24):
         raise ValueError("its bytes are in the other order, big endian; gguf-py's gguf-convert-endian turns them")

@@ -17,7 +17,17 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from ppserve.errors import CheckpointError
-from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, read_start, reason, shown
+from ppserve.files import (
+    MAX_JSON_BYTES,
+    bytes_shown,
+    checked,
+    misread,
+    read_bytes,
+    read_json,
+    read_start,
+    reason,
+    shown,
+)
 from ppserve.gguf_file import read_header
 from ppserve.tokenizer.chat_format import SENTENCEPIECE_IDS, read_chat_format
 from ppserve.tokenizer.splitting import SPLITTINGS, Splitting
@@ -195,9 +205,10 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     content = read_bytes(path, MAX_FILE_BYTES)
     if len(content) < LLMC_HEADER_BYTES:
         raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
-    magic, version, count, end_of_text = struct.unpack_from("<4I", content)
-    if magic != LLMC_MAGIC:
-        raise CheckpointError(path, f"{magic} is not {LLMC_MAGIC}", "magic")
+    _, version, count, end_of_text = struct.unpack_from("<4I", content)
+    magic = LLMC_MAGIC.to_bytes(4, "little")
+    if not content.startswith(magic):
+        raise misread(path, "a tokenizer of llm.c", f"such files begin with {bytes_shown(magic)}")
     if version not in (1, 2):
         raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
     tokens = _length_prefixed(path, content, count)

@@ -111,7 +111,7 @@ def test_noise_and_nesting(name: str, intact: dict[str, bytes], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("header", "field"),
     [
-        ((20240327, 2, 401, 400), "magic"),
+        ((20240327, 2, 401, 400), "begin with c8 d7 34 01); it begins with c7 d7 34 01"),
         ((20240328, 3, 401, 400), "version"),
         ((20240328, 2, 402, 400), "token 401"),
         ((20240328, 2, 400, 400), "14 bytes follow"),

@@ -15,7 +15,7 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, misread, read_start
+from ppserve.files import bytes_shown, checked, file_size, misread, read_start
 from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
@@ -50,12 +50,14 @@ def open_llmc(path: Path) -> FileCheckpoint:
 def _read_header(path: Path) -> tuple[Architecture, str]:
     """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
     content = read_start(path, HEADER_BYTES)
+    magic = MAGIC.to_bytes(4, "little")
+    if not content.startswith(magic):
+        expected = f"llm.c's begin with {bytes_shown(magic)}, GGUF's with 'GGUF', and others lie in a directory"
+        raise misread(path, "a model that is served", expected)
     if len(content) < HEADER_BYTES:
         raise misread(path, "a model that is served", f"not even the {HEADER_BYTES} bytes of llm.c's header")
     numbers = dict(zip(Header.__struct_fields__, struct.unpack_from("<8i", content), strict=True))
-    magic, version = numbers["magic"], numbers["version"]
-    if magic != MAGIC:
-        raise misread(path, "a model that is served", f"it begins with {magic}, not with llm.c's {MAGIC}")
+    version = numbers["version"]
     if version not in STORED_DTYPES:
         problem = f"is {version}; 3 (float32) and 5 (bfloat16) are served"
         raise CheckpointError(path, problem, field="version")

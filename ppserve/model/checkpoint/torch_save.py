@@ -18,7 +18,7 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, misread, reason, shown
+from ppserve.files import checked, file_size, misread, read_start, reason, shown
 from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
@@ -89,7 +89,10 @@ def _load(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged pickle can raise anything: it is a program
         # The line that names the cause: the rest of torch's tells how to load the file carelessly.
-        if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error)):
+        found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+        if found and read_start(path, 2).startswith(
+            (b"PK", b"\x80")
+        ):  # any text with a c at its beginning names one
             problem = f"holds {shown(found[1])}, code that would run; only tensors are read: save a state_dict()"
             raise CheckpointError(path, problem) from error
         cause = re.search(r"(?:WeightsUnpickler error:|Trying to load)\s+(.+)", str(error))

@@ -454,6 +454,8 @@ WRITE: dict[str, Callable[[Path], Any]] = {
     "packed": lambda path: path.write_bytes(gzip.compress(bytes(5000))),
     "HDF5": lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(2000)),
     "GGML": lambda path: path.write_bytes(b"tjgg" + bytes(2000)),
+    "text": lambda path: path.write_text("copyright of nobody" * 100),
+    "bytes": lambda path: path.write_bytes(bytes(range(3, 200)) * 10),
 }
 
 
@@ -471,6 +473,8 @@ SAYS = {
     "packed": "is a packed archive: unpack it, not a",
     "HDF5": "is an HDF5 file, as of TensorFlow or Keras, not a",
     "GGML": "is a model of llama.cpp from before GGUF: convert it, not a",
+    "text": "; it begins with 'copyrigh'",
+    "bytes": "; it begins with 03 04 05 06 07 08 09 0a",
 }
 TORCH = "pytorch_model.bin", "model.bin", "ckpt.pt"
 OWN = {
@@ -494,6 +498,8 @@ def test_a_foreign_file_says_what_it_is(kind: str, name: str, tmp_path: Path) ->
     error = refusal(tmp_path if name in ("model.safetensors", "pytorch_model.bin") else path)
     assert error.path == str(path)
     assert OWN.get((kind, name), SAYS[kind]) in str(error)
+    if kind in ("text", "bytes") and name in ("m.gguf", "model.bin"):
+        assert "begin with 'GGUF'" in str(error) or "begin with c6 d7 34 01, GGUF's with 'GGUF'" in str(error)
 
 
 def test_files_that_are_cut_short_say_so(tmp_path: Path) -> None:

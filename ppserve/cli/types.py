@@ -82,7 +82,9 @@ def _name(text: str) -> str:
 
 def _origin(text: str) -> str:
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+", origin := text.strip().lower()):
-        raise ValueError(f"{text!r} is neither an origin, such as https://example.com:8443, nor *")
+        # Browsers name a page by nothing else, and compare letters.
+        only = "scheme, host and port of a page, with no slash or path behind them"
+        raise ValueError(f"{text!r} is neither an origin ({only}: https://example.com:8443) nor *")
     return origin
 
 

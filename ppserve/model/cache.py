@@ -19,8 +19,9 @@ KERNELS = "NUMBA_CACHE_DIR"
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return ppserve's directory in the user's cache. It need not exist. It is below `/` for a user
-    without a home: nothing is made there."""
-    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    without a home: nothing is made there. A relative XDG_CACHE_HOME is ignored, as its specification says."""
+    chosen = environment.get("XDG_CACHE_HOME", "")
+    base = chosen if os.path.isabs(chosen) else os.path.expanduser("~/.cache")
     return Path(base if os.path.isabs(base) else "/", "ppserve")
 
 

@@ -59,9 +59,19 @@ def test_a_parent_of_another_user_is_not_used(tmp_path: Path) -> None:
         directory_of(unusable_home(tmp_path), tmp_path)
 
 
-def test_a_user_without_a_home_has_no_directory_below_the_working_one() -> None:
+RELATIVE: tuple[dict[str, str], ...] = ({}, *({"XDG_CACHE_HOME": of} for of in ("", "relative", "~/.cache")))
+
+
+def test_a_relative_directory_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of one")
+    for environment in RELATIVE:
+        assert user_cache(environment) == Path("/home/of one/.cache/ppserve")
+
+
+def test_a_user_without_a_home_has_no_directory_below_the_working_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Docker's `--user 4242`, or HOME without a slash in front."""
-    for environment in ({"XDG_CACHE_HOME": "relative"}, {"XDG_CACHE_HOME": "~/.cache"}):
+    monkeypatch.setenv("HOME", "relative")
+    for environment in RELATIVE:
         assert user_cache(environment) == Path("/ppserve")
 
 

@@ -9,6 +9,7 @@ import ctypes
 import linecache
 import mmap
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,10 @@ NOTHING = Withheld()
 
 class Log:
     """Which seed is tried, which pieces of memory there are, and the address of a fault: in memory that a process
-    shares with those that it forks."""
+    shares with those that it forks. Threads of one process may ask for memory at once."""
 
     def __init__(self) -> None:
+        self._asking = threading.Lock()
         self._memory = mmap.mmap(-1, _LOG_BYTES)
         self._numbers = np.frombuffer(self._memory, np.int64, 3)
         self._mapped: dict[int, list[NDArray[np.uint8]]] = {}
@@ -75,6 +77,10 @@ class Log:
 
     def mapped(self, size: int) -> NDArray[np.uint8]:
         """So many bytes between two forbidden pages. They are mapped once, and taken again for each seed."""
+        with self._asking:
+            return self._next_mapped(size)
+
+    def _next_mapped(self, size: int) -> NDArray[np.uint8]:
         known, taken = self._mapped.setdefault(size, []), self._taken.get(size, 0)
         self._taken[size] = taken + 1
         if taken == len(known):
@@ -92,9 +98,10 @@ class Log:
     def note(self, first: int, begin: int, end: int, last: int, name: str) -> None:
         """A piece: `begin` to `end` may be touched; the pages around it begin at `first` and end at `last`."""
         line = f"{first} {begin} {end} {last} {name}\n".encode()
-        at = _TEXT + int(self._numbers[_LENGTH])
-        self._memory[at : at + len(line)] = line
-        self._numbers[_LENGTH] += len(line)
+        with self._asking:
+            at = _TEXT + int(self._numbers[_LENGTH])
+            self._memory[at : at + len(line)] = line
+            self._numbers[_LENGTH] += len(line)
 
     def names(self) -> list[str]:
         return [name for *_, name in self._pieces()]

@@ -353,6 +353,7 @@ def _exchange(shape: Shape, by: Guarded) -> None:
     found: list[torch.Tensor] = []
 
     def gather(rank: int) -> None:
+        torch.set_num_threads(1)  # torch's own threads do not outlive a fork, and each thread asks for them anew
         cut = Cut(widths, rank)
         own = torch.from_numpy(by.copied(np.ascontiguousarray(whole[:, cut.own].numpy()), "rows of a rank"))
         with GuardedTensors(by):

@@ -30,6 +30,9 @@ _CLOSING_S = 1
 # clients skip: if it has closed the connection, its host answers with a reset.
 _LOOK_S, _LOOKS_PER_SIGN = 0.5, 4
 _SIGN = b"HTTP/1.1 100 Continue\r\n\r\n"
+# HTTP/1.0 has no interim answers. So this host asks the client's, every so many seconds, without a byte that the
+# client would see. A host that has forgotten the closed connection, Linux's within a minute, answers with a reset.
+_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2}
 _BACKLOG = 1024
 _SETTINGS: dict[str, Any] = {
     "ws": "none",
@@ -179,6 +182,7 @@ class _Connection(H11Protocol):
         """Keeps the connection for the answers to complete requests. TLS has no half that could stay open."""
         if self.scheme == "http" and self._is_answering() and not self._is_half_closed:
             self._is_half_closed = True
+            _probe(self.transport.get_extra_info("socket"))
             self._look_for_client(1)
         return self._is_half_closed
 
@@ -197,3 +201,10 @@ class _Connection(H11Protocol):
         if count % _LOOKS_PER_SIGN == 0 and may_be_sent:
             self.transport.write(_SIGN)
         self.loop.call_later(_LOOK_S, self._look_for_client, count + 1)
+
+
+def _probe(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in _PROBES.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import sys
 from typing import Any
 
 import pytest
@@ -135,16 +137,22 @@ async def test_a_request_that_will_not_be_complete_is_not_answered(served: Serve
     assert served.engine.requests == []
 
 
-async def test_clients_that_have_gone_end_their_requests(served: Served) -> None:
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_clients_that_have_gone_end_their_requests(served: Served, version: str) -> None:
     """What a client that closed its connection looks like at first is one that ended its side. The last one has
     done only that, and stays."""
+    if version == "1.0" and sys.platform != "linux":
+        pytest.skip("only Linux lets a test say how soon a host forgets a closed connection")
     served.engine.by_hand = True
     prompts: list[Any] = ["a", ["a", "b"]]
     bodies = [{"prompt": prompt, "stream": stream} for prompt in prompts for stream in (True, False)]
-    opened = [await connect(served, raw(COMPLETIONS, body)) for body in (*bodies, {"prompt": "stays"})]
+    requests = [raw(COMPLETIONS, body) for body in (*bodies, {"prompt": "stays"})]
+    opened = [await connect(served, each.replace(b"HTTP/1.1", f"HTTP/{version}".encode())) for each in requests]
     await served.engine.until(lambda engine: len(engine.sinks) == 7)
     (stays,) = (request for request in served.engine.requests if bytes(request.prompt_ids) == b"stays")
     for _, writer in opened[:-1]:
+        if version == "1.0":  # not after a minute, but a second
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
         writer.close()
     reader, writer = opened[-1]
     writer.write_eof()

@@ -91,6 +91,39 @@ async def test_the_longest_idle_connection_gives_way() -> None:
         assert set(served.counted) == {("/version", 200)}
 
 
+async def test_a_connection_with_an_unread_answer_is_kept_and_counted() -> None:
+    """Closing it would wait for the client, and it would be open beside as many others as there may be."""
+    text = "A" * (8 << 20)  # more than hosts hold of what nobody reads
+    async with served_http(max_connections=2) as served:
+        served.engine.by_hand = True
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", served.port))
+        reader, writer = await asyncio.open_connection(sock=sock)
+        writer.write(raw(COMPLETIONS, {"prompt": "a"}))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        end(served.engine, text)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        # The rest waits for this client, which reads no further for now.
+        idle = await connect(served, VERSION)
+        assert (await answer_from(idle[0])).status == 200
+        newer = await connect(served, VERSION)
+        assert (await answer_from(newer[0])).status == 200
+        assert await idle[0].read() == b"", "the one that was idle for a shorter time gives way"
+        newer[1].write(VERSION[:-2])  # it is idle no more
+        assert (await served.ask("/version")).status == 503, "nothing else can give way"
+        newer[1].write(VERSION[-2:])
+        assert (await answer_from(newer[0])).status == 200
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        length = re.search(r"content-length: (\d+)", head)
+        assert length is not None
+        assert text.encode() in await reader.readexactly(int(length[1]))
+        assert (await served.ask("/version")).status == 200
+        assert await reader.read() == b"", "once it is read, it is the longest idle one"
+        for _, each in ((reader, writer), idle, newer):
+            each.close()
+
+
 async def test_a_request_that_has_begun_gives_way_to_nobody() -> None:
     async with served_http(max_connections=1) as served:
         reader, writer = await connect(served, VERSION[:-2])

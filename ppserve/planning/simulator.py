@@ -26,6 +26,7 @@ from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import SlotCount
@@ -158,6 +159,8 @@ class Simulator:
         self._steps = Steps(len(stages))
         self._costs = [StageCost() for _ in stages]
         self._scheduler = Scheduler(config, BlockManager(num_blocks, config.block_size), self._costs)
+        self._request_queue = RequestQueue()
+        self._request_queue.add_scheduler(self._scheduler)
         self._slots = None if config.microbatches else SlotCount(self._costs)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(stages)
@@ -184,7 +187,7 @@ class Simulator:
                 self._commit(result, now_s)
             elif (request := next(requests, None)) is not None:
                 self._times_s[request.id] = [at_s]
-                self._scheduler.request_queue.submit(request, now_s)
+                self._request_queue.submit(request, now_s)
             head_free_s = self._fill_pipeline(now_s)
         self._account.demand_ended(round(head_free_s * _NS))
         self._outcome.wall_s = head_free_s
@@ -197,8 +200,8 @@ class Simulator:
     def _fill_pipeline(self, now_s: float) -> float:
         """Sends steps until the pipeline is full; returns when the head is done with that."""
         woken_ns = round(now_s * _NS)
-        self._scheduler.request_queue.admit(now_s)
-        while (plan := self._scheduler.schedule(now_s)) is not None:
+        self._request_queue.admit(now_s)
+        while (plan := self._request_queue.schedule(self._scheduler, now_s)) is not None:
             now_s += self._overheads.head_s
             step = self._steps.sent(plan, woken_ns, round(now_s * _NS), self._scheduler.slots.num_slots)
             self._account.dispatched(step)
@@ -232,7 +235,7 @@ class Simulator:
         if self._slots is not None:
             self._scheduler.slots.resize(self._slots.observe(result, step.fills_slots))
         if result.stage == len(self._stages) - 1:
-            for event in self._scheduler.commit(result, now_s):
+            for event in self._request_queue.commit(self._scheduler, result, now_s):
                 self._note(event, now_s)
 
     def _note(self, event: SequenceEvent, now_s: float) -> None:

@@ -22,6 +22,12 @@ from ppserve.core.scheduling.sequence import Sequence
 BlockTable = tuple[int, ...]
 
 
+def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
+    """The most KV blocks that a request can need. Its sequences share the prompt's full blocks."""
+    shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
+    return shared + num_sequences * (-(-num_positions // block_size) - shared)
+
+
 class BlockManager:
     """The one owner of free blocks, block tables and cached blocks."""
 

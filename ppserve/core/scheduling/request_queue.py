@@ -1,7 +1,7 @@
 """The request queue: all open requests, those that wait, and which replica takes the next one.
 
 All replicas share the queue, fairness, admission, deadlines and the isolation of poison requests. Each replica has
-its own blocks, slots and steps (`scheduler`). Laws
+its own blocks, slots and steps (`scheduler`). The queue calls the schedulers, which do not know it. Laws
 
 - A submitted request is admitted, waits or is refused: with InvalidRequest if it does not fit an empty server,
   with Overloaded if the queue is full or its answer is predicted to miss its deadline.
@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Set
-from typing import Protocol
 
+from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import FairQueue, Throughput, check_possible
+from ppserve.core.scheduling.block_manager import worst_case_blocks
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.errors import DeadlinePassed, Overloaded, RequestError, RequestFailed
+from ppserve.core.scheduling.fair_queue import FairQueue
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
+from ppserve.core.scheduling.scheduler import Scheduler
+from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
+from ppserve.core.scheduling.throughput import Throughput
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # With fewer running sequences, one more raises the throughput, so no answer's time is predicted.
@@ -30,82 +34,15 @@ _MANY_RUNNING = 8
 # A factor on predicted times: under overload, requests admitted later take half of the steps.
 _MARGIN = 2.5
 
-SUSPICIOUS_LOSSES = 2
-_CONVICTING_LOSSES_OF_ONE_RANK = 2
-_CONVICTING_LOSSES = 4
 
-
-class PoisonIsolation:
-    """The requests, by id, that may kill stages: their numbers of losses, and the suspects.
-
-    A loss does not show which request caused it, so everything in flight is computed again. A request that was
-    in flight at two losses, with no token between them, becomes a suspect. Suspects run alone, one after the
-    other, while other requests wait. A token clears a suspect. A suspect fails if, while it ran alone, the same
-    rank failed twice in the same way, or ranks failed four times: at its fourth loss at the earliest.
-    If no rank failed, as when a network is cut, no request is to blame.
-
-    After an epoch in which no step returned, the next one begins with a probe, a step without a request. If it
-    returns, the stages work, and restarts are counted anew. If a stage dies of it, no request is to blame.
-    """
-
-    def __init__(self) -> None:
-        self.suspects: list[str] = []  # the first of them runs alone, the others wait
-        self._losses: dict[str, int] = {}
-        self._failures: list[Set[Hashable]] = []  # at each loss of the lone request: which ranks failed, and how
-
-    @property
-    def lone(self) -> str | None:
-        """The only request that may run now; None = all may."""
-        return self.suspects[0] if self.suspects else None
-
-    def watches(self, request_id: str) -> bool:
-        """Whether a request was in flight at a loss and is not cleared."""
-        return request_id in self._losses
-
-    def record_loss(self, in_flight: Set[str], failed: Set[Hashable]) -> str | None:
-        """Ranks failed with these requests in flight. Returns the culprit, if it is certain.
-        failed: each by its place in the pipeline and how it failed."""
-        lone = self.lone
-        if not failed:
-            return None
-        if lone is not None and lone in in_flight:
-            self._failures.append(failed)
-            times = max(sum(rank in each for each in self._failures) for rank in failed)
-            if times < _CONVICTING_LOSSES_OF_ONE_RANK and len(self._failures) < _CONVICTING_LOSSES:
-                return None
-            self.clear(lone)
-            return lone
-        for request in sorted(in_flight):
-            self._losses[request] = self._losses.get(request, 0) + 1
-            if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self.suspects:
-                self.suspects.append(request)
-        return None
-
-    def clear(self, request_id: str) -> None:
-        """The request gained a token since its last loss, or ended."""
-        self._losses.pop(request_id, None)
-        if request_id == self.lone:
-            self._failures = []
-        if request_id in self.suspects:
-            self.suspects.remove(request_id)
-
-
-class RequestScheduler(Protocol):
-    """One replica's scheduler, as the request queue needs it; `Scheduler` documents the methods."""
-
-    config: SchedulerConfig
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def may_admit(self) -> bool: ...
-    @property
-    def is_busy(self) -> bool: ...
-    @property
-    def tokens_left(self) -> int: ...
-    def tokens_with(self, group: SequenceGroup) -> int | None: ...
-    def admit(self, group: SequenceGroup) -> None: ...
-    def drop(self, sequence: Sequence) -> None: ...
+def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
+    """Raises InvalidRequest for a request that fits the context, but not an empty server."""
+    num_prompt = len(request.prompt_ids)
+    positions = max(num_prompt, num_prompt + request.stop.max_tokens - 1)
+    needed = worst_case_blocks(num_prompt, positions, request.num_sequences, config.block_size)
+    if needed > num_blocks:
+        problem = f"needs {needed} KV blocks, the server has {num_blocks}"
+        raise InvalidRequest([Violation("stop.max_tokens", problem)])
 
 
 class RequestQueue:
@@ -116,30 +53,37 @@ class RequestQueue:
         self.queue = FairQueue()
         self.poison_isolation = PoisonIsolation()
         self._throughput = Throughput()
-        self._schedulers: list[RequestScheduler] = []
-        self._homes: dict[str, RequestScheduler] = {}
+        self._schedulers: list[Scheduler] = []
+        self._homes: dict[str, Scheduler] = {}
         self._next_deadline_s = math.inf  # no open request has an earlier one
-        self._may_fit = True
+        # The first waiting request fits nowhere until a scheduler has released something more than this often.
+        # None: it may fit now.
+        self._releases_at_refusal: int | None = None
         self._next_sequence_id = 0
 
     # Replicas
 
-    def add_scheduler(self, scheduler: RequestScheduler) -> None:
+    def add_scheduler(self, scheduler: Scheduler) -> None:
         self._schedulers.append(scheduler)
-        self.retry_admission()
+        self._retry_admission()
 
-    def remove_scheduler(self, scheduler: RequestScheduler) -> None:
+    def remove_scheduler(self, scheduler: Scheduler) -> None:
         """A replica will not come back, and has given its requests back."""
         self._schedulers.remove(scheduler)
+        self._retry_admission()
 
     @property
     def num_waiting(self) -> int:
         """Requests that no replica computes."""
         return len(self.queue)
 
-    def retry_admission(self) -> None:
-        """Room was made, or a replica opened: the next waiting request may fit now."""
-        self._may_fit = True
+    @property
+    def _num_releases(self) -> int:
+        return sum(scheduler.num_releases for scheduler in self._schedulers)
+
+    def _retry_admission(self) -> None:
+        """The next waiting request is another one, or may go where it might not before."""
+        self._releases_at_refusal = None
 
     # Requests
 
@@ -152,7 +96,7 @@ class RequestQueue:
         group = SequenceGroup(request, self._next_sequence_id, config, now)
         tokens_ahead = self.queue.tokens_ahead(request)
         self.queue.push(group)
-        self._may_fit = True
+        self._retry_admission()
         assignment = self._next_assignment(now)
         fits = assignment is not None and assignment[0] is group
         problem = self._late(group, tokens_ahead, now, fits)
@@ -169,13 +113,20 @@ class RequestQueue:
         if assignment is not None and fits:
             self._start(*assignment, now)
 
-    def abort(self, request_id: str, reason: FinishReason, index: int | None = None) -> list[SequenceEvent]:
-        """End a request, or one of its answers. Nothing happens if it is unknown or has ended."""
+    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
+        """End a request. Nothing happens if it is unknown or has ended."""
         group = self.groups.get(request_id)
-        if group is None:
-            return []
-        ending = [s for s in group.live if index is None or s.index == index]
-        return [self.end_sequence(s, group, finish=reason) for s in ending]
+        return [] if group is None else self._end_request(group, reason)
+
+    def stop(self, request_id: str, index: int, reason: FinishReason) -> SequenceEvent | None:
+        """End one of a request's answers. Returns the event that is its end; None if it has had that, or the
+        request is unknown."""
+        group = self.groups.get(request_id)
+        ending = [] if group is None else [s for s in group.live if s.index == index]
+        if group is None or not ending:
+            return None
+        (sequence,) = ending
+        return self._end(group, sequence, reason)
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End every request whose deadline has passed."""
@@ -188,35 +139,23 @@ class RequestQueue:
         self._next_deadline_s = later[0][0] if later else math.inf
         return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
 
-    def fail_request(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
-        return [self.end_sequence(s, group, error=RequestFailed(problem)) for s in group.live]
+    def _end_request(self, group: SequenceGroup, cause: EndCause) -> list[SequenceEvent]:
+        return [self._end(group, sequence, cause) for sequence in group.live]
 
-    def end_sequence(
-        self,
-        sequence: Sequence,
-        group: SequenceGroup,
-        *,
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-    ) -> SequenceEvent:
-        """End a live sequence. Steps in flight may still hold it."""
-        event = group.event(sequence, finish=finish, error=error)
-        self.retire(sequence, group, was_late=finish is FinishReason.DEADLINE)
+    def _end(self, group: SequenceGroup, sequence: Sequence, cause: EndCause) -> SequenceEvent:
+        home = self._homes.get(group.key)
+        event = group.end(sequence, cause) if home is None else home.end(sequence, cause)
+        self._note_end(event)
         return event
 
-    def retire(self, sequence: Sequence, group: SequenceGroup, was_late: bool = False) -> None:
-        """A live sequence has had its last event. was_late: its deadline passed."""
-        if sequence.status is SequenceStatus.WAITING:
-            sequence.move_to(SequenceStatus.ENDED)
-        else:
-            self._homes[group.key].drop(sequence)
-        if not group.live:
-            self._end_request(group, was_late)
-        self._may_fit = True
-
-    def _end_request(self, group: SequenceGroup, was_late: bool) -> None:
+    def _note_end(self, event: SequenceEvent) -> None:
+        """A sequence has ended: its request too, if it was the last."""
+        self._retry_admission()
+        group = self.groups.get(event.request_id)
+        if group is None or group.live:
+            return
         # A late request was cut short: overload would look like short answers.
-        if group.admitted_s is not None and not was_late:
+        if group.admitted_s is not None and event.finish is not FinishReason.DEADLINE:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:
             self.queue.remove(group)
@@ -263,7 +202,7 @@ class RequestQueue:
         problem = f"{num_others} requests are waiting, with this one of {num_tokens} tokens"
         return _overloaded(problem, self._throughput.seconds_for(num_tokens // 2))
 
-    def lone_at(self, scheduler: RequestScheduler) -> str | None:
+    def _lone_at(self, scheduler: Scheduler) -> str | None:
         """The only request that this replica may compute now; None = all of its own."""
         lone = self.poison_isolation.lone
         return lone if lone is not None and self._homes.get(lone) is scheduler else None
@@ -273,11 +212,11 @@ class RequestQueue:
         while assignment := self._next_assignment(now):
             self._start(*assignment, now)
 
-    def _next_assignment(self, now: float) -> tuple[SequenceGroup, RequestScheduler] | None:
+    def _next_assignment(self, now: float) -> tuple[SequenceGroup, Scheduler] | None:
         """The next waiting request, and the replica that takes it; None if it fits nowhere."""
-        if not self._may_fit:
+        if self._releases_at_refusal == self._num_releases:
             return None
-        schedulers = [s for s in self._schedulers if s.may_admit and self.lone_at(s) is None]
+        schedulers = [s for s in self._schedulers if s.may_admit and self._lone_at(s) is None]
         if not schedulers:
             return None
         group = self._next_group(schedulers, now)
@@ -286,17 +225,17 @@ class RequestQueue:
             places = {s: num_tokens for s, num_tokens in tokens.items() if num_tokens is not None}
             if places:
                 return group, min(places, key=places.__getitem__)
-        self._may_fit = False
+        self._releases_at_refusal = self._num_releases
         return None
 
-    def _next_group(self, schedulers: list[RequestScheduler], now: float) -> SequenceGroup | None:
+    def _next_group(self, schedulers: list[Scheduler], now: float) -> SequenceGroup | None:
         """The lone suspect if it can run, else the queue's first that is no suspect."""
         lone = self.groups.get(self.poison_isolation.lone or "")
         if lone is not None and lone in self.queue and self._allowed(lone, schedulers):
             return lone
         return self.queue.first(now, self.poison_isolation.suspects)
 
-    def _allowed(self, group: SequenceGroup, schedulers: list[RequestScheduler]) -> list[RequestScheduler]:
+    def _allowed(self, group: SequenceGroup, schedulers: list[Scheduler]) -> list[Scheduler]:
         """Where the request may run: a lone suspect on the replica that died with it, or idle ones."""
         own = group.replica
         is_gone = all(s.config.replica != own for s in self._schedulers)
@@ -304,7 +243,7 @@ class RequestQueue:
             return schedulers
         return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
 
-    def _start(self, group: SequenceGroup, scheduler: RequestScheduler, now: float) -> None:
+    def _start(self, group: SequenceGroup, scheduler: Scheduler, now: float) -> None:
         self.queue.remove(group)
         self._homes[group.key] = scheduler
         is_first_time = group.admitted_s is None
@@ -313,42 +252,62 @@ class RequestQueue:
         if is_first_time:
             self.queue.charge(group.request.caller, group.sequences[0].remaining)
 
-    def give_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """Requests that have no running sequence left wait for another replica."""
-        groups = list(groups)
-        for group in groups:
+    def give_back(self, scheduler: Scheduler) -> frozenset[str]:
+        """Close a replica's scheduler: its requests wait for another replica, or until it opens again. Returns the
+        ids of those in flight."""
+        given_back = scheduler.give_back()
+        for group in given_back.groups:
             del self._homes[group.key]
-        self.queue.give_back(groups)
-        self.retry_admission()
+        self.queue.give_back(given_back.groups)
+        self._retry_admission()
+        return given_back.in_flight
 
     # Computing
 
-    def step_scheduled(self, now: float) -> None:
-        """A replica schedules a step while it has none in flight."""
-        if not any(scheduler.is_busy for scheduler in self._schedulers):
+    def schedule(self, scheduler: Scheduler, now: float) -> StepPlan | None:
+        """A replica's next step; None when its pipeline is full or nothing is ready."""
+        was_busy = self._is_busy
+        plan = scheduler.schedule(self._lone_at(scheduler), others_wait=self.num_waiting > 0)
+        if plan is not None and not was_busy:
             self._throughput.started(now)
+        return plan
 
-    def step_committed(self, num_tokens: int, now: float) -> None:
-        is_empty = not any(scheduler.is_busy for scheduler in self._schedulers)
-        self._throughput.committed(num_tokens, now, pipeline_empty=is_empty)
+    def commit(self, scheduler: Scheduler, result: StepResult, now: float) -> list[SequenceEvent]:
+        """Apply the last stage's result of a step, unless it is of an older epoch or unknown."""
+        committed = scheduler.commit(result)
+        if committed is None:
+            return []
+        for event in committed.events:
+            if event.token_id is not None:
+                self._note_token(self.groups[event.request_id])
+        for event in committed.events:
+            if event.is_terminal:
+                self._note_end(event)
+        self._throughput.committed(committed.num_tokens, now, pipeline_empty=not self._is_busy)
+        return committed.events
 
-    def token_drawn(self, group: SequenceGroup) -> None:
+    @property
+    def _is_busy(self) -> bool:
+        return any(scheduler.is_busy for scheduler in self._schedulers)
+
+    def _note_token(self, group: SequenceGroup) -> None:
         """A sequence of this request has one token more."""
         self.queue.charge(group.request.caller, 1)
         if not self.poison_isolation.watches(group.key):
             return
         if all(len(s.token_ids) > s.loss_mark for s in group.live):
             self.poison_isolation.clear(group.key)
-            self.retry_admission()
+            self._retry_admission()
 
     def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
         """Ranks failed with steps of these requests in flight. The culprit fails, if it is certain."""
         open_requests = self.groups.keys() & set(in_flight)
         culprit = self.poison_isolation.record_loss(open_requests, failed)
-        self.retry_admission()
+        self._retry_admission()
         if culprit is None:
             return []
-        return self.fail_request(self.groups[culprit], "a stage died each time this request was computed")
+        problem = "a stage died each time this request was computed"
+        return self._end_request(self.groups[culprit], RequestFailed(problem))
 
 
 def _overloaded(problem: str, retry_after_s: float | None) -> Overloaded:

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-Each replica has one, on the head. It is told all it knows, also the time, and does no I/O. Requests come from the
-request queue, which all replicas share.
+Each replica has one, on the head. It is told all it knows, and does no I/O. It owns the sequences of the requests
+that the request queue, which all replicas share, has given to it. The queue calls it, and it returns events.
 
 Laws
 - A token is scheduled after it has returned to the head. One exception is a draft token: what was computed from a
@@ -11,10 +11,12 @@ Laws
   may be shared once the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence waits for a block.
 - When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
-- Every sequence has one terminal event.
+- Every running sequence ends in `Scheduler.end`, whatever ended it. The event that this returns is its only
+  terminal one.
 
-The engine calls `RequestQueue.admit`. Then the replica calls `schedule` until it returns None, and enters each
-plan in the book of steps. It calls `commit` for results of steps in the book, `give_back` for a lost stage.
+The engine calls `RequestQueue.admit`. Then the replica calls `RequestQueue.schedule` until it returns None, and
+enters each plan in the book of steps. It calls `RequestQueue.commit` for results of steps in the book, and
+`RequestQueue.give_back` for a lost stage.
 """
 
 from __future__ import annotations
@@ -23,37 +25,58 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from ppserve.core.cost_model import StageCost
-from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
-from ppserve.core.scheduling.admission import worst_case_blocks
-from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
+from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
+from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache, worst_case_blocks
 from ppserve.core.scheduling.composer import Composer, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
+from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
 from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
+from ppserve.errors import RequestFailed
 
 OUTCOMES = ("accepted", "rejected")
 """A draft token equals the drawn token, or does not."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """What a step's result brought."""
+
+    num_tokens: int
+    """Tokens that the step computed: those of prompts, and draft tokens only if they were accepted."""
+    events: list[SequenceEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The requests of a replica that has closed."""
+
+    groups: tuple[SequenceGroup, ...]
+    """They are in the order of their admission here, and none of their sequences is running any more."""
+    in_flight: frozenset[str]
+    """The ids of those that were in a step whose result had not come."""
+
+
 class Scheduler:
-    """The scheduler of one replica. `now` is the head's monotonic clock, in seconds."""
+    """The scheduler of one replica."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
         costs: Seq[StageCost] = (),
-        request_queue: RequestQueue | None = None,
         new_drafter: Callable[[Sequence], PromptLookup] = PromptLookup,
     ) -> None:
         self.config = config
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
         self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
+        self.num_releases = 0
+        """How often a place or blocks became free, or the scheduler opened: a request may fit that did not."""
+        self._groups: dict[str, SequenceGroup] = {}  # requests with a running sequence, by id
         self._running: dict[int, Sequence] = {}  # in order of admission
         # Those that have known tokens to schedule: first those that were admitted, or got a token, first.
         self._ready: dict[int, Sequence] = {}
@@ -61,22 +84,23 @@ class Scheduler:
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._composer = Composer(config.prefill_chunk, config.max_auto_chunk, costs)
         self._speculation = Speculation(config, costs, new_drafter)
-        self.request_queue = RequestQueue() if request_queue is None else request_queue
-        self.request_queue.add_scheduler(self)
 
     # Steps
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when the pipeline is full or nothing is ready."""
-        if self.slots.are_full:
-            return self._schedule_ahead()
-        if self.slots.is_unproven and self._running:
-            return None if self.is_busy else self._build([], now)  # a probe
-        picks = self._compose()
-        return self._build(picks, now) if picks else None
+    def schedule(self, lone: str | None = None, others_wait: bool = False) -> StepPlan | None:
+        """The next step; None when the pipeline is full or nothing is ready.
 
-    def _compose(self) -> list[Pick]:
-        lone = self.request_queue.lone_at(self)
+        lone: the only request that may be computed now, by its id; None = all. others_wait: whether requests wait
+        that no replica computes.
+        """
+        if self.slots.are_full:
+            return None if lone is not None else self._schedule_ahead(others_wait)
+        if self.slots.is_unproven and self._running:
+            return None if self.is_busy else self._build([])  # a probe
+        picks = self._compose(lone)
+        return self._build(picks) if picks else None
+
+    def _compose(self, lone: str | None) -> list[Pick]:
         if lone is None:
             self._share_beginnings()
             ready = self._ready.values()
@@ -96,11 +120,9 @@ class Scheduler:
             table = self._blocks.share_beginning(sequence.id, shared) if shared else None
             if table is not None:
                 sequence.use_blocks(table, len(shared))
-                self.request_queue.retry_admission()
+                self.num_releases += 1
 
-    def _build(self, picks: list[Pick], now: float) -> StepPlan:
-        if not self.is_busy:
-            self.request_queue.step_scheduled(now)
+    def _build(self, picks: list[Pick]) -> StepPlan:
         owned = tuple((s, s.schedule(num_tokens, draft_ids)) for s, num_tokens, draft_ids in picks)
         for sequence, _ in owned:
             self._prefix_cache.offer(sequence)
@@ -108,11 +130,11 @@ class Scheduler:
                 del self._ready[sequence.id]
         return self.slots.add_step(owned)
 
-    def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Apply the last stage's result of a step, unless it is of an older epoch or unknown."""
+    def commit(self, result: StepResult) -> CommittedStep | None:
+        """Apply the last stage's result of a step; None if the step is of an older epoch or unknown."""
         owned = self.slots.remove_step(result)
         if owned is None:
-            return []
+            return None
         drawn: dict[int, list[Drawn]] = defaultdict(list)
         for one in result.drawn:
             drawn[one.sequence_id].append(one)
@@ -125,8 +147,7 @@ class Scheduler:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
                 num_tokens += self._count_drafts(piece, len(sequence.token_ids) - num_before)
-        self.request_queue.step_committed(num_tokens, now)
-        return events
+        return CommittedStep(num_tokens, events)
 
     def _count_drafts(self, piece: Slice, num_new: int) -> int:
         """How many draft tokens of a slice that brought `num_new` tokens were right."""
@@ -138,57 +159,65 @@ class Scheduler:
     def _apply(
         self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
     ) -> Iterator[SequenceEvent]:
-        group = self.request_queue.groups[sequence.request.id]
         scores = scored.logprobs if scored else ()
         are_finite = all(math.isfinite(score.logprob) for score in scores)
         if len(scores) != len(piece.targets) or not are_finite:
-            yield from self._not_finite(group)
+            yield from self._not_finite(sequence.request.id)
             return
         sequence.commit_slice(piece, scores)
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
-            yield self.request_queue.end_sequence(sequence, group, finish=sequence.known_end)
+            yield self.end(sequence, sequence.known_end)
             return
         for row in range(piece.num_draws):
             if row and not sequence.accept_draft(piece.token_ids[row - piece.num_draws]):
                 break
-            token_id = drawn[row].token_id if row < len(drawn) else None
-            if token_id is None:
-                yield from self._not_finite(group)
+            if row >= len(drawn) or drawn[row].token_id is None:
+                yield from self._not_finite(sequence.request.id)
                 return
-            event = self._drawn(sequence, group, token_id, drawn[row].logprobs)
+            event = self._commit_token(sequence, drawn[row])
             yield event
             if event.is_terminal:
                 return
         if piece.draw is not None and sequence.remaining:
             self._ready[sequence.id] = sequence
 
-    def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
-        """The request's end, with all its sequences."""
-        # Their KV may hold non-finite values: never share it.
-        for sequence in group.live:
-            self._blocks.forget_contents_of(sequence.id)
-        return self.request_queue.fail_request(group, "the model's output is not finite")
+    def _commit_token(self, sequence: Sequence, drawn: Drawn) -> SequenceEvent:
+        assert drawn.token_id is not None
+        finish = sequence.commit_token(drawn.token_id)
+        if finish is not None:
+            return self.end(sequence, finish, drawn)
+        return self._groups[sequence.request.id].token_event(sequence, drawn)
 
-    def _drawn(
-        self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
-    ) -> SequenceEvent:
-        end = sequence.commit_token(token_id)
-        self.request_queue.token_drawn(group)
-        event = group.event(sequence, token_id, logprobs, end)
-        if end is not None:
-            self.request_queue.retire(sequence, group)
+    def _not_finite(self, request_id: str) -> list[SequenceEvent]:
+        """End the request with all its sequences."""
+        live = self._groups[request_id].live
+        # Their KV may hold non-finite values: never share it.
+        for sequence in live:
+            self._blocks.forget_contents_of(sequence.id)
+        return [self.end(sequence, RequestFailed("the model's output is not finite")) for sequence in live]
+
+    def end(self, sequence: Sequence, cause: EndCause, drawn: Drawn | None = None) -> SequenceEvent:
+        """End a running sequence, with its last token if `drawn`. Every running sequence ends here, and the event
+        is its only terminal one. Steps in flight may still hold it, and write its blocks."""
+        group = self._groups[sequence.request.id]
+        event = group.end(sequence, cause, drawn)
+        self._remove(sequence)
+        self.slots.cancel_ahead(self._is_unused)
+        self.num_releases += 1
+        if not group.live:
+            del self._groups[group.key]
         return event
 
     # Steps that are sent ahead
 
-    def _schedule_ahead(self) -> StepPlan | None:
+    def _schedule_ahead(self, others_wait: bool) -> StepPlan | None:
         """A step with one token of each sequence for which the step in flight draws; see `slots`. None if prompts,
         drafts or a waiting request come next."""
-        if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
+        if not self.config.runs_ahead or self.slots.num_slots > 1:
             return None
         parts = self.slots.only_step
         drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
-        makes_room = self.request_queue.num_waiting > 0 and len(drawing) < len(parts)
+        makes_room = others_wait and len(drawing) < len(parts)
         has_drafts = any(piece.num_draft_tokens for _, piece in parts)
         if self._ready or makes_room or has_drafts:
             return None
@@ -235,6 +264,7 @@ class Scheduler:
     def admit(self, group: SequenceGroup) -> None:
         """Start a request that has room."""
         self.slots.cancel_ahead(self._is_unneeded)
+        self._groups[group.key] = group
         leader, *siblings = group.live
         block_size = self.config.block_size
         known = self._prefix_cache.find(leader)
@@ -254,35 +284,28 @@ class Scheduler:
         sequence.use_blocks(table, len(shared), leader)
         self._running[sequence.id] = self._ready[sequence.id] = sequence
 
-    def drop(self, sequence: Sequence) -> None:
-        """End a running sequence. Steps in flight may still write its blocks."""
-        sequence.move_to(SequenceStatus.ENDED)
-        self._remove(sequence)
-        self.slots.cancel_ahead(self._is_unused)
-        self.request_queue.retry_admission()
-
     def _remove(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
         self._ready.pop(sequence.id, None)
         self._blocks.release(sequence.id)
 
-    def give_back(self) -> frozenset[str]:
-        """Close, and return all requests to the queue. Returns the ids of those in flight."""
+    def give_back(self) -> GivenBack:
+        """Close: all requests will be computed again, here or elsewhere."""
         self.is_open = False
         in_flight = self.slots.lose()
         self._blocks.forget_contents()
-        keys = dict.fromkeys(s.request.id for s in self._running.values())
         for sequence in list(self._running.values()):
             self._remove(sequence)
             sequence.give_back()
-        self.request_queue.give_back(self.request_queue.groups[key] for key in keys)
-        return in_flight
+        groups = tuple(self._groups.values())
+        self._groups.clear()
+        return GivenBack(groups, in_flight)
 
     def open(self, epoch: int) -> None:
         """An epoch has formed: requests may be admitted."""
         self.slots.begin_epoch(epoch)
         self.is_open = True
-        self.request_queue.retry_admission()
+        self.num_releases += 1
 
     # State
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
+from ppserve.core.plan import DRAWN, Draw, Drawn, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import RequestError
@@ -51,6 +51,10 @@ class InvalidTransition(Exception):
 
     def __init__(self, sequence_id: int, old: SequenceStatus, new: SequenceStatus) -> None:
         super().__init__(f"sequence {sequence_id}: {old} -> {new}")
+
+
+EndCause = FinishReason | RequestError
+"""Why a sequence ends: its answer is complete, or its request has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,24 +269,28 @@ class SequenceGroup:
         if self.admitted_s is None:
             self.admitted_s = now
 
-    def event(
-        self,
-        sequence: Sequence,
-        token_id: int | None = None,
-        logprobs: TokenLogprobs | None = None,
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-    ) -> SequenceEvent:
-        """An event of one of the sequences. `token_id` must already be the last of its `token_ids`."""
+    def token_event(self, sequence: Sequence, drawn: Drawn) -> SequenceEvent:
+        """A sequence has a further token, and goes on."""
+        return self._event(sequence, drawn, None)
+
+    def end(self, sequence: Sequence, cause: EndCause, drawn: Drawn | None = None) -> SequenceEvent:
+        """End a sequence, with its last token if `drawn`. Nothing else makes a terminal event, so each sequence
+        has one: a second end is an InvalidTransition. Of a running sequence only its scheduler may call this."""
+        sequence.move_to(SequenceStatus.ENDED)
+        return self._event(sequence, drawn, cause)
+
+    def _event(self, sequence: Sequence, drawn: Drawn | None, cause: EndCause | None) -> SequenceEvent:
+        """drawn: the last of the sequence's `token_ids`."""
+        error = cause if isinstance(cause, RequestError) else None
         return SequenceEvent(
             request_id=self.key,
             index=sequence.index,
             sequence_id=sequence.id,
-            offset=sequence.num_generated - (token_id is not None),
-            token_id=token_id,
-            logprobs=logprobs,
+            offset=sequence.num_generated if drawn is None else sequence.num_generated - 1,
+            token_id=None if drawn is None else drawn.token_id,
+            logprobs=None if drawn is None else drawn.logprobs,
             prompt_logprobs=sequence.take_scores() if error is None else (),
-            finish=finish,
+            finish=cause if isinstance(cause, FinishReason) else None,
             error=error,
             cached_tokens=sequence.cached_tokens,
             admitted_s=self.admitted_s,

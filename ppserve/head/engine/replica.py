@@ -70,8 +70,8 @@ class StepObserver:
     def on_stage_died(self, replica: int, stage: int, cause: LossCause) -> None:
         """One of a stage's processes died."""
 
-    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
-        """A turn ended. in_flight: steps."""
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
+        """A turn ended. in_flight: steps. num_waiting: requests that no replica computes."""
 
 
 class Replica:
@@ -129,7 +129,7 @@ class Replica:
             return frozenset()
         if num_running := self.scheduler.num_running:
             log.info("%s%d sequences go back to the queue", self._prefix, num_running)
-        return self.scheduler.give_back()
+        return self.request_queue.give_back(self.scheduler)
 
     # ---- events ----
 
@@ -159,7 +159,7 @@ class Replica:
         if cancelled := scheduler.slots.take_cancelled():
             # A stage that has not begun one of these skips it.
             self._control.send(self.members.ranks, wire.Cancel(cancelled))
-        while (plan := scheduler.schedule(self._now_s())) is not None:
+        while (plan := self.request_queue.schedule(scheduler, self._now_s())) is not None:
             self._send(plan, scheduler, woken_ns)
         self._account_for_result()
 
@@ -177,7 +177,8 @@ class Replica:
         """Also while the pipeline is lost."""
         if self.scheduler is not None:
             for observer in self._observers:
-                observer.on_load(self.number, self.scheduler, self.steps.num_in_flight)
+                num_waiting = self.request_queue.num_waiting
+                observer.on_load(self.number, self.scheduler, self.steps.num_in_flight, num_waiting)
 
     def _handle_event(self, event: MemberEvent | None) -> list[SequenceEvent]:
         match event:
@@ -210,7 +211,7 @@ class Replica:
         self._unaccounted = result, step
         events: list[SequenceEvent] = []
         if result.stage == self.steps.num_stages - 1:
-            events = self.scheduler.commit(result, self._now_s())
+            events = self.request_queue.commit(self.scheduler, result, self._now_s())
             self._fruitless_losses = 0 if events else self._fruitless_losses
         if self.scheduler.config.microbatches is None:
             self.scheduler.slots.resize(self._slot_count.observe(result, step.fills_slots))
@@ -250,7 +251,9 @@ class Replica:
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(self.members.num_blocks, config.block_size)
-        return Scheduler(config, blocks, self._costs, self.request_queue)
+        scheduler = Scheduler(config, blocks, self._costs)
+        self.request_queue.add_scheduler(scheduler)
+        return scheduler
 
     def lose_epoch(self) -> None:
         """Steps in flight will not return. Requests wait for another replica or epoch."""

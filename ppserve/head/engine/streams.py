@@ -127,7 +127,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """What an event brings the caller. The scheduler does not know a `finish` of STOP_STRING yet."""
+        """What an event brings the caller. A stop string in its text ends it, whatever the event says."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s
@@ -235,8 +235,11 @@ class OpenStreams:
         if opened is None or opened.progress(event.index).has_ended:
             return  # a step may bring several tokens; a stop string may end at the first
         output = opened.output(event, now_s)
-        if output.finish is FinishReason.STOP_STRING and event.finish is None:
-            self._request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
+        if output.finish is FinishReason.STOP_STRING and not event.is_terminal:
+            # `output` tells two events at once: the token's, and this end. There is none where a later token of
+            # the same step has ended the sequence; that token is not told.
+            end = self._request_queue.stop(event.request_id, event.index, output.finish)
+            assert end is None or end.finish is output.finish
         self.add_output(opened, output, now_s)
         if opened.is_complete:
             del self._open[event.request_id]

@@ -184,10 +184,10 @@ class StepMetrics(StepObserver):
             self._transfer[replica][transfer.sender].observe(transfer.waited_ns / 1e9)
             self._transfer_bytes[replica][transfer.sender].inc(transfer.num_bytes)
 
-    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
         label = str(replica)
         self.running.labels(label).set(scheduler.num_running)
-        self.waiting.set(scheduler.request_queue.num_waiting)
+        self.waiting.set(num_waiting)
         self.in_flight.labels(label).set(in_flight)
         self.kv_usage.labels(label).set(scheduler.kv_usage)
         self._count_drafted(replica, scheduler.num_draft_tokens)

@@ -120,11 +120,11 @@ class Trace(StepObserver):
             event["args"] = {"for": f"{settled.stage}F{settled.step_id}"}
         self._write([event])
 
-    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
         if self._file is None:
             return
         now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}
-        counted = {"running": scheduler.num_running, "waiting": scheduler.request_queue.num_waiting}
+        counted = {"running": scheduler.num_running, "waiting": num_waiting}
         which = f" of replica {replica}" * (self._num_replicas > 1)
         usage = {"ratio": round(scheduler.kv_usage, 4)}
         sequences: Event = {"ph": "C", "name": f"sequences{which}", **now, "args": counted}

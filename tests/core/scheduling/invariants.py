@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from ppserve.core.plan import DRAWN, Slice
+from ppserve.core.request import Request
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
-from ppserve.core.scheduling.sequence import Sequence
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.core.scheduling.slots import MicrobatchSlots
 
 
@@ -31,11 +34,28 @@ def check_blocks(blocks: BlockManager) -> None:
     assert {digest: block for block, digest in blocks._digest_of.items()} == blocks._block_of
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Blocks, running set and slots agree with the sequences; nothing is held without work. Alone with its
-    request queue."""
+def check_scheduler(scheduler: Scheduler, request_queue: RequestQueue) -> None:
+    """Blocks, running set and slots agree with the sequences; nothing is held without work. For the only scheduler
+    of a request queue."""
     check_one_of_several(scheduler)
-    check_request_queue(scheduler.request_queue, [scheduler])
+    check_request_queue(request_queue, [scheduler])
+
+
+def check_ends(
+    request_queue: RequestQueue,
+    requests: Iterable[Request],
+    events: Mapping[tuple[str, int], Seq[SequenceEvent]],
+) -> None:
+    """Every sequence that ended has had one terminal event, its last; every other one has had none. requests: all
+    that were accepted. events: all so far, by request and index."""
+    for request in requests:
+        group = request_queue.groups.get(request.id)
+        live = {sequence.index for sequence in group.live} if group is not None else set()
+        for index in request.indices:
+            told = events.get((request.id, index), ())
+            is_terminal = [event.is_terminal for event in told]
+            assert is_terminal.count(True) == (0 if index in live else 1), (request.id, index, told)
+            assert index in live or is_terminal[-1], (request.id, index, told)
 
 
 def check_one_of_several(scheduler: Scheduler) -> None:
@@ -47,7 +67,9 @@ def check_one_of_several(scheduler: Scheduler) -> None:
     for sequence in admitted:
         assert sequence.is_live
         assert sequence.block_table == scheduler._blocks._tables[sequence.id]
+        assert sequence in scheduler._groups[sequence.request.id].live
         assert (sequence.id in scheduler._ready) == (sequence.remaining > 0), (sequence.id, sequence.remaining)
+    assert scheduler._groups.keys() == {sequence.request.id for sequence in admitted}
     assert len(scheduler._speculation._drafters) <= config.max_num_seqs, "drafters of sequences that have ended"
     if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"

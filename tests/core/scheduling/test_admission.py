@@ -9,9 +9,8 @@ from collections import deque
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.core.scheduling.admission import HALF_LIFE_S, Throughput
+from ppserve.core.scheduling.throughput import HALF_LIFE_S, Throughput
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 # ---- requests that could never run ----
@@ -54,7 +53,7 @@ def test_worst_case_blocks_are_reserved_so_no_running_request_loses_its_place() 
     for i in range(4):
         rig.submit(a_request(f"r{i}", num_prompt=5, max_tokens=12))
     assert rig.scheduler.num_running == 2
-    assert rig.scheduler.request_queue.num_waiting == 2
+    assert rig.request_queue.num_waiting == 2
     rig.finish()
     steps_of: dict[int, list[int]] = {}
     for plan in rig.pipeline.plans:
@@ -71,14 +70,14 @@ def test_the_queue_is_bounded_by_requests_that_wait(
     limits: dict[str, int], num_running: int, num_waiting: int
 ) -> None:
     rig = a_rig(**limits)  # type: ignore[arg-type]
-    request_queue = rig.scheduler.request_queue
+    request_queue = rig.request_queue
     for i in range(num_running + num_waiting):
         request_queue.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
     with pytest.raises(Overloaded) as refusal:
         request_queue.submit(a_request("one more", num_prompt=10, max_tokens=10), 0.0)
     assert refusal.value.retry_after_s > 0
     assert (rig.scheduler.num_running, request_queue.num_waiting) == (num_running, num_waiting)
-    check_scheduler(rig.scheduler)
+    rig.check()
 
 
 def test_requests_that_a_lost_stage_gave_back_fill_the_queue_too() -> None:
@@ -127,7 +126,7 @@ def test_cancelling_in_flight_frees_the_blocks_at_once() -> None:
     rig.turn()
     fill(rig)
     assert rig.pipeline.num_in_flight == 2
-    (event,) = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.request_queue.abort("r", FinishReason.CANCELLED))
     assert event.prompt_logprobs == ()
     assert (rig.scheduler.num_running, rig.scheduler.kv_usage) == (0, 0.0)
     rig.submit(a_request("next", num_prompt=8, max_tokens=50))
@@ -154,9 +153,9 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
     rig.submit(a_request("running", max_tokens=200))
     rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
     with pytest.raises(Overloaded, match="longer than its deadline"):
-        rig.scheduler.request_queue.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
+        rig.request_queue.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
     with pytest.raises(DeadlinePassed):
-        rig.scheduler.request_queue.submit(a_request("late", deadline_s=rig.now), rig.now)
+        rig.request_queue.submit(a_request("late", deadline_s=rig.now), rig.now)
     assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
     assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
 
@@ -182,13 +181,13 @@ def test_old_measurements_of_the_throughput_fade_and_time_without_a_step_is_none
 
 def test_an_answer_that_its_deadline_cut_short_says_nothing_about_the_lengths_of_answers() -> None:
     rig = a_rig(max_num_seqs=1)
-    throughput = rig.scheduler.request_queue._throughput
+    throughput = rig.request_queue._throughput
     rig.submit(a_request("late", max_tokens=50, deadline_s=3.0))
     rig.turn()
     rig.now = 2.9
-    assert rig.scheduler.request_queue.expire(rig.now) == []
+    assert rig.request_queue.expire(rig.now) == []
     rig.now = 3.0
-    assert [event.finish for event in rig.scheduler.request_queue.expire(rig.now)] == [FinishReason.DEADLINE]
+    assert [event.finish for event in rig.tell(rig.request_queue.expire(rig.now))] == [FinishReason.DEADLINE]
     assert throughput._reserved_tokens == 0
     rig.submit(a_request("whole", max_tokens=5))
     rig.drain()
@@ -203,7 +202,7 @@ def test_a_caller_is_charged_for_what_it_asked_and_got_once_whatever_is_computed
         rig.turn()
         rig.lose_stage()
     rig.finish()
-    assert rig.scheduler.request_queue.queue._accounts["a"].served == 9 + 7
+    assert rig.request_queue.queue._accounts["a"].served == 9 + 7
 
 
 def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
@@ -213,7 +212,7 @@ def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
         fill(rig)
         rig.now += 0.1
         (event,) = rig.commit_one()
-        rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
+        rig.stop(event.request_id, event.index)
     rig.submit(a_request("running", num_prompt=10, max_tokens=500))
     rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
     # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.
@@ -248,7 +247,7 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float) 
             due_s += dice.expovariate(50.0 * times)
             sent += 1
             rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
-        late += len(rig.scheduler.request_queue.expire(rig.now))
+        late += len(rig.tell(rig.request_queue.expire(rig.now)))
         while (plan := rig.schedule_one()) is not None:
             rows.append(plan.num_tokens)
         if rows:
@@ -284,7 +283,7 @@ def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_g
         assert not rig.submit(light)
         return
     assert rig.submit(light)
-    while "light" in rig.scheduler.request_queue.groups:
+    while "light" in rig.request_queue.groups:
         while (plan := rig.schedule_one()) is not None:
             rig.now += plan.num_tokens / 1000.0
         rig.commit_one()
@@ -310,11 +309,11 @@ def test_each_deadline_is_kept_whatever_ended_before() -> None:
     rig = a_rig(max_num_seqs=1)
     for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
         rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
-    (event,) = rig.tell(rig.scheduler.request_queue.abort("gone", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.request_queue.abort("gone", FinishReason.CANCELLED))
     assert event.finish is FinishReason.CANCELLED
     for ended in ("gone", "nobody"):
-        assert rig.scheduler.request_queue.abort(ended, FinishReason.CANCELLED) == []
-    expire = rig.scheduler.request_queue.expire
+        assert rig.request_queue.abort(ended, FinishReason.CANCELLED) == []
+    expire = rig.request_queue.expire
     overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
     assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}
-    assert rig.scheduler.request_queue.num_waiting == 0
+    assert rig.request_queue.num_waiting == 0

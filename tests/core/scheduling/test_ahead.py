@@ -91,7 +91,7 @@ def test_nothing_is_sent_ahead_while_a_cancelled_step_is_in_flight() -> None:
     rig.submit(a_request("stream", max_tokens=30))
     fill(rig)
     rig.submit(a_request("leaves", max_tokens=2))
-    rig.tell(rig.scheduler.request_queue.abort("leaves", FinishReason.CANCELLED))
+    rig.tell(rig.request_queue.abort("leaves", FinishReason.CANCELLED))
     assert len(rig.scheduler.slots._cancelled) == 1
     assert fill(rig) == []
     rig.commit_one()
@@ -152,8 +152,7 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     fill(rig)
     (sequence,) = rig.scheduler._running.values()
     assert sequence.num_published == len(sequence.token_ids)
-    rig.scheduler.request_queue.abort("a", FinishReason.STOP_STRING, 0)
-    rig.ended_by_engine.add(("a", 0))
+    rig.stop("a", 0)
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))
     rig.finish()
@@ -169,9 +168,9 @@ def test_nothing_is_sent_ahead_while_a_suspect_is_computed_alone() -> None:
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    assert rig.scheduler.request_queue.poison_isolation.lone is not None
+    assert rig.request_queue.poison_isolation.lone is not None
     num_ahead = rig.num_ahead
-    while rig.scheduler.request_queue.poison_isolation.lone is not None:
+    while rig.request_queue.poison_isolation.lone is not None:
         fill(rig)
         assert rig.num_ahead == num_ahead
         rig.commit_one()

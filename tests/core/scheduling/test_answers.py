@@ -62,10 +62,10 @@ def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs:
     rig = a_rig(num_stages=1)
     rig.submit(a_request("score", num_prompt=3, max_tokens=0, output=OutputOptions(prompt_logprobs=0)))
     rig.submit(a_request("draw"))
-    plan = rig.scheduler.schedule(0.0)
+    plan = rig.request_queue.schedule(rig.scheduler, 0.0)
     assert plan is not None
     scored = Scored(0, tuple(map(TokenLogprobs, logprobs)))
     result = StepResult(plan.epoch, plan.step_id, 0, STAMPS, scored=(scored,))
-    events = rig.scheduler.commit(result, 0.0)
+    events = rig.request_queue.commit(rig.scheduler, result, 0.0)
     assert [type(event.error) for event in events] == [RequestFailed, RequestFailed]
     assert not rig.has_work

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppserve.core.request import Request, StopConditions
-from ppserve.core.scheduling.admission import MAX_IDLE_CALLERS, FairQueue
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.fair_queue import MAX_IDLE_CALLERS, FairQueue
 from ppserve.core.scheduling.sequence import SequenceGroup
 
 

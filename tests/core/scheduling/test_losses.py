@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.core.scheduling.request_queue import PoisonIsolation
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import RequestFailed
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
@@ -107,14 +106,14 @@ def lose_twice(rig: SchedulerRig) -> None:
 
 
 def lone_of(rig: SchedulerRig) -> str | None:
-    return rig.scheduler.request_queue.poison_isolation.lone
+    return rig.request_queue.poison_isolation.lone
 
 
 def run_with_poison(rig: SchedulerRig, poison: str, at_token: int, index: int = 0) -> int:
     """Loses a stage whenever a step would compute token number `at_token` of an answer of `poison`; counts
     losses."""
     losses = 0
-    ids = {s.id for s in rig.scheduler.request_queue.groups[poison].sequences if s.index == index}
+    ids = {s.id for s in rig.request_queue.groups[poison].sequences if s.index == index}
     deadly = len(rig.requests[poison].prompt_ids) + at_token
     while rig.has_work:
         fill(rig)
@@ -125,7 +124,7 @@ def run_with_poison(rig: SchedulerRig, poison: str, at_token: int, index: int = 
             assert losses < 10
         else:
             rig.commit_one()
-        check_scheduler(rig.scheduler)
+        rig.check()
     return losses
 
 
@@ -178,7 +177,7 @@ def test_an_outage_before_a_probe_is_no_time_of_computing() -> None:
         fill(rig)
         rig.now += 0.1
         rig.commit_one()
-    throughput = rig.scheduler.request_queue._throughput
+    throughput = rig.request_queue._throughput
     before_s = throughput.seconds_for(100)
     assert before_s is not None
     rig.submit(a_request("r"))
@@ -211,7 +210,7 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
     lose_twice(rig)
     rig.submit(a_request("new_client"))
     prove(rig)
-    assert rig.scheduler.request_queue.num_waiting == 3, "nobody else is admitted meanwhile"
+    assert rig.request_queue.num_waiting == 3, "nobody else is admitted meanwhile"
     in_turn = []
     while lone_of(rig) is not None:
         in_turn += [piece.sequence_id for plan in fill(rig) for piece in plan.slices]
@@ -243,7 +242,7 @@ def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:
     for i in range(2):
         rig.submit(a_request(f"r{i}", num_prompt=9))
     lose_twice(rig)
-    rig.tell(rig.scheduler.request_queue.abort("r0", FinishReason.CANCELLED))
+    rig.tell(rig.request_queue.abort("r0", FinishReason.CANCELLED))
     rig.finish()
 
 

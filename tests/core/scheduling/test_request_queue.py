@@ -144,7 +144,7 @@ def test_what_is_in_flight_at_a_drained_replica_is_computed_again() -> None:
     replicas.turn()
     rig = replicas.rigs[0]
     assert rig.schedule_one() is not None
-    rig.scheduler.give_back()
+    replicas.request_queue.give_back(rig.scheduler)
     while rig.pipeline.num_in_flight:
         assert rig.commit_one() == []
     assert (rig.scheduler.kv_usage, len(replicas.at(1))) == (0, 3)

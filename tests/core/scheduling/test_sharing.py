@@ -22,7 +22,7 @@ def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("r", num_prompt=6, max_tokens=60, resume_index=0, resume_ids=answer[:50], caller="a"))
     rig.drain()
-    assert rig.scheduler.request_queue.queue._accounts["a"].served == 6 + 60
+    assert rig.request_queue.queue._accounts["a"].served == 6 + 60
 
 
 # ---- prefix cache ----

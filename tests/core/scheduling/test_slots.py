@@ -7,7 +7,6 @@ import pytest
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.slots import HELD_STEPS, MEASURED_STEPS, SlotCount
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
@@ -31,7 +30,7 @@ def decode_sizes(rig: SchedulerRig, num_steps: int) -> list[int]:
         plans = fill(rig)
         sizes += [len(plan.slices) for plan in plans if plan.phase == "decode"]
         rig.commit_one()
-        check_scheduler(rig.scheduler)
+        rig.check()
     return sizes[2 * rig.scheduler.slots.num_slots :]
 
 

@@ -103,7 +103,7 @@ def test_rejected_draft_tokens_are_no_throughput_and_a_step_that_drafts_decodes(
     assert phases == ["prefill"] + ["decode"] * 19
     assert rig.num_draft_tokens > 40
     assert rig.scheduler.num_draft_tokens == {"accepted": 0, "rejected": rig.num_draft_tokens}
-    assert rig.scheduler.request_queue._throughput._tokens == 6 + 20 - 1
+    assert rig.request_queue._throughput._tokens == 6 + 20 - 1
 
 
 def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:

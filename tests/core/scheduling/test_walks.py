@@ -13,7 +13,6 @@ from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingP
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import PromptLookup
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import Oracle, SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 from tests.slow import quick_first
@@ -103,7 +102,7 @@ def walk(
         if action < 0.16:
             rig.submit(random_request(rng, f"r{i}", rig.now, shared_prompt))
         elif action < 0.20 and rig.requests:
-            rig.tell(rig.scheduler.request_queue.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
+            rig.tell(rig.request_queue.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
         elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly
             rig.lose_stage()
             losses += 1
@@ -115,9 +114,8 @@ def walk(
             last = {(event.request_id, event.index): event for event in rig.commit_one()}
             for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
-                    rig.scheduler.request_queue.abort(event.request_id, FinishReason.STOP_STRING, event.index)
-                    rig.ended_by_engine.add((event.request_id, event.index))
-        check_scheduler(rig.scheduler)
+                    rig.stop(event.request_id, event.index)
+        rig.check()
     rig.drain()
     return rig
 
@@ -169,10 +167,9 @@ def test_the_walks_reach_every_feature() -> None:
         seen |= {"cached" for events in rig.events.values() for event in events if event.cached_tokens}
         seen |= {"scored" for events in rig.events.values() for event in events if event.prompt_logprobs}
         seen |= {"ahead" for _ in range(rig.num_ahead)}
-        seen |= {"ended by engine" for _ in rig.ended_by_engine}
         seen |= {plan.phase for plan in rig.pipeline.plans}
         seen |= {f"epoch {plan.epoch}" for plan in rig.pipeline.plans}
         seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
-    reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
-    features = {"ahead", "cached", "scored", "ended by engine", "resumed", "prefill", "decode", "mixed"}
+    reasons = {str(reason) for reason in FinishReason}
+    features = {"ahead", "cached", "scored", "resumed", "prefill", "decode", "mixed"}
     assert seen >= reasons | features | {"epoch 0", "epoch 1", "epoch 2"}

@@ -12,7 +12,8 @@ from functools import partial
 
 from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.request_queue import PoisonIsolation, RequestQueue
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState

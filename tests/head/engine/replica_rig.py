@@ -48,7 +48,7 @@ class Notes(StepObserver):
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self.called.append(("output", opened.request.id))
 
-    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int) -> None:
+    def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
         self.in_flight.append(in_flight)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.core.scheduling.request_queue import PoisonIsolation
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
 from tests.slow import quick_first, thorough

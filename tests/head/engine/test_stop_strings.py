@@ -83,7 +83,7 @@ class ScriptedRank:
         assert scheduler is not None
         while len(plans := self._plans) > self._num_computed:
             self._compute(plans[self._num_computed], scripts, first)
-            check_scheduler(scheduler)
+            check_scheduler(scheduler, self.rig.request_queue)
             ended = {output.index for output in reader.outputs if output.finish is not None}
             assert ended.isdisjoint(s.index for s in scheduler._running.values()), "nobody reads what it computes"
         heard: dict[int, list[TokenOutput]] = {}

@@ -163,12 +163,10 @@ def test_every_tensor_rank_of_every_replica_has_its_row():
 
 
 def loaded(running: int, kv_usage: float, drafted: tuple[int, ...] = (0, 0)) -> Any:
-    """What of a scheduler is measured; three requests wait. drafted: since its start, by outcome."""
-    queue = SimpleNamespace(num_waiting=3)
+    """What of a scheduler is measured. drafted: since its start, by outcome."""
     return SimpleNamespace(
         num_running=running,
         kv_usage=kv_usage,
-        request_queue=queue,
         num_draft_tokens=dict(zip(OUTCOMES, drafted, strict=True)),
     )
 
@@ -177,8 +175,8 @@ def test_each_replica_has_its_own_figures():
     metrics = Metrics(1, num_replicas=2)
     times = [account_of(1).snapshot(0)[0], replace(account_of(1).snapshot(0)[0], idle_ns=3_000_000_000)]
     metrics.read_ledger(lambda: ((times[0],), (times[1],)))
-    metrics.steps.on_load(0, loaded(running=4, kv_usage=0.25), 2)
-    metrics.steps.on_load(1, loaded(running=1, kv_usage=0.75), 1)
+    metrics.steps.on_load(0, loaded(running=4, kv_usage=0.25), 2, 3)
+    metrics.steps.on_load(1, loaded(running=1, kv_usage=0.75), 1, 3)
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=1), 11.0)
     seen = read(metrics)
     for replica, running, usage, idle_s, tokens in (("0", 4, 0.25, 0.0, 0), ("1", 1, 0.75, 3.0, 1)):
@@ -195,8 +193,8 @@ def test_each_replica_has_its_own_figures():
 def test_draft_tokens_are_counted_as_often_as_there_were_some() -> None:
     metrics = Metrics(1, num_replicas=2)
     for drafted in ((5, 3), (5, 3), (9, 4)):
-        metrics.steps.on_load(0, loaded(1, 0.5, drafted), 1)
-    metrics.steps.on_load(1, loaded(1, 0.5, (2, 1)), 1)
+        metrics.steps.on_load(0, loaded(1, 0.5, drafted), 1, 3)
+    metrics.steps.on_load(1, loaded(1, 0.5, (2, 1)), 1, 3)
     seen = read(metrics)
     for replica, drafted in (("0", (9, 4)), ("1", (2, 1))):
         for outcome, count in zip(OUTCOMES, drafted, strict=True):

@@ -38,8 +38,7 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     trace.on_span_settled(0, Settled(2, Span(40_000, 90_000, "imbalance"), 7))
     trace.on_span_settled(0, Settled(2, Span(90_000, 98_000, "decode"), 7))
     trace.on_span_settled(0, Settled(2, Span(98_000, 99_000, "idle"), None))
-    queue = SimpleNamespace(num_waiting=2)
-    trace.on_load(0, SimpleNamespace(num_running=3, kv_usage=0.5, request_queue=queue), 1)
+    trace.on_load(0, SimpleNamespace(num_running=3, kv_usage=0.5), 1, 2)
     trace.stop()
     events = json.loads(path.read_text())
     steps = {e["name"]: e for e in events if e["ph"] == "X" and e["cat"] == "decode"}

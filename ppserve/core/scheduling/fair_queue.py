@@ -1,4 +1,4 @@
-"""The order of waiting requests, what each may need, and how fast requests are computed.
+"""The order of waiting requests.
 
 Requests that a replica gave back go first, in the order of their first admission. Others are ordered by
 
@@ -18,68 +18,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ppserve.core.request import Request
-from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import SequenceGroup
-from ppserve.errors import InvalidRequest, Violation
 
 MAX_IDLE_CALLERS = 1024
 AGING_S = 10.0
-HALF_LIFE_S = 10.0
-MIN_EVIDENCE_S = 0.05
-MEMORY_OF_ENDS = 0.98
-
-
-def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
-    """The most KV blocks that a request can need. Its sequences share the prompt's full blocks."""
-    shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
-    return shared + num_sequences * (-(-num_positions // block_size) - shared)
-
-
-def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Raises InvalidRequest for a request that fits the context, but not an empty server."""
-    num_prompt = len(request.prompt_ids)
-    positions = max(num_prompt, num_prompt + request.stop.max_tokens - 1)
-    needed = worst_case_blocks(num_prompt, positions, request.num_sequences, config.block_size)
-    if needed > num_blocks:
-        problem = f"needs {needed} KV blocks, the server has {num_blocks}"
-        raise InvalidRequest([Violation("stop.max_tokens", problem)])
-
-
-class Throughput:
-    """Tokens, of prompts too, computed per second with steps in flight, and the share of reserved tokens that
-    requests use. Old measurements fade."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._since: float | None = None
-        self._reserved_tokens = 0.0
-        self._used_tokens = 0.0
-
-    def started(self, now: float) -> None:
-        """A step was scheduled while the pipeline was empty."""
-        self._since = now
-
-    def committed(self, num_tokens: int, now: float, *, pipeline_empty: bool) -> None:
-        elapsed = max(0.0, now - self._since) if self._since is not None else 0.0
-        fade = 0.5 ** (elapsed / HALF_LIFE_S)
-        self._tokens = self._tokens * fade + num_tokens
-        self._seconds = self._seconds * fade + elapsed
-        self._since = None if pipeline_empty else now
-
-    def request_ended(self, reserved_tokens: int, used_tokens: int) -> None:
-        """An admitted request ended in time. used_tokens: of the reserved ones."""
-        self._reserved_tokens = self._reserved_tokens * MEMORY_OF_ENDS + reserved_tokens
-        self._used_tokens = self._used_tokens * MEMORY_OF_ENDS + used_tokens
-
-    def seconds_for(self, reserved_tokens: int) -> float | None:
-        """Predicted time for requests that reserve so many tokens; None while too little is measured."""
-        if self._seconds < MIN_EVIDENCE_S or self._tokens <= 0:
-            return None
-        used_share = 1.0
-        if self._reserved_tokens:
-            used_share = self._used_tokens / self._reserved_tokens
-        return reserved_tokens * used_share * self._seconds / self._tokens
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import (
     MAX_DRAFT_TOKENS,
     MAX_LEARNED,
@@ -19,7 +21,7 @@ from ppserve.core.scheduling.speculation import (
     PromptLookup,
 )
 from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, fill
-from tests.core.toy_pipeline import EOS_ID, expected_answer
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 
 SURE = 0.9
 
@@ -122,6 +124,56 @@ def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     rig.check_answers()
 
 
+class RightAt(Oracle):
+    """Right in the rows of a step that are named, the first draft token's being 0, and wrong in the others."""
+
+    def __init__(self, rows: set[int], sequence: Sequence) -> None:
+        super().__init__(sequence, rate=1.0)
+        self._rows = rows
+
+    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
+        found = super().draft(token_ids, draft_ids)
+        if found is None or len(draft_ids) in self._rows:
+            return found
+        return found._replace(token_id=(found.token_id + 1) % VOCAB_SIZE)
+
+
+def a_drafting_rig(rows: set[int]) -> SchedulerRig:
+    """One stage; every step that decodes has three draft tokens. A sequence whose prompt is computed."""
+    config = SchedulerConfig(1, block_size=4, eos_ids=(EOS_ID,), speculate=3)
+    rig = SchedulerRig(config, 400, new_drafter=partial(RightAt, rows))
+    rig.submit(a_request("r", max_tokens=60))
+    rig.turn()
+    return rig
+
+
+@pytest.mark.parametrize(
+    ("rows", "accepted"),
+    [({0, 1, 2}, 3), ({0, 1}, 2), ({0}, 1), ({0, 2}, 1), ({1, 2}, 0), ({2}, 0), (set(), 0)],
+)
+def test_every_right_draft_token_before_the_first_wrong_one_saves_a_step(rows: set[int], accepted: int) -> None:
+    rig = a_drafting_rig(rows)
+    for turn in range(1, 6):
+        assert len(rig.turn()) == accepted + 1
+        assert rig.scheduler.num_draft_tokens == {"accepted": turn * accepted, "rejected": turn * (3 - accepted)}
+    rig.finish()
+
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize(("rows", "accepted"), [({0, 1, 2}, 3), ({0}, 1), (set(), 0)])
+def test_a_row_that_is_not_finite_counts_where_its_draft_token_was_right(
+    rows: set[int], accepted: int, row: int
+) -> None:
+    """What is computed from a wrong token may be anything."""
+    rig = a_drafting_rig(rows)
+    fill(rig)
+    result = rig.pipeline.run_one()
+    drawn = [replace(one, token_id=None) if place == row else one for place, one in enumerate(result.drawn)]
+    events = rig.scheduler.commit(replace(result, drawn=tuple(drawn)), 0.0)
+    assert len(events) == min(row, accepted) + 1
+    assert [event.error is None for event in events] == [True] * min(row, accepted) + [row > accepted]
+
+
 def drafted(token_ids: list[int], draft_ids: tuple[int, ...] = ()) -> int | None:
     draft_token = PromptLookup().draft(token_ids, draft_ids)
     return None if draft_token is None else draft_token.token_id
@@ -158,6 +210,9 @@ def test_a_long_prompt_is_learned_in_parts() -> None:
 def test_draft_tokens_count_as_the_end_of_the_sequence() -> None:
     text = [1, 2, 3, 4, 5, 1, 2]
     assert [drafted(text, (3, 4)[:n]) for n in range(3)] == [3, 4, 5]
+    latest, longest = [8, 4, 60], [2, 3, 4, 50]
+    assert drafted([*longest, *latest, 1, 2], (3, 4)) == 50, "the earlier draft token counts too"
+    assert drafted([*longest, *latest, 1, 2], (9, 4)) == 60
 
 
 def test_a_draft_token_leaves_no_trace() -> None:

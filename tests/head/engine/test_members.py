@@ -157,6 +157,29 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
     assert pipeline.dropped == [(1, "stuck")]
 
 
+@pytest.mark.parametrize(("draining", "patience_s"), [(False, 600), (True, 10)])
+def test_before_the_first_epoch_an_absent_stage_has_all_the_time_that_the_start_has(
+    draining: bool, patience_s: int
+) -> None:
+    """It may download for long, or be restarted by its keeper; `--start-timeout` is what limits that."""
+    pipeline = MembersRig(2)
+    if draining:
+        pipeline.members.start_draining()
+    pipeline.load(1)
+    for second in range(0, 3600, 5):
+        assert pipeline.tick(5) is None, second
+        answer(pipeline, 1)
+    assert pipeline.dropped == []
+    pipeline.load(0)
+    pipeline.join()
+    pipeline.lose(0, "exit")
+    for _ in range(patience_s):
+        pipeline.tick(1)
+        answer(pipeline, 1)
+    with pytest.raises(StagesLost, match="stage 0 did not come back in time"):
+        pipeline.tick(1)
+
+
 def test_a_pause_of_the_head_is_nobodys_fault() -> None:
     pipeline = started_pipeline()
     assert not pipeline.members.is_healthy(pipeline.now_ns + 5 * SECOND), "for others, while its thread hangs"

@@ -308,7 +308,7 @@ def show_shapes(tour: Tour) -> None:
         {deep.num_bytes / deep.messages / 1024:.1f} KiB, and between four tensor ranks in {wide.messages}, with
         {wide.num_bytes / deep.num_bytes:.0f} times the bytes; replicas send nothing to each other. Tensor ranks
         are for fast links, stages for slow ones, replicas for models that fit on one rank. No sum is ever
-        divided among ranks, so all of them draw the same tokens. `ppserve plan --world 4` predicts all shapes."""
+        divided among ranks, so all of them draw the same tokens."""
     )
 
 

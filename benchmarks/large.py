@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/large.py [FILE.gguf]     as root: a host is a network namespace and a cgroup
 
 Without a file, a Llama of 7.4 billion parameters is made. Tokens and log-probabilities must be those of one host:
-alone, 16 at once, and where a host is lost and comes back. FILE.costs.json is for `ppserve plan --costs`.
+alone, 16 at once, and where a host is lost and comes back.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def on_two_hosts(model: Path, expected: dict[int, Any], hurt: str) -> dict[str, 
             asked = sys.executable, __file__, "ask", target, str(callers)
             got = json.loads(hosts.run(0, *asked, timeout_s=600))
             figures |= {f"rate_{callers}": got["rate"], f"equal_{callers}": got["answers"] == expected[callers]}
-        model.with_suffix(".costs.json").write_text(hosts.run(0, "curl", "-s", "127.0.0.1:9400/costs.json"))
         seen = hosts.stream(target, HURT_TOKENS, lose_host)
         figures |= {"pause_s": round(seen.longest_pause_s, 1), "equal_hurt": seen.text == hurt}
         return figures | {"most_mb": [limit.most_mb for limit in limits]}

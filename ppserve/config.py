@@ -12,7 +12,6 @@ from typing import Any
 
 from ppserve.core.architecture import Split
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import ExpectedWorkload
 from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,12 +49,6 @@ class PipelineSettings:
     """Ranks that share the layers of a stage."""
     replicas: int = 1
     """Pipelines with all layers, behind one head."""
-    parallel: str = "off"
-    """`auto` chooses the shape that is predicted to be best, and ignores the two numbers above."""
-
-    def rank_name(self, rank: int, world_size: int) -> str:
-        """For people."""
-        return f"rank {rank}" if self.parallel == "auto" else self.grid(world_size).name(rank)
 
     def grid(self, world_size: int) -> RankGrid:
         """How so many ranks divide: what tensor ranks and replicas leave are stages. Raises ConfigError."""
@@ -104,8 +97,6 @@ class SchedulingSettings:
     """Prompt tokens per step."""
     speculate: int | None = None
     """Draft tokens per step and sequence; None = where they pay."""
-    expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
-    """What `auto` layers and shapes are chosen for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,6 @@ class StageHost(msgspec.Struct, frozen=True):
     """Address that other stages connect to."""
     head_address: str = "127.0.0.1"
     """The head's address, as this stage reached it."""
-    cores: int = 0
-    """That processes of the host may use; 0 = unknown."""
     user: str = ""
     """The user that it runs as: stages of one machine and one user can share memory."""
 
@@ -99,10 +97,6 @@ class StageDevice(msgspec.Struct, frozen=True):
     """Its index; None for the CPU."""
     shares_gpu: bool = False
     """Whether other stages of this host use the same GPU."""
-    memory_bytes: int = 0
-    """For weights and KV blocks together; 0 = unknown."""
-    kv_bytes: int = 0
-    """What KV blocks could take at most, of the memory that is free now."""
 
 
 class Hello(_Message, frozen=True, tag=True):
@@ -113,8 +107,9 @@ class Hello(_Message, frozen=True, tag=True):
     host: StageHost
     model: FoundModel
     device: StageDevice = StageDevice()
-    costs: dict[int, PartCosts] = {}
-    """Part costs by the number of tensor ranks; only numbers that `auto` may choose."""
+    costs: PartCosts | None = None
+    """What the model's parts cost on this rank. The head balances the stages by it, so it is measured only for
+    `--layers auto` with several stages, and else None."""
 
 
 class Loading(_Message, frozen=True, tag=True):

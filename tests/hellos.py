@@ -11,12 +11,12 @@ from ppserve.core.partition import PartCosts
 
 def hello(
     rank: int, world_size: int, architecture: Architecture, host: str | wire.StageHost = "host", *,
-    costs: dict[int, PartCosts] | None = None, weights: str = "", device: wire.StageDevice | None = None,
+    costs: PartCosts | None = None, weights: str = "", device: wire.StageDevice | None = None,
 ) -> wire.Hello:  # fmt: skip
     """In float32, on a CPU unless told otherwise. A host that is only a name is a machine of that name."""
     at = wire.StageHost(host, host) if isinstance(host, str) else host
     found = wire.FoundModel("/m", architecture, "float32", weights=weights)
-    return wire.Hello(rank, world_size, at, found, device or wire.StageDevice(), costs or {})
+    return wire.Hello(rank, world_size, at, found, device or wire.StageDevice(), costs)
 
 
 def changed(before: wire.Hello, **changes: object) -> wire.Hello:

@@ -42,7 +42,7 @@ RESULT = StepResult(
 )
 MESSAGES: dict[Any, list[Any]] = {
     wire.FromStage: [
-        hello(1, 2, ARCH, costs={1: COSTS}),
+        hello(1, 2, ARCH, costs=COSTS),
         wire.Loading(1, 2),
         wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
         wire.StoreOpened(1, 5),

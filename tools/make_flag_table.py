@@ -24,6 +24,8 @@ def flag_table() -> str:
     context = click.Context(serve)
     for option in serve.params:
         assert isinstance(option, click.Option)
+        if option.hidden:
+            continue
         name = option.opts[0]
         variable = "PPSERVE_" + name.removeprefix("--").replace("-", "_").upper()
         default = option.get_default(context)

@@ -18,7 +18,6 @@ from ppserve.head.engine.placement import check_microbatches
 from ppserve.head.listener import bound
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
-from ppserve.planning.shapes import shapes
 
 
 def check(config: ServeConfig, world_size: int) -> None:
@@ -35,22 +34,11 @@ def check(config: ServeConfig, world_size: int) -> None:
         arch.context(config.model.max_model_len)
     if config.pipeline.transport == "local" and grid.pipeline * grid.tensor > 1:
         raise ConfigError("--transport", "local connects stages within one process; these are several")
-    if config.pipeline.parallel == "auto":
-        _check_any_shape(config, arch, world_size)
-    else:
-        check_microbatches(config, grid.pipeline)
-        if arch is not None:
-            check_tensor_ranks(arch, grid.tensor)
-            split = config.pipeline.layers or split_by_weight(arch, grid.pipeline)
-            check_split(split, arch, grid.pipeline)
-
-
-def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:
-    for flag, value in (("--layers", config.pipeline.layers), ("--microbatches", config.pipeline.microbatches)):
-        if value is not None:
-            raise ConfigError(flag, "needs a number of stages; --parallel auto chooses it")
-    if arch is not None and not shapes(world_size, arch):
-        raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
+    check_microbatches(config, grid.pipeline)
+    if arch is not None:
+        check_tensor_ranks(arch, grid.tensor)
+        split = config.pipeline.layers or split_by_weight(arch, grid.pipeline)
+        check_split(split, arch, grid.pipeline)
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -12,7 +12,6 @@ from ppserve import config as cfg
 from ppserve.cli.types import (
     COUNT,
     DRAFT_TOKENS,
-    EXPECTED,
     FILE,
     IP,
     LAYERS,
@@ -102,7 +101,6 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--stages", "Stages to start under torchrun, from a plain shell.", COUNT),
         _flag("--tensor-parallel", "Ranks that share each stage's layers.", COUNT, default=1),
         _flag("--replicas", "Pipelines with all layers each, behind one head.", COUNT, default=1),
-        _choice("--parallel", ("off", "auto"), "off", "auto measures the ranks and chooses the shape."),
         _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", auto_or(LAYERS), default="auto"),
         _flag(
             "--microbatches",
@@ -124,10 +122,6 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag(
             "--speculate", "Draft tokens per step; auto: where they pay.",
             auto_or(DRAFT_TOKENS), default="auto",
-        ),
-        _flag(
-            "--expect", "Typical prompt tokens, new tokens, requests at once; for --layers and --parallel auto.",
-            EXPECTED, default="128,128,16",
         ),
     ),
     "Memory": (
@@ -193,6 +187,30 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         ),
     ),
 }  # fmt: skip
+
+
+_REMOVED = {
+    "--parallel": "--stages, --tensor-parallel and --replicas say the shape; `ppserve plan` says what fits",
+    "--expect": "--layers auto balances for prompts and answers of 128 tokens, 16 requests at once;"
+    " --layers 9,3 sets a split",
+    "--world": "`ppserve plan` shows one shape, which --stages, --tensor-parallel and --replicas say",
+    "--costs": "`ppserve plan` predicts no speeds; `ppserve bench` measures them",
+}
+"""Flags of earlier versions, and what to use instead."""
+
+
+def removed(*names: str) -> list[click.Option]:
+    """Options that are in no help, and that are refused wherever they are given: as a flag, in the environment or
+    in a file."""
+    return [
+        click.Option([name], type=TEXT, hidden=True, expose_value=False, callback=_refuse_removed)
+        for name in names
+    ]
+
+
+def _refuse_removed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.BadParameter(f"it was removed: {_REMOVED[param.opts[0]]}", ctx, param)
 
 
 class ServeCommand(click.Command):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ppserve.cli.flags import FLAGS, ServeCommand
+from ppserve.cli.flags import FLAGS, ServeCommand, removed
 from ppserve.cli.machine import check_machine
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
@@ -24,7 +24,7 @@ _RANKS_PER_CORE = 64
 
 @click.command(
     cls=ServeCommand,
-    params=[flag for flags in FLAGS.values() for flag in flags],
+    params=[*(flag for flags in FLAGS.values() for flag in flags), *removed("--parallel", "--expect")],
     context_settings={"auto_envvar_prefix": "PPSERVE"},
 )
 def serve(stages: int | None, **flags: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from ppserve.core.architecture import Split
-from ppserve.core.partition import ExpectedWorkload
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_BYTES = 1 << 60  # more than any machine has
@@ -118,7 +117,6 @@ TEXT = Parsed("text", _text)
 NAMES = Parsed("name,...", lambda text: tuple(map(_name, text.split(","))))
 ORIGINS = Parsed("origin,...", lambda text: tuple(map(_origin, text.split(","))))
 COUNT = Parsed("n", _count)
-EXPECTED = Parsed("n,n,n", ExpectedWorkload.parse)
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)
 PORTS = Parsed("A-B", _ports)
 LAYERS = Parsed("n,n,...", Split.parse)

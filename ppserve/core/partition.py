@@ -8,7 +8,6 @@ The best split is the one whose heaviest stage is lightest.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from dataclasses import astuple, dataclass
 from statistics import fmean
@@ -23,52 +22,22 @@ from ppserve.errors import ConfigError
 _WORTH_A_CUT = 0.01
 
 BLOCK_SIZE = 16
-"""Positions of a KV block in an expected step."""
-_MAX_PROMPT_TOKENS = 128
+"""Positions of a KV block in the expected step."""
+EXPECTED_PROMPT = 128
+"""Tokens of a typical prompt: the load that `--layers auto` balances for, and that `ppserve plan` mixes."""
+EXPECTED_NEW = 128
+"""Tokens of a typical answer."""
+_EXPECTED_DECODES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedWorkload:
-    """The load that an operator expects: callers with one request at a time each."""
-
-    prompt: int = 128
-    """Tokens of a typical prompt."""
-    new: int = 128
-    """Tokens of a typical answer."""
-    callers: int = 16
-
-    @classmethod
-    def parse(cls, text: str) -> ExpectedWorkload:
-        """Read `128,128,16`. Raises ValueError."""
-        if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*){2}\s*", text):
-            raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
-        return cls(*map(int, text.split(",")))
-
-    def decodes(self, world_size: int, num_tensor: int) -> int:
-        """Sequences in a step where so many ranks form stages and replicas of `num_tensor` ranks each.
-
-        Callers are divided among replicas, and those of a replica among as many microbatches as it has stages.
-        So all shapes with the same number of tensor ranks have steps of the same size.
-        """
-        return max(1, round(self.callers * num_tensor / world_size))
-
-    def step(self, max_positions: int, num_decodes: int = 16) -> StepPlan:
-        """Sequences half way through their answers, and the prompt tokens that new requests bring meanwhile.
-        If those are too many for one step, fewer sequences decode, but always one."""
-        prompt = self._prompt(max_positions)
-        context = min(prompt + self.new // 2, max_positions - 1)
-        num_decodes = max(1, min(num_decodes, round(_MAX_PROMPT_TOKENS * self.new / prompt)))
-        num_tokens = min(round(num_decodes * prompt / self.new), _MAX_PROMPT_TOKENS, max_positions)
-        prompts = [(max(0, prompt - num_tokens) // 2, num_tokens)] if num_tokens else []
-        return _plan([(context, 1)] * num_decodes + prompts, num_decodes)
-
-    def drawn_share(self, max_positions: int) -> float:
-        """How many of the draws of such steps there are on average: below 1 where a prompt takes more steps than
-        its answer has tokens."""
-        return min(1.0, _MAX_PROMPT_TOKENS * self.new / self._prompt(max_positions))
-
-    def _prompt(self, max_positions: int) -> int:
-        return max(1, min(self.prompt, max_positions - 1))
+def expected_step(max_positions: int) -> StepPlan:
+    """The step of a busy server: sequences half way through their answers, and the prompt tokens that new requests
+    bring meanwhile. max_positions: of the model, which may have fewer than such a sequence."""
+    prompt = max(1, min(EXPECTED_PROMPT, max_positions - 1))
+    context = min(prompt + EXPECTED_NEW // 2, max_positions - 1)
+    num_tokens = round(_EXPECTED_DECODES * prompt / EXPECTED_NEW)
+    prompts = [((prompt - num_tokens) // 2, num_tokens)] if num_tokens else []
+    return _plan([(context, 1)] * _EXPECTED_DECODES + prompts, _EXPECTED_DECODES)
 
 
 def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:

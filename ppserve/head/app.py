@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
-from ppserve.head.starting import WaitLimit, choose_shape, find_missing
+from ppserve.head.starting import WaitLimit, find_missing
 from ppserve.process.environment import (
     EXIT_USAGE,
     RankEnvironment,
@@ -101,15 +100,12 @@ class HeadProcess:
         """Until a signal; returns the exit code. Raises UsageError, StagesLost."""
         self._listen_to_signals()
         self._keeper_thread.start()
-        mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
         self._make_engine()
-        await self._run_engine(mistake)
+        await self._run_engine()
         return 0
 
-    async def _run_engine(self, mistake: UsageError | StagesLost | None) -> None:
+    async def _run_engine(self) -> None:
         self._engine.start()
-        if mistake is not None:
-            self._engine.give_up(mistake)
         try:
             await self._await_pipeline()
             if self._formed.done() and not self._failed.done():
@@ -120,18 +116,6 @@ class HeadProcess:
             self._engine.stop()
             await self._end_stages()
             self._trace.stop()
-
-    async def _choose_shape(self) -> UsageError | StagesLost | None:
-        """Sets the shape once every rank has measured. Returns why it could not."""
-        asked = self._config, self._control, self._world_size
-        try:
-            chosen = await asyncio.to_thread(
-                choose_shape, *asked, lambda: self._stop.done() or self._keeper_failed.done()
-            )
-        except (UsageError, StagesLost) as error:
-            return error
-        self._config = replace(self._config, pipeline=chosen)
-        return None
 
     def _make_engine(self) -> None:
         config = self._config

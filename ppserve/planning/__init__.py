@@ -1,1 +1,1 @@
-"""Predicts what would run where, and how fast, without loading weights. Never a running server."""
+"""Predicts what would run where without loading weights. Never a running server."""

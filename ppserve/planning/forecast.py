@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, matrices, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
-from ppserve.core.kv_memory import cpu_kv_bytes, sequence_blocks
-from ppserve.core.partition import ExpectedWorkload, PartCosts, balance, check_split, decode_parts, split_by_cost
+from ppserve.core.kv_memory import sequence_blocks
+from ppserve.core.partition import (
+    EXPECTED_NEW,
+    EXPECTED_PROMPT,
+    balance,
+    check_split,
+    decode_parts,
+    split_by_weight,
+)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
@@ -21,9 +28,7 @@ class Intent:
 
     num_stages: int
     layers: Split | None = None
-    """None: split by `parts`."""
-    parts: PartCosts | None = None
-    """None: the weights that decode steps read."""
+    """None: split by the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "float32"
@@ -35,9 +40,6 @@ class Intent:
     """Bytes of a rank for weights and KV cache."""
     kv_cache_memory: int | None = None
     """The most that the KV cache may take; None: what the weights leave."""
-    shares_memory: bool = False
-    """Whether `core.kv_memory` says how much of what the weights leave the KV cache may take."""
-    expect: ExpectedWorkload = field(default_factory=ExpectedWorkload)
     num_tensor: int = 1
     """Ranks that compute each stage together."""
 
@@ -88,7 +90,8 @@ class Forecast:
     def balance(self) -> dict[str, float]:
         """The share of time in which stages compute, for `decode`, `prefill` and `mixed`."""
         parts = decode_parts(self.arch)
-        prompt, new = self.intent.expect.prompt, self.intent.expect.new
+        prompt = max(1, min(EXPECTED_PROMPT, self.max_model_len - 1))
+        new = min(EXPECTED_NEW, self.max_model_len - prompt)
         # How many of the tokens go through the LM head: of a prompt, the last one.
         shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
         costs = {kind: replace(parts, head=share * parts.head).costs(self.split) for kind, share in shares.items()}
@@ -97,8 +100,7 @@ class Forecast:
 
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
-    parts = intent.parts or decode_parts(arch)
-    split = intent.layers or split_by_cost(parts, arch.num_layers, intent.num_stages)
+    split = intent.layers or split_by_weight(arch, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
     stages = tuple(_stage(arch, layout, intent) for layout in layouts)
@@ -113,9 +115,6 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
     kv_bytes = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype], scale_bytes)
     left = max(0, intent.stage_memory - weight_bytes)
     kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
-    if intent.shares_memory:
-        num_blocks = sequence_blocks(arch.context(intent.max_model_len), intent.block_size)
-        kv_memory = cpu_kv_bytes(left, num_blocks * intent.block_size * kv_bytes)
     return StageForecast(layout, params, weight_bytes, kv_bytes, kv_memory)
 
 

@@ -95,7 +95,7 @@ class Keeper:
         self._config = config
         self._meeting, self._rank = meeting, rank
         self._start = wire.Start(config, rank, world_size, meeting)
-        self._name = config.pipeline.rank_name(rank, world_size)
+        self._name = config.pipeline.grid(world_size).name(rank)
         self._found_head = self._was_ready = False
         self._clock, self._sleep = clock, sleep
         self._fork_server = fork_server or ForkServer()
@@ -187,6 +187,6 @@ class Keeper:
     def _final_code(self, code: int) -> int:
         """The rank's exit code: 0 if other replicas may serve, as torchrun ends all if one fails."""
         pipeline = self._config.pipeline
-        if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto"):
+        if self._was_ready and pipeline.replicas > 1:
             return 0
         return code

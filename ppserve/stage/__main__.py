@@ -94,7 +94,7 @@ def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
     threading.Thread(target=_send_signs_of_life, args=(keeper_fd, forever), name="life", daemon=True).start()
     start = _read_start(keeper_fd)
     never_wait_for_readers()
-    set_up_logging(start.config.server, start.config.pipeline.rank_name(start.rank, start.world_size))
+    set_up_logging(start.config.server, start.config.pipeline.grid(start.world_size).name(start.rank))
     log.info("process %d", os.getpid())
     _write_line(keeper_fd, StageLine.STARTED)
     return _find_head(start, _probe(start), keeper_fd)

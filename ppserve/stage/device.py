@@ -93,12 +93,6 @@ class Compute:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
-    def memory_bytes(self) -> int:
-        """What weights and KV cache may take together; 0 where that is unknown."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
-        return available_bytes() // self.stages_here
-
     def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0, sequence_bytes: int = 0) -> int:
         """What the KV cache may take. weight_bytes: the stage's, which are in memory. vocab_size: on the last
         stage, where rows are drawn. sequence_bytes: of a sequence of full length."""

@@ -31,7 +31,6 @@ from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine, this_user
-from ppserve.process.limits import available_cores
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
 from ppserve.stage.device import in_words, lacks_memory
@@ -111,16 +110,11 @@ class StageLoop:
         start = self._start
         compute, checkpoint = self._found.compute, self._found.checkpoint
         place = socket.gethostname(), this_machine(), self._route.own, self._route.head
-        host = wire.StageHost(*place, cores=available_cores(), user=this_user())
+        host = wire.StageHost(*place, user=this_user())
         numbers = compute.dtype, compute.quantization, compute.kv_dtype
         model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
-        device = wire.StageDevice(
-            compute.device.index,
-            shares_gpu=compute.stages_on_gpu > 1,
-            memory_bytes=compute.memory_bytes(),
-            kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
-        )
-        return wire.Hello(start.rank, start.world_size, host, model, device, dict(self._found.costs))
+        device = wire.StageDevice(compute.device.index, shares_gpu=compute.stages_on_gpu > 1)
+        return wire.Hello(start.rank, start.world_size, host, model, device, self._found.costs)
 
     def _receive_messages(self) -> None:
         """At least one message, and all that is there."""

@@ -14,8 +14,8 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
@@ -26,7 +26,7 @@ import torch
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import StageLayout
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import BLOCK_SIZE, PartCosts
+from ppserve.core.partition import BLOCK_SIZE, PartCosts, expected_step
 from ppserve.core.plan import StepPlan
 from ppserve.model.cache import user_cache
 from ppserve.model.checkpoint import Checkpoint
@@ -53,8 +53,9 @@ class ProbeResult:
     compute: Compute
     weights: str = ""
     """The checkpoint's fingerprint."""
-    costs: Mapping[int, PartCosts] = field(default_factory=dict)
-    """Part costs by the number of tensor ranks; only numbers that `auto` may choose."""
+    costs: PartCosts | None = None
+    """What the model's parts cost on this rank. The head balances the stages by it, so it is measured only for
+    `--layers auto` with several stages, and else None."""
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
@@ -76,23 +77,15 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
-) -> dict[int, PartCosts]:
-    """Measure part costs by number of tensor ranks, if `--parallel` or `--layers` is auto. tensor: which rank this
-    is."""
-    workload, arch = config.scheduling.expect, checkpoint.architecture
-    # Too many stages for the model: the head says so.
-    divisible = 1 < grid.pipeline <= arch.num_layers
-    if config.pipeline.parallel == "auto":
-        counts = [n for n in range(1, min(grid.size, arch.num_kv_heads) + 1) if grid.size % n == 0]
-        steps = {n: workload.step(arch.max_positions, workload.decodes(grid.size, n)) for n in counts}
-        tensor = 0
-    elif divisible and config.pipeline.layers is None:
-        steps = {grid.tensor: workload.step(arch.max_positions)}
-    else:
-        steps = {}
-    costs = {n: part_costs(checkpoint, compute, step, tensor, n) for n, step in steps.items()}
-    share = workload.drawn_share(arch.max_positions)
-    return {n: replace(each, head=share * each.head) for n, each in costs.items()}
+) -> PartCosts | None:
+    """Measure what the model's parts cost, if the head balances stages by it; else None.
+    tensor: which of a stage's ranks this is."""
+    # Of more stages than the model has layers, the head says so.
+    has_choice = 1 < grid.pipeline <= checkpoint.architecture.num_layers and config.pipeline.layers is None
+    if not has_choice:
+        return None
+    step = expected_step(checkpoint.architecture.max_positions)
+    return part_costs(checkpoint, compute, step, tensor, grid.tensor)
 
 
 def part_costs(

@@ -12,7 +12,7 @@ from ppserve.cli.serve import build_config, serve
 from ppserve.cli.types import SIZE
 from tests.commands import run
 
-NAMES = {param.name for param in serve.params} - {"config", "stages"}
+NAMES = {param.name for param in serve.params if param.expose_value} - {"stages"}
 GIVEN = {"host": "::1", "advertise": "127.0.0.9"}
 FLAGS = {name: GIVEN.get(name, f"value of {name}") for name in NAMES}
 
@@ -28,7 +28,30 @@ def test_help_has_every_flag_under_a_heading() -> None:
     shown = serve.get_help(click.Context(serve))
     for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
         assert f"\n{heading}\n" in shown
-    assert all(param.opts[0] in shown for param in serve.params)
+    hidden = {param.opts[0] for param in serve.params if param.opts[0] not in shown}
+    assert hidden == {"--parallel", "--expect"}, "they were removed"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("parallel", "auto", "--stages, --tensor-parallel and --replicas say the shape; `ppserve plan`"),
+        ("expect", "128,128,16", "--layers auto balances for prompts and answers of 128 tokens"),
+    ],
+)
+def test_a_removed_flag_is_refused_wherever_it_is_given(
+    tmp_path: Path, name: str, value: str, instead: str
+) -> None:
+    said = f"'--{name}': it was removed: {instead}"
+    file = tmp_path / "serve.toml"
+    file.write_text(f'{name} = "{value}"')
+    assert said in run("serve", f"--{name}", value).one_line
+    by_environment = run("serve", **{f"PPSERVE_{name.upper()}": value}).one_line
+    assert said in by_environment
+    assert by_environment.endswith(f" (from PPSERVE_{name.upper()})\n")
+    by_file = run("serve", "--config", str(file)).one_line
+    assert said in by_file
+    assert by_file.endswith(f" (from {file})\n")
 
 
 def given(**environment: str) -> dict[str, object]:

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from ppserve.core.architecture import Architecture, Split
 from ppserve.core.partition import (
-    ExpectedWorkload,
     PartCosts,
     balance,
     check_split,
     decode_parts,
+    expected_step,
     split_by_cost,
     split_by_weight,
 )
@@ -103,37 +103,15 @@ def test_an_unusable_split_says_what_is_wrong(split, problem):
 
 
 @pytest.mark.parametrize(
-    ("workload", "decodes", "prompts"),
-    [
-        (ExpectedWorkload(128, 128), 16, [(56, 16)]),
-        (ExpectedWorkload(128, 64), 16, [(48, 32)]),
-        (ExpectedWorkload(8, 128), 16, [(3, 1)]),
-        (ExpectedWorkload(1, 256), 16, []),
-        (ExpectedWorkload(32, 4), 16, [(0, 128)]),
-        (ExpectedWorkload(512, 16), 4, [(192, 128)]),
-        (ExpectedWorkload(4000, 1), 1, [(447, 128)]),
-    ],
+    ("max_positions", "decode_at", "prompts"),
+    [(1024, 192, [(56, 16)]), (150, 149, [(56, 16)]), (100, 99, [(43, 12)]), (9, 8, [(3, 1)]), (1, 0, [])],
 )
 def test_a_step_has_tokens_of_prompts_and_answers_in_their_ratio(
-    workload: ExpectedWorkload, decodes: int, prompts: list[tuple[int, int]]
+    max_positions: int, decode_at: int, prompts: list[tuple[int, int]]
 ) -> None:
-    """Requests come as fast as they end. A step has a limit."""
-    step = workload.step(1024)
-    found = [(s.start, len(s.token_ids)) for s in step.slices]
-    context = min(workload.prompt + workload.new // 2, 1023)
-    assert found == [(context, 1)] * decodes + prompts
-    assert sum(s.num_draws for s in step.slices) == decodes
-    # Of a prompt of 1023 and one token, 128 prompt tokens come with an eighth of a decode.
-    assert workload.drawn_share(1024) == pytest.approx(0.125 if workload.new == 1 else 1, rel=0.01)
-    assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in step.slices)
-    least = workload.step(1)  # of a model of one position
-    assert {(s.start, len(s.token_ids)) for s in least.slices} == {(0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("world", "tensor", "callers", "decodes"), [(4, 1, 16, 4), (4, 2, 16, 8), (4, 4, 16, 16), (4, 1, 1, 1)]
-)
-def test_callers_are_divided_among_replicas_and_microbatches(
-    world: int, tensor: int, callers: int, decodes: int
-) -> None:
-    assert ExpectedWorkload(8, 8, callers).decodes(world, tensor) == decodes
+    """Requests come as fast as they end, and no sequence is longer than the model allows."""
+    step = expected_step(max_positions)
+    assert [(s.start, len(s.token_ids)) for s in step.slices] == [(decode_at, 1)] * 16 + prompts
+    assert sum(s.num_draws for s in step.slices) == 16
+    for each in step.slices:
+        assert each.start + len(each.token_ids) <= min(max_positions, 16 * len(each.block_table))

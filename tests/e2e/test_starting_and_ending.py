@@ -47,16 +47,6 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.timeout(200)
-def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
-    requests = requests_with_everything(12, seed=5)
-    with serving(4, "--parallel", "auto", "--expect", "128,128,6", by=Forked) as server:
-        together = ask(server.grpc, requests, at_once=6)
-        assert "predicted for 6 callers" in server.log
-        assert all(f"\n{shape} " in server.log for shape in ("1x1x4", "1x2x2", "2x1x2", "1x4x1", "2x2x1", "4x1x1"))
-    assert together == [answers[0] for answers in answers_alone(requests)]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_server_whose_output_nobody_reads_starts_and_answers(tmp_path: Path) -> None:
     """The pipe is full before it begins, and what it says comes when there is room. (How much is kept, and that

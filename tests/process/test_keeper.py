@@ -137,7 +137,6 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     ("pipeline", "last_line", "exit_code"),
     [
         (PipelineSettings(replicas=2), "ready", 0),
-        (PipelineSettings(parallel="auto"), "ready", 0),  # how many replicas there are, only the head knows
         (ONE_REPLICA, "ready", EXIT_USAGE),
         (PipelineSettings(replicas=2), "", EXIT_USAGE),
     ],

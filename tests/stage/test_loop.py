@@ -99,7 +99,7 @@ def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
         assert loaded.params == arch.num_params + arch.vocab_size * arch.width
         assert loaded.why_not == ""
         sequence_bytes = arch.max_positions // 16 * loaded.block_bytes
-        assert compute.weighed == [(0, 0, 0), (loaded.weight_bytes, arch.vocab_size, sequence_bytes)]
+        assert compute.weighed == [(loaded.weight_bytes, arch.vocab_size, sequence_bytes)]
         stage.tell(wire.Shutdown(7))
         assert stage.exit_code.result(WITHIN_S) == 7
 

@@ -12,7 +12,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,10 +92,6 @@ class SocketControlPlane:
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # the buffer is full of wakes, or everything is closed
             self._wake_in.send(b"\0")
-
-    def put_back(self, events: Sequence[Received | Disconnected]) -> None:
-        """The next `poll` returns these first."""
-        self._arrived = [*events, *self._arrived]
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         for key, mask in self._selector.select(timeout_s if not self._arrived else 0):

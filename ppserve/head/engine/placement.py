@@ -32,7 +32,7 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     arch = hellos[0].model.architecture
     _check_agreement(hellos, grid)
     check_tensor_ranks(arch, grid.tensor)
-    measured = tuple(hello.costs[grid.tensor] for hello in hellos if grid.tensor in hello.costs)
+    measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     parts = mean(measured) if len(measured) == len(hellos) else None
     costs = parts or decode_parts(arch)
     split = config.pipeline.layers or split_by_cost(costs, arch.num_layers, grid.pipeline)

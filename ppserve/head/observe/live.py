@@ -86,8 +86,8 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 
 
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
-    """The cost of steps on every stage of the replica that has computed most, for `ppserve plan --costs`.
-    It includes tensor ranks' waiting for each other. Zeros before the first step."""
+    """The cost of steps on every stage of the replica that has computed most. It includes the time in which
+    tensor ranks wait for each other. Zeros before the first step."""
     reading = max(readings, key=lambda each: sum(each.steps))
     scheduling = reading.decision.scheduling
     stages = [

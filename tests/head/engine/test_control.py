@@ -353,13 +353,6 @@ def test_what_is_kept_for_a_rank_is_bounded(control: Plane) -> None:
 # ---- waking and closing ----
 
 
-def test_events_that_are_put_back_come_at_once_and_before_what_came_later(control: Plane) -> None:
-    greeting, end = Received(0, 1, hello(0)), Disconnected(0, "exit")
-    control.put_back([end])
-    control.put_back([greeting])
-    assert control.poll(AGES_S) == [greeting, end]
-
-
 def test_another_thread_ends_a_poll_and_any_number_of_wakes_before_one_do_not_block(control: Plane) -> None:
     heard: list[Events] = []
     polling = in_thread(lambda: heard.append(control.poll(AGES_S)))

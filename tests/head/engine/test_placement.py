@@ -48,7 +48,7 @@ def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], c
 
 
 def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
-    costs = [{1: PartCosts(seconds, 0.0, 0.0, 0.0)} for seconds in (1.0, 3.0)]
+    costs = [PartCosts(seconds, 0.0, 0.0, 0.0) for seconds in (1.0, 3.0)]
     measured = [hello_of(rank, 2, ARCH, costs=each) for rank, each in enumerate(costs)]
     decision = decide(ServeConfig(), tuple(measured))
     assert (decision.parts, decision.layers) == (PartCosts(2.0, 0.0, 0.0, 0.0), "4,4 (predicted balance 100%)")

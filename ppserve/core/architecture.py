@@ -103,12 +103,6 @@ class Architecture:
         copied = self.vocab_size * self.width if self.tied_embeddings else 0
         return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - copied
 
-    @property
-    def attention_share(self) -> float:
-        """The attention's part of a layer's parameters: 1/3 in GPT-2, 0.19 in Llama 3 8B."""
-        attention, mlp = (sublayer_params(self, StageLayout(0, 1, first, 1)) for first in (0, 1))
-        return attention / (attention + mlp)
-
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
         if asked is not None and asked > self.max_positions:
@@ -237,10 +231,6 @@ class StageLayout:
     def layers(self) -> range:
         """Layers of which any part is here."""
         return range(self.mlps.start, self.attentions.stop)
-
-    def layer_weights(self, arch: Architecture) -> float:
-        """The number of its layers, where half of one counts for its share of a layer's parameters."""
-        return len(self.mlps) + (len(self.attentions) - len(self.mlps)) * arch.attention_share
 
     @property
     def span(self) -> str:

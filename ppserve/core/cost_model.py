@@ -1,5 +1,8 @@
 """The time of a step on a stage: seconds = a + b·rows + c·context + d·sampled, fitted while serving.
 
+It tells how long a step of some size takes on a whole stage. What a layer or the LM head costs, by which stages
+are balanced, is `core.partition.PartCosts`.
+
 rows: tokens in the step.
 context: keys that are read (a row at position p needs p + 1; up to eight rows of a sequence read them together).
 sampled: rows that go through the LM head, on the last stage.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
@@ -53,7 +54,11 @@ def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a model cost in a step, in any one unit (seconds, bytes, parameters)."""
+    """What the parts of a model cost in a step, in any one unit (seconds, bytes, parameters).
+
+    It is the one answer to what a layer costs. `stage.probe` measures it before the layers are divided;
+    `measured_parts` finds it from what stages took; `decode_parts` counts weights where nothing was measured.
+    """
 
     attention: float
     """Seconds of one layer's attention, with its norm."""
@@ -88,6 +93,19 @@ def decode_parts(arch: Architecture) -> PartCosts:
     attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
     head = arch.vocab_size * arch.width + arch.norm_params
     return PartCosts(attention, mlp, 0.0, head)
+
+
+def measured_parts(arch: Architecture, layouts: Sequence[StageLayout], taken: Sequence[float]) -> PartCosts:
+    """Divide the time that each of two or more stages computed among the model's parts, in the unit of `taken`.
+
+    Attentions and MLPs take it in the ratio of their parameters. What the last stage takes beyond its layers is
+    the LM head's. The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
+    """
+    weights = replace(decode_parts(arch), head=0.0)
+    held = [weights.stage_cost(layout) for layout in layouts]
+    of_weight = sum(taken[:-1]) / sum(held[:-1])
+    head = max(0.0, taken[-1] - of_weight * held[-1])
+    return PartCosts(of_weight * weights.attention, of_weight * weights.mlp, 0.0, head)
 
 
 def balance(costs: tuple[float, ...]) -> float:

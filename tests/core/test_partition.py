@@ -1,17 +1,18 @@
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppserve.core.architecture import Architecture, Split
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.partition import (
     PartCosts,
     balance,
     check_split,
     decode_parts,
     expected_step,
+    measured_parts,
     split_by_cost,
     split_by_weight,
 )
@@ -74,6 +75,16 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
     found, whole, finest = max(parts.costs(split)), lightest(2), lightest(1)
     # Layers are cut only where it is worth it, and then as well as can be.
     assert found == pytest.approx(finest if finest < 0.99 * whole else whole)
+
+
+@pytest.mark.parametrize("split", ["9,3", "6.5,5.5", "4,4,4"])
+def test_parts_are_found_again_from_what_stages_take(split):
+    """Of stages that take their time by weights, at any speed."""
+    weights, layouts = decode_parts(SMALL), stage_layouts(Split.parse(split))
+    found = measured_parts(SMALL, layouts, [2.5 * weights.stage_cost(layout) for layout in layouts])
+    assert astuple(found) == pytest.approx([2.5 * cost for cost in astuple(weights)])
+    quick_last = [1.0, *(0.0 for _ in layouts[1:])]
+    assert measured_parts(SMALL, layouts, quick_last).head == 0.0, "never less than nothing"
 
 
 def test_a_layer_is_cut_where_whole_ones_do_not_balance():

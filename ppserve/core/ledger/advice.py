@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
-from ppserve.core.partition import PartCosts, balance, split_by_cost
+from ppserve.core.partition import balance, measured_parts, split_by_cost
 
 # There is advice from these on.
 _WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time
@@ -42,26 +42,12 @@ def advise(
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def _measured_parts(
-    stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture
-) -> PartCosts:
-    """Useful time of a layer, divided by parameters, and of the LM head, which takes two stages to tell apart.
-
-    The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
-    """
-    busy = [times.computed_ns for times in stages]
-    layer = sum(busy[:-1]) / sum(layout.layer_weights(arch) for layout in layouts[:-1])
-    head = max(0.0, busy[-1] - layouts[-1].layer_weights(arch) * layer)
-    attention = layer * arch.attention_share
-    return PartCosts(attention, layer - attention, 0.0, head)
-
-
 def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture) -> str:
     busy = [times.computed_ns for times in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
-    parts = _measured_parts(stages, layouts, arch)
+    parts = measured_parts(arch, layouts, busy)
     better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:

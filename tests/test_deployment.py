@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from ppserve.cli.serve import serve
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import OPEN_PATHS
-from ppserve.head.observe.metrics import Metrics
 from tools.run_dockerfile import is_ignored, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,15 +104,13 @@ def test_the_compose_file_mounts_what_exists() -> None:
 # ---- Kubernetes --------------------------------------------------------------------------------------------
 
 FOLDER = ROOT / "deploy/kubernetes"
-HPA_TOLERANCE = 1.1
-"""Pods are added only where a metric is so many times its threshold."""
 
 
 def all_documents() -> list[Any]:
     return [each for path in sorted(FOLDER.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
 
 
-def test_policies_monitor_and_scaling_name_our_pods_ports_and_gauges() -> None:
+def test_policies_and_monitor_name_our_pods_and_ports() -> None:
     template = documents("pipeline.yaml")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     assert template["restartPolicy"] == "None", "a worker that starts again joins"
     labels = {"leaderworkerset.sigs.k8s.io/name": "ppserve", **template["leaderTemplate"]["metadata"]["labels"]}
@@ -127,22 +123,6 @@ def test_policies_monitor_and_scaling_name_our_pods_ports_and_gauges() -> None:
     assert stages["ingress"] == [{"from": [{"podSelector": stages["podSelector"]}]}]
     assert [port["port"] for rule in servers["ingress"] for port in rule["ports"]] == list(PORTS.values())
     assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == ["metrics"]
-    scaled = documents("scaling.yaml")["ScaledObject"]["spec"]
-    pipeline = documents("pipeline.yaml")["LeaderWorkerSet"]
-    target = {"apiVersion": pipeline["apiVersion"], "kind": pipeline["kind"], "name": pipeline["metadata"]["name"]}
-    assert scaled["scaleTargetRef"] == target
-    gauges = {re.sub(r"\w+\((\w+)\)", r"\1", trigger["metadata"]["query"]) for trigger in scaled["triggers"]}
-    assert gauges <= our_gauges()
-    assert len(gauges) == 2
-    shares = [t["metadata"] for t in scaled["triggers"] if "ratio" in t["metadata"]["query"]]
-    assert all(float(share["threshold"]) * HPA_TOLERANCE < 0.9 for share in shares), "1 must be well above"
-    assert scaled["minReplicaCount"] > 0
-    assert "cooldownPeriod" not in scaled, "is for scaling to 0"
-
-
-def our_gauges() -> set[str]:
-    families = text_string_to_metric_families(Metrics(1).page().body.decode())
-    return {family.name for family in families if family.type == "gauge"}
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -169,22 +149,145 @@ def test_the_pipeline_s_command_ports_and_probes(tmp_path: Path) -> None:
     assert grace_s > leader["lifecycle"]["preStop"]["sleep"]["seconds"] + SETTINGS.shutdown_timeout_s
 
 
-def test_the_endpoint_picker_reads_gauges_that_there_are() -> None:
-    found = documents("endpoint-picker.yaml")
-    assert found["InferencePool"]["spec"]["targetPorts"] == [{"number": PORTS["http"]}]
-    (page,) = found["ConfigMap"]["data"].values()
-    picker = yaml.safe_load(page)
-    # What the router's schema calls for (apix/config/v1alpha1 in llm-d/llm-d-router, August 2026).
-    assert (picker["apiVersion"], picker["kind"]) == ("llm-d.ai/v1alpha1", "EndpointPickerConfig")
-    specs = re.findall(r"(?:Spec|metricSpec): (\w+)", page)
-    assert len(specs) == 4
-    assert set(specs) <= our_gauges()
-    label = documents("pipeline.yaml")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
-    plugins = {plugin.get("name", plugin["type"]): plugin.get("parameters", {}) for plugin in picker["plugins"]}
-    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
-    assert engine["name"] == label["metadata"]["labels"]["llm-d.ai/engine-type"]
-    assert plugins["metrics-data-source"]["port"] == PORTS["metrics"]
-    (source,) = picker["dataLayer"]["sources"]
-    (profile,) = picker["schedulingProfiles"]
-    used = [source["pluginRef"], *(each["pluginRef"] for each in (*source["extractors"], *profile["plugins"]))]
-    assert sorted(used) == sorted(plugins), "a plugin that is not there, or that nobody uses"
+def test_prometheus_operator_has_the_rules_of_compose() -> None:
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
+    assert documents("rules.yaml")["PrometheusRule"]["spec"] == rules
+
+
+def test_the_alert_of_a_server_that_is_down_knows_the_jobs_of_compose_and_of_kubernetes() -> None:
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    (down,) = (rule for group in groups for rule in group["rules"] if rule.get("alert") == "PpserveDown")
+    selected = re.fullmatch(r'up\{job=~"(.*)"\} == 0', down["expr"])
+    assert selected is not None
+    (scraped,) = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    monitor = documents("monitoring.yaml")["PodMonitor"]
+    assert "jobLabel" not in monitor["spec"], "a job is named NAMESPACE/NAME of its monitor"
+    for job in (scraped["job_name"], *(f"{space}/{monitor['metadata']['name']}" for space in ("default", "a-b"))):
+        assert re.fullmatch(selected[1], job), job
+    for job in ("ppserve/other", "notppserve", "default/ppserve-2"):
+        assert not re.fullmatch(selected[1], job), job
+
+
+# What the published schemas say of the fields that our manifests have: LeaderWorkerSet's types (lws, v1),
+# monitoring.coreos.com/v1's definitions, and Kubernetes' own. A name with `!` is required, a tuple allows several
+# types, a set has all values that a field may have, {...: type} is a map, and a list has elements of one kind.
+LABELS = {...: str}
+SELECTOR = {"matchLabels": LABELS}
+DURATION = re.compile(r"(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
+PROBE = {
+    "httpGet": {"path": str, "port!": (int, str)},
+    "tcpSocket": {"port!": (int, str)},
+    "periodSeconds": int,
+    "failureThreshold": int,
+}
+CONTAINER = {
+    "name!": str,
+    "image": str,
+    "command": [str],
+    "env": [{"name!": str, "value": str}],
+    "ports": [{"name": str, "containerPort!": int}],
+    **dict.fromkeys(("startupProbe", "readinessProbe", "livenessProbe"), PROBE),
+    "lifecycle": {"preStop": {"sleep": {"seconds!": int}}},
+    "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
+}
+VOLUME = {
+    "name!": str,
+    "persistentVolumeClaim": {"claimName!": str, "readOnly": bool},
+    "secret": {"secretName": str},
+}
+POD_TEMPLATE = {
+    "metadata": {"labels": LABELS},
+    "spec": {"terminationGracePeriodSeconds": int, "containers!": [CONTAINER], "volumes": [VOLUME]},
+}
+RULE = {"alert": str, "record": str, "expr!": (int, str), "for": DURATION, "labels": LABELS, "annotations": LABELS}
+PEERS = [{"podSelector": SELECTOR, "namespaceSelector": SELECTOR}]
+SPECS: dict[tuple[str, str], dict[str, Any]] = {
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "replicas": int,
+        "leaderWorkerTemplate!": {
+            "size": int,
+            "restartPolicy": {"RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"},
+            "leaderTemplate": POD_TEMPLATE,
+            "workerTemplate!": POD_TEMPLATE,
+        },
+    },
+    ("v1", "Service"): {
+        "selector": LABELS,
+        "ports": [{"name": str, "port!": int, "targetPort": (int, str), "appProtocol": str}],
+    },
+    ("networking.k8s.io/v1", "NetworkPolicy"): {
+        "podSelector!": SELECTOR,
+        "policyTypes": [{"Ingress", "Egress"}],
+        "ingress": [{"from": PEERS, "ports": [{"protocol": {"TCP", "UDP", "SCTP"}, "port": (int, str)}]}],
+    },
+    ("monitoring.coreos.com/v1", "PodMonitor"): {
+        "jobLabel": str,
+        "selector!": SELECTOR,
+        "podMetricsEndpoints!": [{"port": str, "path": str, "interval": DURATION}],
+    },
+    ("monitoring.coreos.com/v1", "PrometheusRule"): {"groups": [{"name!": str, "rules": [RULE]}]},
+}
+
+
+def problems(found: Any, schema: Any, where: str) -> list[str]:
+    """What a manifest has that its schema does not allow, and what it lacks."""
+    if isinstance(schema, re.Pattern):
+        return [] if isinstance(found, str) and schema.fullmatch(found) else [f"{where}: {found!r}"]
+    if isinstance(schema, set):
+        return [] if found in schema else [f"{where}: {found!r}"]
+    if isinstance(schema, list):
+        elements = enumerate(found) if isinstance(found, list) else []
+        wrong = [] if isinstance(found, list) else [f"{where}: no list"]
+        return wrong + [
+            each for at, element in elements for each in problems(element, schema[0], f"{where}[{at}]")
+        ]
+    if isinstance(schema, dict):
+        return problems_of_fields(found, schema, where)
+    types = schema if isinstance(schema, tuple) else (schema,)
+    return [] if type(found) in types else [f"{where}: {found!r}"]
+
+
+def problems_of_fields(found: Any, schema: dict[Any, Any], where: str) -> list[str]:
+    if not isinstance(found, dict):
+        return [f"{where}: no object"]
+    if ... in schema:
+        return [each for name in found for each in problems(found[name], schema[...], f"{where}.{name}")]
+    known = {name.removesuffix("!"): of_field for name, of_field in schema.items()}
+    wrong = [f"{where}: lacks {name[:-1]}" for name in schema if name[-1] == "!" and name[:-1] not in found]
+    for name, value in found.items():
+        in_field = f"{where}.{name}"
+        wrong += problems(value, known[name], in_field) if name in known else [f"{in_field}: unknown"]
+    return wrong
+
+
+def problems_of(document: Any) -> list[str]:
+    named = {"apiVersion!": str, "kind!": str, "metadata!": {"name!": str}}
+    return problems(
+        document, {**named, "spec!": SPECS[document["apiVersion"], document["kind"]]}, document["kind"]
+    )
+
+
+def test_manifests_have_the_fields_of_the_published_schemas() -> None:
+    found = all_documents()
+    assert {(each["apiVersion"], each["kind"]) for each in found} == set(SPECS)
+    for document in found:
+        assert problems_of(document) == []
+    (rules,) = (each["spec"]["groups"] for each in found if each["kind"] == "PrometheusRule")
+    assert all(("alert" in rule) != ("record" in rule) for group in rules for rule in group["rules"])
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged", "problem"),
+    [
+        ("size: 4", 'size: "4"', ".leaderWorkerTemplate.size: '4'"),
+        ("restartPolicy: None", "restartPolicy: Never", ".leaderWorkerTemplate.restartPolicy: 'Never'"),
+        ("workerTemplate:", "workersTemplate:", ".leaderWorkerTemplate: lacks workerTemplate"),
+        ("failureThreshold: 6", "failureTreshold: 6", "[0].livenessProbe.failureTreshold: unknown"),
+        ("tcpSocket: {port: http}", "tcpSocket: http", "[0].livenessProbe.tcpSocket: no object"),
+    ],
+)
+def test_a_manifest_that_the_schema_refuses_is_found(text: str, damaged: str, problem: str) -> None:
+    page = (FOLDER / "pipeline.yaml").read_text()
+    assert page.count(text) == 1
+    document = next(iter(yaml.safe_load_all(page.replace(text, damaged))))
+    assert any(each.endswith(problem) for each in problems_of(document))

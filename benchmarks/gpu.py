@@ -37,7 +37,7 @@ import parallel_state
 from ppserve import Pipeline
 from ppserve.core.architecture import Architecture, Rotary, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.partition import decode_parts
-from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.plan import Draw, Slice, StepPlan, packed_biases, packed_ids
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
@@ -163,8 +163,8 @@ def waits(bench: Bench) -> None:
     """torch raises where anything but reading the tokens waits for the device."""
     draws = [
         Draw(SamplingParams(seed=2, top_k=9, top_p=0.8), num_logprobs=2),
-        Draw(SamplingParams(seed=3, logit_bias=((3, 4.0),)), banned=(5, 6)),
-        Draw(SamplingParams(seed=4, repetition_penalty=1.1, frequency_penalty=0.2), prompt_ids=(1, 2)),
+        Draw(SamplingParams(seed=3), banned=(5, 6), biases=packed_biases([(3, 4.0)])),
+        Draw(SamplingParams(seed=4, repetition_penalty=1.1, frequency_penalty=0.2), prompt_ids=packed_ids((1, 2))),
         Draw(SamplingParams(temperature=0)),
     ]
     for graphs in (False, True):

@@ -18,7 +18,6 @@ from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -232,10 +231,9 @@ class Abandon(_Message, frozen=True, tag=True):
 
 
 class Plan(_Message, frozen=True, tag=True):
-    """A step. sampling: what the last stage must know of how its slices draw."""
+    """A step."""
 
     plan: StepPlan
-    sampling: SamplingUpdate = SamplingUpdate()
 
 
 class Cancel(_Message, frozen=True, tag=True):

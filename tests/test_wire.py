@@ -13,9 +13,19 @@ from ppserve import wire
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
+from ppserve.core.plan import (
+    Draw,
+    Drawn,
+    Scored,
+    Slice,
+    StepPlan,
+    StepResult,
+    StepStamps,
+    TokenLogprobs,
+    packed_biases,
+    packed_ids,
+)
 from ppserve.core.request import SamplingParams
-from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
 from tests.hellos import hello
 
@@ -26,7 +36,13 @@ PLAN = StepPlan(
     step_id=2**40,
     slot=1,
     slices=(
-        Slice(7, 100, (5,), (1, 2), Draw(SamplingParams(2**64 - 1, logit_bias=((3, -100.0),)), 2, 5, (9,), 99)),
+        Slice(
+            7,
+            100,
+            (5,),
+            (1, 2),
+            Draw(SamplingParams(2**64 - 1), 2, 5, (9,), 99, packed_biases([(3, -100.0)]), packed_ids([2**30])),
+        ),
         Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_draft_tokens=2),
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
@@ -61,7 +77,6 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
         wire.Abandon(3),
         wire.Plan(PLAN),
-        wire.Plan(PLAN, SamplingUpdate(((3, PLAN.slices[0].draw),), (7, 2**40))),
         wire.Cancel((2**40, 7)),
         wire.Ping(2**60),
         wire.Shutdown(2),

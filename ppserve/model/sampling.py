@@ -160,22 +160,38 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
     """The scores to draw from, with bias, penalties and bans. logits_v: of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
-    if not (params.logit_bias or params.needs_history or banned):
+    if not (wanted.biases or params.needs_history or banned):
         return logits_v
     scores_v, size = logits_v.copy(), len(logits_v)
-    for token_id, bias in params.logit_bias:
-        if 0 <= token_id - first < size:
-            scores_v[token_id - first] += np.float32(bias)
+    if wanted.biases:
+        biased, biases = unpacked_biases(wanted.biases)
+        is_own = (biased >= first) & (biased < first + size)
+        scores_v[biased[is_own] - first] += biases[is_own]
     if params.needs_history:
-        prompt, output = (_within(ids, first, size) for ids in (wanted.prompt_ids, wanted.output_ids))
+        prompt = _within(unpacked_ids(wanted.prompt_ids), first, size)
+        output = _within(unpacked_ids(wanted.output_ids), first, size)
         _penalize(scores_v, params, prompt, output)
-    scores_v[_within(banned, first, size)] = -math.inf
+    scores_v[_within(np.asarray(banned, np.int64), first, size)] = -math.inf
     return scores_v
 
 
-def _within(token_ids: tuple[int, ...], first: int, size: int) -> NDArray[np.int64]:
+def unpacked_ids(packed: bytes) -> NDArray[np.int64]:
+    """The ids of `plan.packed_ids`."""
+    return np.frombuffer(packed, "<i4").astype(np.int64)
+
+
+def unpacked_biases(packed: bytes) -> tuple[NDArray[np.int64], Floats]:
+    """The ids and the biases of `plan.packed_biases`."""
+    pairs = np.frombuffer(packed, _BIAS)
+    return pairs["id"].astype(np.int64), pairs["bias"].astype(np.float32)
+
+
+_BIAS = np.dtype([("id", "<i4"), ("bias", "<f4")])
+
+
+def _within(token_ids: NDArray[np.int64], first: int, size: int) -> NDArray[np.int64]:
     """Return those of `size` ids from `first` on, counted from there."""
-    places = np.asarray(token_ids, np.int64) - first
+    places = token_ids - first
     return places[(places >= 0) & (places < size)]
 
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +24,6 @@ from ppserve import wire
 from ppserve.core.figures import size
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
-from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import StageModel
 from ppserve.model.decoder import Decoder, load_stage
@@ -49,8 +48,6 @@ class Epoch:
 
     number: int
     stage: Stage
-    draws: SamplingDecoder = field(default_factory=SamplingDecoder)
-    """The long draws, on the last stage."""
     drawn: tuple[Drawn, ...] = ()
     """What the step before drew, on the last stage."""
     newest_expected: int = -1
@@ -89,8 +86,8 @@ class StageLoop:
             self._expect_plans()
             arrived_ns, message = self._arrived.popleft()
             match message:
-                case wire.Plan(plan, sampling):
-                    if self._step(plan, sampling, arrived_ns) and not has_served:
+                case wire.Plan(plan):
+                    if self._step(plan, arrived_ns) and not has_served:
                         has_served = True
                         report(StageLine.SERVED)
                 case wire.Assign():
@@ -260,14 +257,12 @@ class StageLoop:
                 except (TransportError, RuntimeError) as error:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
-    def _step(self, plan: StepPlan, sampling: SamplingUpdate, planned_ns: int) -> bool:
+    def _step(self, plan: StepPlan, planned_ns: int) -> bool:
         """One step; whether it has a result. Drops plans of epochs that were left."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
         if plan.is_ahead:
             plan = plan.with_drawn(epoch.drawn)
-        if epoch.stage.layout.is_last:
-            plan = epoch.draws.decode(plan, sampling)
         if plan.is_ahead and plan.step_id in self._link.cancelled:
             now_ns = time.monotonic_ns()
             self._link.send(wire.Result(StepResult(plan.epoch, plan.step_id, 0, StepStamps(*(now_ns,) * 6))))

@@ -12,11 +12,21 @@ point it is stricter than a stage: a slice does not see what other slices of its
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
+from ppserve.core.plan import (
+    Draw,
+    Drawn,
+    Scored,
+    Slice,
+    StepPlan,
+    StepResult,
+    StepStamps,
+    TokenLogprobs,
+    packed_biases,
+    packed_ids,
+)
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -71,9 +81,17 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
             banned = stop.stop_token_ids
             if eos_id is not None and not stop.ignore_eos:
                 banned = (eos_id, *banned)
-        history = (request.prompt_ids, tuple(output)) if request.sampling.needs_history else ((), ())
+        prompt_ids, output_ids = (request.prompt_ids, output) if request.sampling.needs_history else ((), ())
         position = len(request.prompt_ids) + len(output)
-        draw = Draw(request.sampling, index, None, banned, position + 1, *history)
+        draw = Draw(
+            params=replace(request.sampling, logit_bias=()),
+            index=index,
+            banned=banned,
+            banned_before=position + 1,
+            biases=packed_biases(request.sampling.logit_bias),
+            prompt_ids=packed_ids(prompt_ids),
+            output_ids=packed_ids(output_ids),
+        )
         token_id = draw_token(digest, position, draw)
         output.append(token_id)
         if token_id == eos_id and not stop.ignore_eos:
@@ -91,8 +109,7 @@ class ToyPipeline:
     """Takes plans and returns the last stage's results, in order.
 
     not_finite: ids of sequences whose logits are not finite. plans: those executed so far. skipped: ids of steps
-    that are not to be computed. memory: the last stage's, of what it was told of draws. drawn: by the step
-    before.
+    that are not to be computed. drawn: by the step before.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -100,15 +117,12 @@ class ToyPipeline:
         self.plans: list[StepPlan] = []
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
-        self.memory = SamplingDecoder()
         self.drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
-        self._sampling: deque[SamplingUpdate] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
-    def send(self, plan: StepPlan, sampling: SamplingUpdate | None = None) -> None:
+    def send(self, plan: StepPlan) -> None:
         self._queue.append(plan)
-        self._sampling.append(sampling or SamplingUpdate())
 
     @property
     def num_in_flight(self) -> int:
@@ -117,13 +131,12 @@ class ToyPipeline:
     def lose(self) -> None:
         """A stage died: keys, values and steps in flight are lost."""
         self._queue.clear()
-        self._sampling.clear()
         self._slots.clear()
-        self.memory, self.drawn = SamplingDecoder(), ()
+        self.drawn = ()
 
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
-        plan = self.restored(self._queue.popleft(), self._sampling.popleft())
+        plan = self.completed(self._queue.popleft())
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
             return StepResult(plan.epoch, plan.step_id, 0, STAMPS)
@@ -144,9 +157,9 @@ class ToyPipeline:
         self.drawn = tuple(drawn)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self.drawn, tuple(scored))
 
-    def restored(self, bare: StepPlan, sampling: SamplingUpdate) -> StepPlan:
-        """The next plan, with its tokens and draws, once the step before has run."""
-        return self.memory.decode(bare.with_drawn(self.drawn) if bare.is_ahead else bare, sampling)
+    def completed(self, plan: StepPlan) -> StepPlan:
+        """The next plan with its tokens, once the step before has run."""
+        return plan.with_drawn(self.drawn) if plan.is_ahead else plan
 
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide

@@ -16,6 +16,7 @@ from ppserve.model import sampling
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.sampling import ReadRow, draw_token, token_logprobs, uniform
 from ppserve.model.sampling_kernels import draw, is_finite
+from tests.draws import a_draw
 from tests.model.pipelines import GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.reference import Reference
@@ -83,7 +84,7 @@ def test_the_same_ids_survive_as_in_transformers(params: SamplingParams, seed: i
     history = tuple(np.argsort(-logits)[:20:3].tolist())
     probabilities = theirs(logits, params, history)
     expected = {i for i, p in enumerate(probabilities.tolist()) if p > 0}
-    wanted = Draw(params, prompt_ids=history[:3], output_ids=history[3:])
+    wanted = a_draw(params, prompt_ids=history[:3], output_ids=history[3:])
     found = survivors(logits, params, wanted, 40_000)
     rare = {i for i in expected if probabilities[i] < 1e-4}  # narrower than the distance between two points
     assert expected - rare <= found <= expected
@@ -165,16 +166,16 @@ def test_bias_penalties_and_bans() -> None:
     assert token(logits, Draw(GREEDY)) == first
     assert token(logits, Draw(GREEDY, banned=(first,))) == second
     assert token(logits, Draw(GREEDY, banned=(first, second))) == third
-    assert token(logits, Draw(replace(GREEDY, logit_bias=((second, gap + 0.01),)))) == second
-    assert token(logits, Draw(replace(GREEDY, logit_bias=((second, gap - 0.01),)))) == first
+    assert token(logits, a_draw(replace(GREEDY, logit_bias=((second, gap + 0.01),)))) == second
+    assert token(logits, a_draw(replace(GREEDY, logit_bias=((second, gap - 0.01),)))) == first
     presence = replace(GREEDY, presence_penalty=gap + 0.01)
-    assert token(logits, Draw(presence, output_ids=(first,))) == second
-    assert token(logits, Draw(presence, prompt_ids=(first,))) == first, "the prompt is not penalised"
+    assert token(logits, a_draw(presence, output_ids=(first,))) == second
+    assert token(logits, a_draw(presence, prompt_ids=(first,))) == first, "the prompt is not penalised"
     frequency = replace(GREEDY, frequency_penalty=gap / 2 + 0.01)
-    assert token(logits, Draw(frequency, output_ids=(first,))) == first
-    assert token(logits, Draw(frequency, output_ids=(first, 5, first))) == second
+    assert token(logits, a_draw(frequency, output_ids=(first,))) == first
+    assert token(logits, a_draw(frequency, output_ids=(first, 5, first))) == second
     repetition = replace(GREEDY, repetition_penalty=1.5)
-    assert token(logits, Draw(repetition, prompt_ids=(first,))) == second
+    assert token(logits, a_draw(repetition, prompt_ids=(first,))) == second
     assert (logits == scores(3)).all(), "the logits are not ours to change"
 
 
@@ -209,7 +210,7 @@ def test_extremes_draw_something() -> None:
         SamplingParams(top_k=1, top_p=0.001, min_p=0.999),
         SamplingParams(logit_bias=((best, 1e30),)),
     ):
-        assert token(logits, Draw(params)) == best
+        assert token(logits, a_draw(params)) == best
     assert token(logits, Draw(SamplingParams(temperature=1e30))) is not None
     assert token(logits, Draw(SamplingParams(top_k=10**9))) is not None
     assert token(np.zeros(1, np.float32), Draw(SamplingParams(top_p=0.5, top_k=3))) == 0
@@ -221,7 +222,7 @@ def test_a_penalty_leaves_huge_scores_finite() -> None:
     logits[[5, 9]] = 1e38, -1e38
     for penalty in (0.01, 10):
         for params in (GREEDY, SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)):
-            wanted = Draw(replace(params, repetition_penalty=penalty), prompt_ids=(5, 9))
+            wanted = a_draw(replace(params, repetition_penalty=penalty), prompt_ids=(5, 9))
             assert token(logits, wanted) == 5
             assert is_finite(sampling.adjusted(logits, wanted, 0))
 
@@ -229,7 +230,7 @@ def test_a_penalty_leaves_huge_scores_finite() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits = scores(1)
     exact = torch.from_numpy(logits).double().log_softmax(0)
-    found = draw_token(0, Draw(replace(GREEDY, logit_bias=((9, 100.0),)), num_logprobs=5), 3, logits)
+    found = draw_token(0, a_draw(replace(GREEDY, logit_bias=((9, 100.0),)), num_logprobs=5), 3, logits)
     assert found.token_id == 9
     assert found.logprobs is not None
     assert found.logprobs.logprob == pytest.approx(float(exact[9]), abs=1e-5)

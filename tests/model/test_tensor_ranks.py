@@ -28,6 +28,7 @@ from ppserve.model.inputs import ALONE, Gather, build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.transport.gather import connect_ranks
+from tests.draws import a_draw
 from tests.model.checkpoint.writers import WRITERS, random_tensors
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.pipelines import CPU, Pipeline, prompt
@@ -93,7 +94,7 @@ def _step(rank: tuple[Decoder, Any, Gather], hidden: torch.Tensor | None, plan: 
 def answers(pipeline: Pipeline) -> list[Any]:
     """A prompt in two chunks, then three drawn tokens, beside another sequence."""
     ids, other = prompt(29), prompt(7, seed=1)
-    draw = Draw(SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.1), num_logprobs=2, prompt_ids=ids)
+    draw = a_draw(SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.1), num_logprobs=2, prompt_ids=ids)
     found: list[Any] = [pipeline.step([pipeline.slice(0, ids[:20], 0, targets=ids[1:21])])]
     slices = [pipeline.slice(0, ids[20:], 20, draw), pipeline.slice(1, other, 0, Draw(SamplingParams(top_k=5)))]
     for at in range(3):
@@ -256,7 +257,7 @@ def test_draws_are_those_of_whole_rows(count: int, ties: bool) -> None:
     vocabulary, seen = 101, tuple(range(0, 101, 5))
     for trial in range(20):
         draws = [
-            Draw(params, num_logprobs=None if trial % 3 else trial % 4, banned=(0, 50, 100), prompt_ids=seen,
+            a_draw(params, num_logprobs=None if trial % 3 else trial % 4, banned=(0, 50, 100), prompt_ids=seen,
                  output_ids=(*seen[:4], 55, 55))
             for params in (PARAMS if trial else PARAMS[:1])
         ]  # fmt: skip

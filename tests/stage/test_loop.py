@@ -17,7 +17,6 @@ from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import DRAWN, Draw, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.core.sampling_state import KEPT, SamplingUpdate
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
@@ -28,7 +27,7 @@ from ppserve.stage.device import Compute
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import GREEDY, NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
+from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -158,18 +157,6 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     tell(7, (DRAWN,), 5)
     result = lone.hear(wire.Result).result
     assert (result.step_id, result.drawn, result.computed_ns) == (7, (), 0)
-
-
-def test_what_comes_beside_a_cancelled_step_is_remembered(lone: OneStage) -> None:
-    """A long draw comes once: later plans refer to it, whether or not the step that it came with was computed."""
-    long = replace(GREEDY, params=replace(GREEDY.params, logit_bias=((7, 1e9),)))
-    lone.tell(wire.Cancel((1,)))
-    lone.tell(wire.Plan(plan(1, 0)))
-    ahead = replace(with_draw(plan(1, 1, (DRAWN,), start=3), KEPT), is_ahead=True)
-    lone.tell(wire.Plan(ahead, SamplingUpdate(first_draws=((0, long),))))
-    lone.tell(wire.Plan(with_draw(plan(1, 2, start=3), KEPT)))
-    drawn = [lone.hear(wire.Result).result.drawn for _ in range(3)]
-    assert [[one.token_id for one in each] for each in drawn[1:]] == [[], [7]]
 
 
 def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -313,10 +313,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Admitted sequences that have not ended."""
         return len(self._running)
-
-    @property
-    def running_ids(self) -> KeysView[int]:
-        return self._running.keys()
 
     @property
     def tokens_left(self) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ppserve.core.plan import DRAWN, Draw, Drawn, Slice, TokenLogprobs
+from ppserve.core.plan import DRAWN, Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import RequestError
@@ -110,7 +110,17 @@ class Sequence:
         self._digests: list[bytes] = []
         banned = request.banned(self._eos_ids)
         banned_before = len(request.prompt_ids) + request.stop.min_tokens if banned else 0
-        self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before)
+        sampling = request.sampling
+        self._next_draw = Draw(
+            params=replace(sampling, logit_bias=()),
+            index=index,
+            num_logprobs=request.output.logprobs,
+            banned=banned,
+            banned_before=banned_before,
+            biases=packed_biases(sampling.logit_bias),
+            prompt_ids=packed_ids(request.prompt_ids) if sampling.needs_history else b"",
+            output_ids=packed_ids(request.resume_ids) if sampling.needs_history else b"",
+        )
 
     @property
     def num_generated(self) -> int:
@@ -184,7 +194,7 @@ class Sequence:
         end = start + num_tokens
         token_ids = (*self.token_ids[start:end], *draft_ids)
         draws = end == len(self.token_ids) and self.known_end is None
-        draw = self._next_draw() if draws else None
+        draw = self._next_draw if draws else None
         targets = self.request.prompt_ids[start + 1 : end + 1] if self.wants_scores else ()
         num_scored = self.request.output.prompt_logprobs or 0
         self.scheduled = end
@@ -197,18 +207,10 @@ class Sequence:
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
         self.scheduled += 1
-        return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), self._next_draw())
+        return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), self._next_draw)
 
     def _blocks_until(self, position: int) -> tuple[int, ...]:
         return self.block_table[: -(-position // self._block_size)]
-
-    def _next_draw(self) -> Draw:
-        """The draw after the known tokens; one object where it needs no history."""
-        if not self.request.sampling.needs_history:
-            return self._draw
-        prompt_ids = self.request.prompt_ids
-        output_ids = tuple(self.token_ids[len(prompt_ids) :])
-        return replace(self._draw, prompt_ids=prompt_ids, output_ids=output_ids)
 
     def cancel_ahead(self) -> None:
         self.scheduled = min(self.scheduled, len(self.token_ids))
@@ -229,6 +231,7 @@ class Sequence:
     def commit_token(self, token_id: int) -> FinishReason | None:
         """The next token was drawn. Returns why the answer ends with it; None when it does not."""
         self.token_ids.append(token_id)
+        self._next_draw = self._next_draw.after((token_id,))
         return self._end_after(token_id)
 
     def _end_after(self, token_id: int) -> FinishReason | None:

@@ -16,7 +16,6 @@ from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -104,7 +103,6 @@ class Replica:
         # The latest result, until it is accounted for: after the next plan is sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
-        self._sampling = SamplingEncoder()
         self._control = control
         self._clock = clock
 
@@ -164,8 +162,7 @@ class Replica:
         self._account_for_result()
 
     def _send(self, plan: StepPlan, scheduler: Scheduler, woken_ns: int) -> None:
-        message = wire.Plan(*self._sampling.encode(plan, scheduler.running_ids))
-        self._control.send(self.members.ranks, message)
+        self._control.send(self.members.ranks, wire.Plan(plan))
         step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
         self._account_for_result()
         self._account.dispatched(step)
@@ -236,7 +233,6 @@ class Replica:
         epoch = self.members.epoch
         log.info("%sepoch %d formed", self._prefix, epoch)
         self._account.formed(self._clock())
-        self._sampling = SamplingEncoder()
         self.scheduler = self.scheduler or self._new_scheduler()
         self.scheduler.open(epoch)
 

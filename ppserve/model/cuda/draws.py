@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.core.request import SamplingParams
-from ppserve.model.sampling import ReadRow
+from ppserve.model.sampling import ReadRow, unpacked_biases, unpacked_ids
 
 PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 """The arrays with one number for every row."""
@@ -96,11 +95,13 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
     """See `ADJUSTMENTS`."""
     drawn = [(number, row.draw, row.draw.params) for number, row in enumerate(rows) if row.draw is not None]
     past = [(n, draw, of) for n, draw, of in drawn if of.needs_history]
+    biases = [(n, *unpacked_biases(draw.biases)) for n, draw, _ in drawn if draw.biases]
+    banning = [(n, draw) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before]
     lists = (
-        [(n, draw.banned) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before],
-        [(n, [token_id for token_id, _ in of.logit_bias]) for n, _, of in drawn if of.logit_bias],
-        [(n, draw.prompt_ids) for n, draw, _ in past],
-        [(n, draw.output_ids) for n, draw, _ in past],
+        [(n, np.asarray(draw.banned, np.int64)) for n, draw in banning],
+        [(n, ids) for n, ids, _ in biases],
+        [(n, unpacked_ids(draw.prompt_ids)) for n, draw, _ in past],
+        [(n, unpacked_ids(draw.output_ids)) for n, draw, _ in past],
     )
     if not any(lists):
         return {}
@@ -116,7 +117,7 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
         frequency_R[n], presence_R[n], repetition_R[n] = (
             of.frequency_penalty, of.presence_penalty, of.repetition_penalty
         )  # fmt: skip
-    bias_n[biased] = [bias for _, _, of in drawn for _, bias in of.logit_bias]
+    bias_n[biased] = np.concatenate([np.empty(0, np.float32), *[values for _, _, values in biases]])
     for seen in (prompt, output):
         repetition_n[seen] = repetition_R[rows_n[seen]]
     times_n = np.bincount(output, minlength=len(keys_n)).astype(np.float32)
@@ -131,8 +132,6 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
     return dict(zip(ADJUSTMENTS, columns, strict=True))
 
 
-def _keys(lists: Sequence[tuple[int, Sequence[int]]]) -> NDArray[np.int64]:
+def _keys(lists: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
     """Rows, each with ids: row << 32 | id for all of them in a row."""
-    rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(ids) for _, ids in lists])
-    ids = chain.from_iterable(ids for _, ids in lists)
-    return (rows_n << 32) + np.fromiter(ids, np.int64, len(rows_n))
+    return np.concatenate([np.empty(0, np.int64), *[(row << 32) + ids for row, ids in lists]])

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ppserve.core.cost_model import StageCost
 from ppserve.core.ledger.steps import Steps
-from ppserve.core.plan import Drawn, StepPlan
+from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
-from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -48,8 +47,6 @@ class SchedulerRig:
         self.scheduler = Scheduler(self.config, self.blocks, self.costs, new_drafter=self.new_drafter)
         self.request_queue.add_scheduler(self.scheduler)
         self.pipeline = ToyPipeline(self.config.block_size)
-        self.sampling = SamplingEncoder()
-        self._sent: dict[int, StepPlan] = {}
 
     @property
     def has_work(self) -> bool:
@@ -76,25 +73,14 @@ class SchedulerRig:
             assert plan.slices, "a step is never empty"
             self.num_draft_tokens += sum(piece.num_draft_tokens for piece in plan.slices)
             self.steps.sent(plan, 0, 0, self.scheduler.slots.num_slots)
-            self._send(plan)
+            self.num_ahead += plan.is_ahead
+            self.pipeline.send(plan)
         return plan
-
-    def _send(self, plan: StepPlan) -> None:
-        """Long draws travel apart, and only once."""
-        bare, sampling = self.sampling.encode(plan, self.scheduler.running_ids)
-        assert not any(piece.draw and piece.draw.is_long for piece in bare.slices)
-        self.num_ahead += plan.is_ahead
-        self.pipeline.send(bare, sampling)
-        self._sent[plan.step_id] = plan
 
     def commit_one(self) -> list[SequenceEvent]:
         for step in self.scheduler.slots.take_cancelled():
             self.pipeline.skipped |= {step} if self.skips() else set()
-        drawn_before = self.pipeline.drawn
         result = self.pipeline.run_one()
-        if result.step_id not in self.pipeline.skipped:
-            self._check_arrived(_filled(self._sent[result.step_id], drawn_before))
-        del self._sent[result.step_id]
         for stage in range(self.config.num_stages):
             self.steps.reported(replace(result, stage=stage), 0)
         return self.tell(self.request_queue.commit(self.scheduler, result, self.now))
@@ -109,12 +95,6 @@ class SchedulerRig:
         check_scheduler(self.scheduler, self.request_queue)
         check_ends(self.request_queue, self.requests.values(), self.events)
 
-    def _check_arrived(self, sent: StepPlan) -> None:
-        """The last stage put the plan together again, and remembers little."""
-        assert self.pipeline.plans[-1] == sent
-        assert self.pipeline.memory._tokens.keys() <= self.pipeline.memory._draws.keys()
-        assert len(self.pipeline.memory) <= self.config.max_num_seqs + len(sent.slices)
-
     def lose_stage(self) -> None:
         self.lose()
         self.form()
@@ -122,8 +102,6 @@ class SchedulerRig:
     def lose(self, failed: Set[int] = frozenset({0})) -> list[SequenceEvent]:
         """These ranks failed: there is no pipeline until another one forms."""
         self.pipeline.lose()
-        self._sent.clear()
-        self.sampling = SamplingEncoder()
         self.steps.lost()
         return self.tell(self.request_queue.record_loss(self.request_queue.give_back(self.scheduler), failed))
 
@@ -174,20 +152,6 @@ class SchedulerRig:
             assert tuple(tokens) == right.token_ids[first:]
             if index == 0 and not request.resume_ids:
                 assert scores == right.prompt_logprobs
-
-
-def _filled(sent: StepPlan, drawn: tuple[Drawn, ...]) -> StepPlan:
-    """With the tokens that were not known when it was sent, also in the histories of its draws."""
-    if not sent.is_ahead:
-        return sent
-    slices = []
-    for piece in sent.with_drawn(drawn).slices:
-        assert piece.draw is not None
-        draw = piece.draw
-        if draw.params.needs_history:
-            draw = replace(draw, output_ids=(*draw.output_ids, *piece.token_ids))
-        slices.append(replace(piece, draw=draw))
-    return replace(sent, slices=tuple(slices))
 
 
 class Oracle:

@@ -11,7 +11,6 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.core.sampling_state import SamplingDecoder
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -65,7 +64,6 @@ class Rig:
         self.grid = RankGrid(num_tensor, num_replicas, num_stages)
         self.ranks = self.grid.ranks_of(num_replicas - 1)
         self.control, self.notes, self.request_queue = ScriptedControl(), Notes(), RequestQueue()
-        self.draws = SamplingDecoder()
         decided = decision(num_stages, **config)
         about = self.grid, "here", lambda hellos: decided, self.control
         members = [Members(*about, number) for number in range(num_replicas)]
@@ -86,7 +84,6 @@ class Rig:
 
     def join(self) -> list[SequenceEvent]:
         """All ranks join the epoch that the first was invited to."""
-        self.draws = SamplingDecoder()
         epoch = self.replica.members.epoch
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
@@ -113,7 +110,7 @@ class Rig:
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
-        return [self.draws.decode(m.plan, m.sampling) for m in sent[self.ranks[-1]]]
+        return [m.plan for m in sent[self.ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
         """A stage's result of a step that it computed until now."""
@@ -215,7 +212,7 @@ class EngineRig(Rig):
             plans = [message for _, message in self.control.sent if isinstance(message, wire.Plan)]
             message = plans[self._num_computed]
             self._num_computed += 1
-            self.say(0, self.result(self.draws.decode(message.plan, message.sampling), 0))
+            self.say(0, self.result(message.plan, 0))
 
     @property
     def serving(self) -> list[bool]:

@@ -15,7 +15,6 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
-from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import Reported, RestartPolicy
@@ -111,7 +110,7 @@ class StageProcess:
 
     def _forget(self) -> None:
         self._is_ready = self._computes = False
-        self._plans: deque[tuple[StepPlan, SamplingUpdate]] = deque()
+        self._plans: deque[StepPlan] = deque()
         self._arrived: set[int] = set()
         self._gathers: tuple[StepPlan, int, bool] | None = None
         """A step whose part is computed and that waits for the other tensor ranks: since when, whether skipped."""
@@ -199,8 +198,8 @@ class StageProcess:
                 self._enter(epoch)
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
-            case wire.Plan(plan, sampling) if plan.epoch == self._epoch:
-                self._plans.append((plan, sampling))
+            case wire.Plan(plan) if plan.epoch == self._epoch:
+                self._plans.append(plan)
                 self._compute()
 
     # ---- epochs ---------------------------------------------------------------------------------------
@@ -265,11 +264,11 @@ class StageProcess:
     def _compute(self) -> None:
         if self._computes or not self._is_ready or not self._plans or self.rank in self._host.ends_after_s:
             return
-        if self.stage and self._plans[0][0].step_id not in self._arrived:
+        if self.stage and self._plans[0].step_id not in self._arrived:
             return
-        plan, sampling = self._plans.popleft()
+        plan = self._plans.popleft()
         if self._is_last:
-            plan = self._toy.restored(plan, sampling)
+            plan = self._toy.completed(plan)
         assert self._link is not None
         skipped = plan.is_ahead and plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)

@@ -143,7 +143,7 @@ def test_requests_of_a_replica_that_ends_are_computed_by_another() -> None:
     rig.engine.turn()
     own = rig.replicas[0].scheduler
     assert own is not None
-    assert held.id in own.running_ids
+    assert held.id in own._running
     assert not any(reader.outputs for reader in readers)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ppserve import wire
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.plan import StepPlan, StepResult, StepStamps, packed_biases, packed_ids
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import StagesLost
@@ -119,18 +119,21 @@ def test_of_a_stages_tensor_ranks_the_one_that_owes_a_step_is_dropped(owing: int
     assert rig.replica._ranks._came == {}, "what the others reported is of no step any more"
 
 
-def test_long_draws_are_sent_anew_in_each_epoch() -> None:
-    """Stages forget them with the epoch."""
+def test_every_plan_has_its_draws_complete_in_each_epoch() -> None:
+    """Stages know nothing about sequences."""
     rig = formed(microbatches=1)
-    sampling = SamplingParams(logit_bias=((5, 1.0),))
+    sampling = SamplingParams(logit_bias=((5, 1.0),), presence_penalty=0.5)
     rig.ask(replace(a_request("a", max_tokens=9), sampling=sampling))
+    num_tokens = 0
     for _ in range(3):
         for _ in range(2):
             (plan,) = rig.refill()
             (piece,) = plan.slices
             assert piece.draw is not None
-            assert piece.draw.params == sampling
+            assert piece.draw.biases == packed_biases(sampling.logit_bias)
+            assert piece.draw.output_ids == packed_ids([3] * num_tokens)
             rig.compute(plan)
+            num_tokens += 1
         rig.refill()
         rig.lose(3)
         rig.greet(3)

@@ -97,7 +97,7 @@ class ScriptedRank:
 
     def _compute(self, message: wire.Plan, scripts: list[str], first: int) -> None:
         self._num_computed += 1
-        plan = self.rig.draws.decode(message.plan, message.sampling)
+        plan = message.plan
         drawn = tuple(
             Drawn(piece.sequence_id, *ids_of((scripts[draw.index] + "a")[position - first]))
             for piece in plan.slices

@@ -17,6 +17,7 @@ from ppserve.model.cuda.cache import bucket_sizes
 from ppserve.model.cuda.device import Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.inputs import KVCache, build_inputs
+from tests.draws import a_draw
 from tests.model.cuda.here import CPU, backend_of
 from tests.model.cuda.late import LateDevice
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
@@ -29,7 +30,7 @@ DRAWS = [
     GREEDY_DRAW,
     Draw(SamplingParams(seed=5, temperature=0.9)),
     Draw(SamplingParams(seed=6, top_k=9, top_p=0.8), num_logprobs=2),
-    Draw(SamplingParams(seed=7, logit_bias=((3, 4.0),)), banned=(5, 6)),
+    a_draw(SamplingParams(seed=7, logit_bias=((3, 4.0),)), banned=(5, 6)),
 ]
 
 

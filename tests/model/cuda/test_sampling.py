@@ -16,6 +16,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.cuda.draws import uniforms
 from ppserve.model.inputs import ALONE, build_inputs
+from tests.draws import a_draw
 from tests.model.cuda.here import CPU, KINDS, backend_of, device_of, operators_of
 from tests.model.random_checkpoint import architecture
 
@@ -58,7 +59,7 @@ def any_draw(chance: random.Random) -> Draw:
     history = {"prompt_ids": ids[:10], "output_ids": (*ids[10:], *ids[12:15])}
     if chance.random() < 0.4:
         history["banned"] = tuple(chance.sample(range(VOCABULARY), 40))
-    return Draw(params, chance.randrange(4), chance.choice([None, None, 0, 5]), **history)
+    return a_draw(params, chance.randrange(4), chance.choice([None, None, 0, 5]), **history)
 
 
 def draws_alone(plan: StepPlan, logits: torch.Tensor) -> tuple[Drawn, ...]:
@@ -129,7 +130,7 @@ def test_a_penalty_leaves_huge_scores_finite(kind: str) -> None:
     logits = scores(2, 4)
     logits[:, 5] = 1e38
     params = SamplingParams(repetition_penalty=0.01, top_k=3)
-    draws = [Draw(each, prompt_ids=(5,)) for each in (params, replace(params, temperature=0))]
+    draws = [a_draw(each, prompt_ids=(5,)) for each in (params, replace(params, temperature=0))]
     drawn, _ = results(plan_of(draws), logits, kind)
     assert [of.token_id for of in drawn] == [5, 5]
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, Cut, Rotary, StageLayout
-from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.plan import Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling_kernels
 from ppserve.model.cpu.backend import CpuBackend
@@ -30,6 +30,7 @@ from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.sublayers import ACTIVATIONS
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import StepInputs, build_inputs
+from tests.draws import a_draw
 from tests.model.cpu.guarded.memory import NOTHING, Guarded, GuardedTensors, Log, Withheld
 from tests.model.random_checkpoint import RandomCheckpoint
 from tests.reference import Reference
@@ -239,7 +240,7 @@ class Run:
         )
         ids = self.ids[sequence]
         top = pick.choice([None, 0, 3, vocabulary])
-        return {"draw": Draw(params, num_logprobs=top, prompt_ids=ids, banned=(ids[0],) * pick.randint(0, 1))}
+        return {"draw": a_draw(params, num_logprobs=top, prompt_ids=ids, banned=(ids[0],) * pick.randint(0, 1))}
 
     def _step(self, plan: StepPlan, received: list[torch.Tensor]) -> tuple[torch.Tensor, Any, Any]:
         layout = self.shape.layout

@@ -183,12 +183,13 @@ class Failed(_Message, frozen=True, tag=True):
 class Meeting(_Message, frozen=True, tag=True):
     """Where a server's head listens, @NAME on one host or HOST:PORT, and the file with the secret that its ranks
     share; None on one host. secret: the file's at the start, or made of what the launcher tells its ranks.
-    tls: whose files encrypt; None in the clear."""
+    tls: whose files encrypt; None in the clear. tls_held: what these held at the start, `tls.read_files`."""
 
     address: str
     secret_file: Path | None = None
     secret: bytes = b""
     tls: NetworkSettings | None = None
+    tls_held: tuple[bytes, ...] = ()
 
 
 class Start(_Message, frozen=True, tag=True):

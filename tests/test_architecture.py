@@ -249,7 +249,7 @@ BUDGET = {
     "ppserve/core/scheduling/*.py": 2_059,
     "ppserve/core/ledger/*.py": 936,
     "ppserve/planning/*.py": 605,
-    "ppserve/process/*.py": 1_340,
+    "ppserve/process/*.py": 1_380,
     "ppserve/stage/*.py": 1_374,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 2_953,

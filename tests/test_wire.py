@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppserve import wire
-from ppserve.config import ServeConfig, ServerSettings
+from ppserve.config import NetworkSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import (
@@ -85,6 +85,9 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Start(ServeConfig(), 1, 2),
         wire.Start(ServeConfig(), 1, 2, wire.Meeting("@ppserve-0-head")),
         wire.Start(ServeConfig(), 1, 2, wire.Meeting("h:3", Path("s"), b"of the start")),
+        wire.Start(
+            ServeConfig(), 1, 2, wire.Meeting("h:3", tls=NetworkSettings(), tls_held=(b"PEM", b"", b"\xff"))
+        ),
         wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
     ],
 }

@@ -26,7 +26,7 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError, WireError
 from ppserve.process.environment import RankEnvironment, number_of
 from ppserve.process.network import connect, listen
-from ppserve.process.tls import TlsConnection, stage_context
+from ppserve.process.tls import TlsConnection, read_files, stage_context
 from ppserve.wire import Meeting
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     tls = config.network if config.network.stage_tls_cert else None
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     secret = read_secret(Meeting(address, config.network.secret_file))
-    return Meeting(address, config.network.secret_file, secret, tls)
+    held = read_files(tls) if tls is not None and sys.platform == "linux" else ()
+    return Meeting(address, config.network.secret_file, secret, tls, held)
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
@@ -113,7 +114,8 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(_ANSWER_WITHIN_S)
         if meeting.tls is not None:
-            connection = TlsConnection(connection, stage_context(meeting.tls, serves=False), serves=False)
+            context = stage_context(meeting.tls, serves=False, held=meeting.tls_held)
+            connection = TlsConnection(connection, context, serves=False)
             connection.handshake()
         _greet(connection, secret, rank)
         connection.settimeout(None)

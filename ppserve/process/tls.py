@@ -6,30 +6,73 @@ So names are not compared: a rank may move to another host.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import ssl
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
 
+log = logging.getLogger("ppserve.control")
+
 _PIECE = 1 << 16
 
 
-def stage_context(settings: NetworkSettings, *, serves: bool) -> ssl.SSLContext:
-    """serves: for the head. Raises ConfigError for files that cannot be used."""
+def read_files(settings: NetworkSettings) -> tuple[bytes, ...]:
+    """What authority, certificate and key hold. Raises ConfigError."""
+    held = []
+    for part, path in zip(("ca", "cert", "key"), _paths(settings), strict=True):
+        try:
+            held.append(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"--stage-tls-{part}", f"{path}: {error.strerror}") from error
+    return tuple(held)
+
+
+def stage_context(settings: NetworkSettings, *, serves: bool, held: Sequence[bytes] = ()) -> ssl.SSLContext:
+    """serves: for the head. held: what the files held at the start, which counts where one of them is gone since.
+    Raises ConfigError for files that cannot be used."""
+    paths = _paths(settings)
+    gone = next((path for path in paths if not path.exists()), None)
+    if gone is None or not held:
+        return _context(*paths, serves=serves)
+    log.warning("--stage-tls-*: %s is gone; what the three files held at the start is used", gone)
+    with ExitStack() as stack:
+        return _context(*(stack.enter_context(_in_memory(content)) for content in held), serves=serves)
+
+
+def _paths(settings: NetworkSettings) -> tuple[Path, Path, Path]:
+    authority, cert, key = settings.stage_tls_ca, settings.stage_tls_cert, settings.stage_tls_key
+    assert authority is not None
+    assert cert is not None
+    assert key is not None
+    return authority, cert, key
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[Path]:
+    """A file that only this process can name: `ssl` reads a certificate and its key from files alone."""
+    with open(os.memfd_create("ppserve-tls"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def _context(authority: Path, cert: Path, key: Path, *, serves: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    flag = "--stage-tls-ca"
-    path = settings.stage_tls_ca
+    flag, path = "--stage-tls-ca", authority
     try:
         context.load_verify_locations(path)
-        flag = "--stage-tls-cert"
-        path = settings.stage_tls_cert
-        assert path is not None
-        context.load_cert_chain(path, settings.stage_tls_key, password=lambda: "")
+        flag, path = "--stage-tls-cert", cert
+        context.load_cert_chain(path, key, password=lambda: "")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, FileNotFoundError) else "not PEM, or not the certificate's key"
         raise ConfigError(flag, f"{path}: {why}") from error

@@ -121,6 +121,10 @@ def test_ranks_of_several_hosts_meet_beside_the_launchers_port(tmp_path: Path) -
     assert [meeting(rank, secret_file=secret_file) for rank in TWO_HOSTS] == [expected] * 2
     chosen = meeting(TWO_HOSTS[1], secret_file=secret_file, control_port=7000)
     assert chosen.address == "head-host:7000"
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).write_text(f"a {name}")
+    tls = {f"stage_tls_{name}": tmp_path / name for name in ("ca", "cert", "key")}
+    assert meeting(TWO_HOSTS[1], secret_file=secret_file, **tls).tls_held == (b"a ca", b"a cert", b"a key")
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"fifteen letters", b"\n \t" * 40])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ppserve import wire
@@ -15,7 +18,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import connect
-from ppserve.process.tls import stage_context
+from ppserve.process.tls import read_files, stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
 from tests.hellos import hello as hello_of
@@ -59,6 +62,30 @@ def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tl
         says.join(WITHIN_S)
         running.send(1, wire.Shutdown())
         assert isinstance(link.inbox.get(timeout=WITHIN_S)[1], wire.Shutdown)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files that are in memory alone")
+@pytest.mark.parametrize("removed", ["ca.pem", "leaf.pem", "leaf.key"])
+def test_a_stage_that_is_started_after_a_file_is_gone_has_what_it_held(
+    removed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = files(tmp_path / "own")
+    with head(tmp_path, tls=own) as running:
+        held = msgspec.structs.replace(running.meeting, tls_held=read_files(own))
+        (tmp_path / "own" / removed).unlink()
+        with pytest.raises(ConfigError, match="No such file"):
+            connect_to_head(running.meeting, 1, WITHIN_S)
+        with connect_to_head(held, 1, WITHIN_S) as connection:
+            connection.sendall(wire.encode(hello(1)))
+            assert running.next_event().message == hello(1)
+    assert f"{removed} is gone; what the three files held at the start is used" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["ca", "cert", "key"])
+def test_a_file_that_is_not_there_at_the_start_is_named(part: str, tls: NetworkSettings, tmp_path: Path) -> None:
+    lacking = replace(tls, **{f"stage_tls_{part}": tmp_path / "none"})
+    with pytest.raises(ConfigError, match=f"--stage-tls-{part}: .*none: No such file"):
+        read_files(lacking)
 
 
 def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: NetworkSettings) -> None:

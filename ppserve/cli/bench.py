@@ -44,33 +44,45 @@ _DEFAULT_OPEN_REQUESTS = 100
 
 
 @click.command(short_help="Load a server and say what it did.", params=[*CONNECTION])
-@click.option("--concurrency", type=COUNT, help="Callers with one request each at a time.  [default: 16]")
-@click.option("--rate", type=POSITIVE, help="Open loop: requests a second, at random; inf = all at once.")
-@click.option("--prompt-tokens", type=_LENGTHS, default="128", help="Of each prompt: 128 or uniform:64:256.")
-@click.option("--new-tokens", type=_LENGTHS, default="64", help="Of each answer.")
+@click.option("--concurrency", type=COUNT, help="Callers, each with one request at a time.  [default: 16]")
 @click.option(
-    "--requests", type=COUNT, help="Requests to send.  [default: 4 per caller, at least 16; open loop: 100;"
+    "--rate", type=POSITIVE, help="Send so many requests a second at random times; inf sends all at once."
+)
+@click.option(
+    "--prompt-tokens", type=_LENGTHS, default="128", help="Tokens of each prompt, as 128 or uniform:64:256."
+)
+@click.option("--new-tokens", type=_LENGTHS, default="64", help="Tokens of each answer, in the same form.")
+@click.option(
+    "--requests", type=COUNT, help="Requests to send.  [default: 4 per caller, at least 16; 100 with --rate;"
     " no limit with --duration]",
 )  # fmt: skip
 @click.option("--duration", type=POSITIVE, help="Seconds after which no more requests are sent.")
-@click.option("--warm-up", "num_warm_up", type=click.IntRange(0), help="Requests before.  [default: 1 per caller]")
+@click.option(
+    "--warm-up",
+    "num_warm_up",
+    type=click.IntRange(0),
+    help="Requests to send before measuring.  [default: 1 per caller]",
+)
 @click.option("--timeout", "timeout_s", type=POSITIVE, help="Deadline of each request in seconds.")
 @click.option(
     "--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(1 << 32), show_default="a new one",
-    help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.",
+    help="Equal seeds give equal prompts and arrivals. A server may still have their prompts in its prefix cache.",
 )  # fmt: skip
 @click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON."
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures to this file as JSON.",
 )
 def bench(**flags: Any) -> None:
     """Load a server with random prompts, and print throughput, latencies and where its stages' time went.
 
-    Without --rate a closed loop: each of --concurrency callers waits for its answer. With it an open loop:
-    requests are sent when they are due, and their latency counts from then.
+    Without --rate the load is a closed loop: each of --concurrency callers waits for its answer before it asks
+    again. With --rate it is an open loop: requests are sent when they are due, and their latency counts from then.
 
     Ctrl-C ends the run early and reports what was answered until then.
 
-    Exit codes: 0 all answered, 1 some failed or no server, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 all were answered, 1 some failed or there is no server, 2 wrong usage, 130 interrupted.
     """
     if flags["rate"] and flags["concurrency"]:
         raise click.UsageError("--rate sends requests when they are due: leave out --concurrency")
@@ -117,29 +129,29 @@ def _until(flags: dict[str, Any], load: Load) -> Until:
 
 
 def _workload(flags: dict[str, Any], served: Served) -> Workload:
-    """Raises ConfigError where prompt and answer would not fit the context."""
+    """Return the requests to send. Raises ConfigError where prompt and answer would not fit the context."""
     prompt, new = flags["prompt_tokens"], flags["new_tokens"]
     if prompt.most + new.most > served.max_context:
-        problem = f"{prompt.most} and {new.most} new ones are beyond the server's context of {served.max_context}"
-        raise ConfigError("--prompt-tokens", problem)
+        both = f"{prompt.most} prompt tokens and {new.most} new ones"
+        raise ConfigError("--prompt-tokens", f"{both} are beyond the server's context of {served.max_context}")
     return Workload(prompt, new, served.vocab_size, flags["seed"])
 
 
 @click.command(params=[*CONNECTION])
 @click.option(
-    "--metrics", default="127.0.0.1:9400", help="The server's metrics port; `none`: only the stages.",
+    "--metrics", default="127.0.0.1:9400", help="The server's metrics port. `none` shows the stages only.",
     type=Parsed("HOST:PORT", lambda text: None if text == "none" else address(text)),
 )  # fmt: skip
 @click.option(
     "--interval", "interval_s", type=Number(0.1, 86400), default=1.0,
-    help="Seconds that every view covers.",
+    help="Seconds between two views, which each view covers.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="One view, then the end.")
+@click.option("--once", is_flag=True, help="Print one view and exit.")
 def top(metrics: str | None, interval_s: float, once: bool, **flags: Any) -> None:
-    """Stages as bars (busy, bubbles by cause, idle), requests, queue, KV use, latencies; Ctrl-C ends it.
+    """Show stages as bars (busy, bubbles by cause, idle), requests, queue, KV use and latencies until Ctrl-C.
 
-    On a terminal a live screen, otherwise one line per interval. Exit code 1 without a server, or without its
-    metrics page at the start.
+    A terminal gets a live screen, anything else one line per interval. The exit code is 1 if there is no server,
+    or no metrics page at the start.
     """
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
@@ -154,10 +166,10 @@ def top(metrics: str | None, interval_s: float, once: bool, **flags: Any) -> Non
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Endless views. Raises ScrapeFailed without metrics at the start."""
+    """Yield a view per interval without end. Raises ScrapeFailed if there are no metrics at the start."""
     before = read(client, metrics)
     if before.problem:
-        raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")
+        raise ScrapeFailed(f"no metrics: {before.problem}; --metrics none does without them")
     due_s = time.monotonic()
     while True:
         due_s = max(due_s + interval_s, time.monotonic())

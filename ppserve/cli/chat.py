@@ -26,11 +26,11 @@ _READS_WITHIN_S = 120.0
 
 
 class _Lost(Exception):
-    """The server is away, or ended the stream before the answer's end."""
+    """The server cannot be reached, or ended the stream before the answer's end."""
 
 
 class ReceivedAnswer:
-    """One answer so far. Its seed and tokens continue it after a restart."""
+    """One answer as far as it was received. Its seed and token ids continue it after a server's restart."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = {**body, "stream": True, "return_token_ids": True}
@@ -40,11 +40,11 @@ class ReceivedAnswer:
         self.num_tokens = 0
 
     def body(self) -> dict[str, Any]:
-        """What to ask for now."""
-        return self._body | ({"resume": {"token_ids": self.ids}} if self.ids else {})
+        """The JSON of the next request, which continues the answer where it has tokens."""
+        return {**self._body, "resume": {"token_ids": self.ids}} if self.ids else self._body
 
     def add(self, event: dict[str, Any]) -> str:
-        """An event's new text. Raises _Lost for one that says that the stream failed."""
+        """Record an event and return its new text. Raises _Lost for one that says that the stream failed."""
         if "error" in event:
             raise _Lost(event["error"].get("message", "the stream failed"))
         if "seed" in event:
@@ -55,27 +55,30 @@ class ReceivedAnswer:
             new += text
             ids = choice.get("token_ids") or []
             self.ids += ids
-            self.num_tokens += len(ids) or bool(text)  # others: about one an event
+            # Servers that send no ids send about one token an event.
+            self.num_tokens += len(ids) if ids or not text else 1
             self.is_complete |= choice.get("finish_reason") is not None
         self.text += new
         return new
 
 
 class ChatServer:
-    """A server's address, and how to ask it."""
+    """A server's address, and how requests are sent to it."""
 
     def __init__(self, url: SplitResult, key: str | None, authority: Path | None) -> None:
-        """Raises ConfigError."""
+        """authority: the PEM file that an https server is checked with. Raises ConfigError for an unusable one."""
         kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
         self._url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
         self._connect = partial(kind, url.hostname, url.port, timeout=_READS_WITHIN_S)
         self._path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
 
     def texts(self, answer: ReceivedAnswer) -> Iterator[str]:
-        """What each event adds. Raises _Lost where trying again may help, or PpserveError."""
+        """Yield the text that each event adds. Raises _Lost where trying again may help, else PpserveError."""
         with closing(self._connect()) as connection:
             try:
                 content = json.dumps(answer.body(), ensure_ascii=False).encode()
@@ -112,39 +115,41 @@ def _problem(content: bytes) -> str:
 
 
 class Dialogue:
-    """The messages so far, and what is sent with them."""
+    """The messages so far, and the options that are sent with them."""
 
     def __init__(self, server: ChatServer, options: dict[str, Any], retry_s: float) -> None:
         self._server, self._options, self._retry_s = server, options, retry_s
         self.history: list[dict[str, str]] = []
 
     def ask(self, text: str, system: str | None, shows_timings: bool) -> bool:
-        """Prints the answer as it comes, up to a Ctrl-C, and says whether all is well."""
-        told = [{"role": "system", "content": system}] if system else []
+        """Print the answer as it arrives, up to a Ctrl-C. Return whether it ended without an error."""
+        instructions = [{"role": "system", "content": system}] if system else []
         question = {"role": "user", "content": text}
-        answer = ReceivedAnswer({**self._options, "messages": [*told, *self.history, question]})
-        begun_s, first_s = time.monotonic(), 0.0
-        problem = ""
+        answer = ReceivedAnswer({**self._options, "messages": [*instructions, *self.history, question]})
+        begun_s = time.monotonic()
+        first_s: float | None = None
+        problem: str | None = None
         try:
             for new in self._texts(answer):
-                first_s = first_s or time.monotonic() - begun_s
+                if first_s is None:
+                    first_s = time.monotonic() - begun_s
                 say(new, end="")
         except KeyboardInterrupt:
             pass
         except PpserveError as error:
             problem = f"ppserve: error: {error}"
         say("")
-        if problem:
+        if problem is not None:
             click.echo(problem, err=True)
-        if problem and not answer.text:
-            return False
+            if not answer.text:
+                return False
         self.history += [question, {"role": "assistant", "content": answer.text}]
         if shows_timings:
-            _show_timings(answer.num_tokens, first_s, time.monotonic() - begun_s)
-        return not problem
+            _show_timings(answer.num_tokens, first_s or 0.0, time.monotonic() - begun_s)
+        return problem is None
 
     def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
-        """Until the answer's end, calling again while the server is away."""
+        """Yield the answer's texts up to its end. While the server cannot be reached, the request is repeated."""
         until_s: float | None = None
         while not answer.is_complete:
             try:
@@ -169,7 +174,7 @@ class Dialogue:
 def _show_timings(num_tokens: int, first_s: float, took_s: float) -> None:
     rate = max(0, num_tokens - 1) / max(took_s - first_s, 1e-9)
     in_all = f"{num_tokens} tokens in {took_s:.2f} s"
-    click.echo(f"[{in_all}; first after {first_s:.2f} s, then {rate:.1f} a second]", err=True)
+    click.echo(f"[{in_all}; the first after {first_s:.2f} s, then {rate:.1f} a second]", err=True)
 
 
 def _url(text: str) -> SplitResult:
@@ -184,20 +189,20 @@ def _url(text: str) -> SplitResult:
 @click.command(short_help="Talk to a model that answers.", epilog=COMMANDS, params=[API_KEY_FILE])
 @click.option(
     "--url", type=Parsed("url", _url), default="http://127.0.0.1:8000", envvar="PPSERVE_URL",
-    help="The server; any that has /v1/chat/completions.",
+    help="Address of the server, which may be any with /v1/chat/completions.",
 )  # fmt: skip
-@click.option("--tls-ca", type=FILE, help="The authority of an https server; unset = the system's.")
-@click.option("--model", type=TEXT, help="For servers of several models.")
-@click.option("--system", type=TEXT, help="The system's message.")
-@click.option("--max-tokens", type=COUNT, help="Of each answer.  [default: what fits]")
-@click.option("--temperature", type=Number(0), default=0.0, help="0 is greedy.")
+@click.option("--tls-ca", type=FILE, help="PEM file of the authority to trust for https.  [default: the system's]")
+@click.option("--model", type=TEXT, help="Name of the model, for servers with several.")
+@click.option("--system", type=TEXT, help="System message at the beginning of the conversation.")
+@click.option("--max-tokens", type=COUNT, help="Most tokens of each answer.  [default: what fits the context]")
+@click.option("--temperature", type=Number(0), default=0.0, help="Randomness of the answer; 0 is greedy.")
 @click.option(
     "--retry", "retry_s", type=Number(0), default=120.0,
-    help="Seconds to try while no server answers.",
+    help="Seconds to keep trying while no server answers.",
 )  # fmt: skip
-@click.option("--timings", is_flag=True, help="Say after each answer how fast it came.")
+@click.option("--timings", is_flag=True, help="Print the speed of each answer after it.")
 def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **flags: Any) -> None:
-    """Ask, read, ask again: a line is a question, with what was said before.
+    """Talk with a model: each line is a question, which is sent with the conversation before it.
 
     Ctrl-C ends an answer. Where standard input is no terminal, each of its lines is a question.
     """

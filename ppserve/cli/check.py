@@ -1,6 +1,6 @@
 """Finds mistakes in a server's flags before any process is started.
 
-Without torch, whose import takes seconds: mistakes are reported at once.
+It does not import torch, which takes seconds, so mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppserve.model.checkpoint.opening import read_architecture
 
 
 def check(config: ServeConfig, world_size: int) -> None:
-    """Raises UsageError. Stages on their hosts may find further mistakes."""
+    """Raise UsageError for the first mistake found. Stages may find further ones on their hosts."""
     server, grid = config.server, config.pipeline.grid(world_size)
     _check_ports(server)
     read_certificates(server)
@@ -42,7 +42,7 @@ def check(config: ServeConfig, world_size: int) -> None:
 
 
 def _architecture(path: str) -> Architecture | None:
-    """None when only a download or torch could read it: then stages check."""
+    """Read the model's architecture. It is None if that needs a download or torch: then stages check it."""
     place = Path(path).expanduser()
     if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
         return None

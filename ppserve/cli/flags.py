@@ -1,4 +1,4 @@
-"""The flags of `ppserve serve`, under its help's headings, and its `--config` file."""
+"""The flags of `ppserve serve` under the headings of its help, and its `--config` file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ppserve.cli.types import (
 
 
 class _PortOption(click.Option):
-    """Ignores PPSERVE_PORT=tcp://ADDRESS:PORT, which Kubernetes sets."""
+    """A port's flag that ignores PPSERVE_PORT=tcp://ADDRESS:PORT, which Kubernetes sets."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         value = super().value_from_envvar(ctx)
@@ -51,7 +51,7 @@ def _port(name: str, help: str, **parsed: Any) -> click.Option:
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """The file's entries become defaults, below flags and the environment."""
+    """Make the file's entries defaults: flags and environment variables override them."""
     if path is None:
         return
     try:
@@ -73,10 +73,10 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 
 
 def _as_text(origin: str, value: object) -> str:
-    """An entry as text, so that the flag of its name checks it."""
+    """An entry as the text that its flag would get, so that the flag checks it."""
     parts = value if isinstance(value, list) else [value]
     if not isinstance(value, str) and not all(isinstance(part, int | float) for part in parts):
-        raise click.BadParameter(f"{origin}: not a text, a number, a list of numbers, true or false")
+        raise click.BadParameter(f"{origin}: is not a text, a number, a list of numbers, true or false")
     return ",".join(map(str, parts))
 
 
@@ -88,39 +88,56 @@ _CONFIG = click.Option(
 FLAGS: dict[str, tuple[click.Option, ...]] = {
     "Model": (
         _CONFIG,
-        _flag("--model", "`tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, a hub id.", default="tiny"),
-        _list("--served-model-name", "Names for callers, as a,b. Default: the hub id or file name.", NAMES),
+        _flag(
+            "--model", "Model to serve: `tiny`, `smollm2`, a directory, a .gguf, .bin or .pt file, or a hub id.",
+            default="tiny",
+        ),
+        _list(
+            "--served-model-name",
+            "Names that callers may use for the model, as a,b. Default: the hub id or file name.",
+            NAMES,
+        ),
         _choice("--dtype", cfg.DTYPES, "auto", "Type of weights and hidden states."),
         _choice(
             "--quantization", cfg.QUANTIZATIONS, "none",
-            "Type of the linear layers; the LM head is int8. CPUs only.",
+            "Type of the linear layers' weights; the LM head then is int8. CPUs only.",
         ),
         _flag("--chat-template", "Jinja template for chats. Default: the model's own.", FILE),
     ),
     "Pipeline": (
-        _flag("--stages", "Stages to start under torchrun, from a plain shell.", COUNT),
-        _flag("--tensor-parallel", "Ranks that share each stage's layers.", COUNT, default=1),
-        _flag("--replicas", "Pipelines with all layers each, behind one head.", COUNT, default=1),
-        _flag("--layers", "Layers per stage, as 9,3 or 7.5,4.5.", auto_or(LAYERS), default="auto"),
+        _flag("--stages", "Pipeline stages; from a plain shell, torchrun is started for them.", COUNT),
+        _flag("--tensor-parallel", "Tensor ranks, which share the layers of a stage.", COUNT, default=1),
+        _flag("--replicas", "Pipelines behind one head, each with all layers.", COUNT, default=1),
+        _flag(
+            "--layers", "Layers of each stage, as 9,3 or 7.5,4.5; auto balances them.",
+            auto_or(LAYERS), default="auto",
+        ),
         _flag(
             "--microbatches",
-            "Steps in flight; auto: as many as stages, or one more.",
+            "Most steps in flight; auto allows as many as there are stages, or one more.",
             auto_or(COUNT), default="auto",
         ),
         _choice(
             "--transport", cfg.TRANSPORTS, "auto",
             "How hidden states travel between stages.",
         ),
-        _flag("--threads", "Computing threads of each stage. Default: the host's cores, shared.", COUNT),
-        _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
-        _flag("--batch-invariant", "On GPUs, too, tokens do not depend on what else is computed.", is_flag=True),
         _flag(
-            "--cuda-graphs", "Record decoding steps when serving begins.",
+            "--threads",
+            "Computing threads of each stage. Default: the host's cores divided among its stages.",
+            COUNT,
+        ),
+        _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
+        _flag(
+            "--batch-invariant", "Make tokens on GPUs, too, independent of what else is computed; slower.",
+            is_flag=True,
+        ),
+        _flag(
+            "--cuda-graphs", "Record decoding steps as CUDA graphs when serving begins.",
             bool, default="on", metavar="on|off",
         ),
         _flag("--prefill-chunk", "Most prompt tokens in one step.", auto_or(COUNT), default="auto"),
         _flag(
-            "--speculate", "Draft tokens per step; auto: where they pay.",
+            "--speculate", "Draft tokens per sequence and step; auto drafts where it raises the speed.",
             auto_or(DRAFT_TOKENS), default="auto",
         ),
     ),
@@ -142,44 +159,55 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             "Share cached prompt prefixes: between all requests, between those of one API key, or never.",
         ),
         _flag("--max-model-len", "Longest prompt and answer together. Default: the model's.", COUNT),
-        _flag("--max-num-seqs", "Sequences running at once.", COUNT, default=256),
-        _flag("--max-queue", "Requests that may wait.", COUNT, default=1024),
+        _flag("--max-num-seqs", "Most sequences that run at once.", COUNT, default=256),
+        _flag("--max-queue", "Most requests that wait; further ones are refused.", COUNT, default=1024),
     ),
     "Front doors": (
         _flag("--host", "Address to listen on.", IP, default="127.0.0.1"),
-        _port("--port", "gRPC; 0 picks a free one.", default=50051),
-        _port("--http-port", "HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
-        _list("--cors-origin", "Origins whose web pages may read HTTP answers; * for all.", ORIGINS),
+        _port("--port", "Port of gRPC; 0 picks a free one.", default=50051),
+        _port("--http-port", "Port of HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
+        _list("--cors-origin", "Origins whose web pages may read HTTP answers; * allows all.", ORIGINS),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine as well, on the gRPC port, for routers.", is_flag=True),
-        _port("--metrics-port", "HTTP /metrics; 0 picks a free one.", default=9400),
-        _flag("--api-key-file", "Accepted keys, one a line; reloaded on SIGHUP.", FILE),
+        _port("--metrics-port", "Port of /metrics and the live page; 0 picks a free one.", default=9400),
+        _flag("--api-key-file", "File of accepted API keys, one a line; SIGHUP reads it again.", FILE),
         _flag("--tls-cert", "Certificate for gRPC and HTTP; needs --tls-key.", FILE),
         _flag("--tls-key", "Key of --tls-cert.", FILE),
         _flag("--tls-client-ca", "Demand client certificates of this authority.", FILE),
-        _flag("--shutdown-timeout", "Seconds for running streams to finish.", Number(0, 86400), default=25),
+        _flag(
+            "--shutdown-timeout", "Seconds that running streams have to finish at shutdown.",
+            Number(0, 86400), default=25,
+        ),
     ),
     "Several hosts": (
-        _flag("--secret-file", "Secret of head and stages; the same on every host.", FILE),
-        _flag("--stage-tls-cert", "This host's certificate between head and stages; needs the next two.", FILE),
+        _flag("--secret-file", "File with the secret of head and stages, equal on every host.", FILE),
+        _flag(
+            "--stage-tls-cert",
+            "This host's certificate for TLS between head and stages; needs --stage-tls-key and --stage-tls-ca.",
+            FILE,
+        ),
         _flag("--stage-tls-key", "Key of --stage-tls-cert.", FILE),
         _flag("--stage-tls-ca", "Authority that signs for the ranks of this server alone.", FILE),
-        _flag("--interface", "Network interface that other stages use. Default: the one towards the head.", TEXT),
+        _flag(
+            "--interface",
+            "Network interface for connections between stages. Default: the one towards the head.",
+            TEXT,
+        ),
         _flag("--advertise", "Address that other stages connect to. Default: the interface's.", IP),
         _port(
             "--control-port",
-            "Port of the head for stages. Default: MASTER_PORT + 1.",
+            "Port of the head that stages connect to. Default: MASTER_PORT + 1.",
             type=click.IntRange(1, 65535),
         ),
-        _flag("--stage-ports", "Ports that other stages connect to, as 29600-29699. Default: any.", PORTS),
+        _flag("--stage-ports", "Ports that stages listen on for each other, as 29600-29699. Default: any.", PORTS),
         _flag(
             "--start-timeout",
-            "Give up when no stage has made progress with loading for so many seconds.",
+            "Give up when no stage has made progress with loading for this many seconds.",
             Number(1), default=1800,
         ),
     ),
     "Logs": (
         _choice("--log-level", ("debug", "info", "warning", "error"), "info", "The lowest level that is logged."),
-        _choice("--log-format", ("text", "json"), "text", "json writes one object a line."),
+        _choice("--log-format", ("text", "json"), "text", "Format of the log. json writes one object a line."),
         _flag(
             "--trace",
             "Write a Chrome trace to this file, for Perfetto.",

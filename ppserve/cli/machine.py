@@ -1,4 +1,4 @@
-"""Finds out before any process is started whether this machine can run a server. What it lacks is one line."""
+"""Finds out whether this machine can run a server, before any process is started. What it lacks is one line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from ppserve.model.cache import kernel_directory
 from ppserve.process.limits import available_tasks
 from ppserve.process.network import local_address
 
-# Processes and threads of a started server without load, a little less than were counted.
+# Processes and threads of a started server without load. The numbers are a little below those that were counted.
 _TASKS_OF_LAUNCHER, _TASKS_OF_HEAD, _TASKS_OF_RANK = 6, 8, 17
 
 
 def check_machine(num_ranks: int, *, starts_them: bool) -> None:
-    """num_ranks: on this host. starts_them: else they have begun. Raises UsageError."""
+    """Raise UsageError if this host cannot run `num_ranks` ranks.
+
+    `starts_them` is whether they are still to be started; if not, they need no further processes and threads.
+    """
     try:
         mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
     except OSError as error:

@@ -54,7 +54,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs a command. A mistake is one line on standard error and exit code 2."""
+    """Run a command. A user's mistake becomes one line on standard error and exit code 2."""
     reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _origin(error: click.ClickException) -> str:
-    """The file or environment variable that a wrong value comes from."""
+    """The file or environment variable that a wrong value comes from, in parentheses; empty for an argument."""
     if not isinstance(error, click.BadParameter) or not (error.ctx and error.param and error.param.name):
         return ""
     source, name = error.ctx.get_parameter_source(error.param.name), error.param.name
@@ -86,7 +86,8 @@ def _origin(error: click.ClickException) -> str:
 
 
 def _open_what_is_closed() -> None:
-    """Standard streams that the caller closed are None: now empty, also for child processes."""
+    """Open as /dev/null the standard streams that the caller closed, which Python holds as None. Child processes
+    get them as well."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             os.set_inheritable(descriptor := os.open(os.devnull, os.O_RDWR), True)
@@ -94,7 +95,7 @@ def _open_what_is_closed() -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard output at once, or ends the command, as on a full disk."""
+    """Write to standard output at once. If it cannot be written, as on a full disk, the command ends."""
     try:
         click.echo(text + end, nl=False)
     except OSError as error:
@@ -108,5 +109,5 @@ def _report(problem: str, reports: bool) -> None:
     if reports:
         print(f"ppserve: error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends all ranks when one has ended: this one waits for rank 0's line.
+        # torchrun ends all ranks when one has ended, so this one waits until rank 0 has printed its line.
         time.sleep(_RANK_0_REPORTS_WITHIN_S)

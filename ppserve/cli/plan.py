@@ -31,7 +31,7 @@ _OF_SERVE = (
     ],
 )
 @click.option("--stages", type=COUNT, default=1, help="Stages of the pipeline.")
-@click.option("--stage-memory", type=SIZE, default="16G", help="Of a stage, for weights and KV cache.")
+@click.option("--stage-memory", type=SIZE, default="16G", help="Memory of each stage for weights and KV cache.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def plan(**flags: Any) -> None:
     """What would run where: layers, parameters, KV memory, balance. Reads no weights.

@@ -1,4 +1,4 @@
-"""`ppserve serve`: turns flags into a frozen config, and runs this rank's part."""
+"""`ppserve serve`: turns flags into a frozen configuration, and runs this rank's part of the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RANKS_PER_CORE = 64
 def serve(stages: int | None, **flags: Any) -> None:
     """Serve a model: one pipeline stage per torchrun rank, gRPC and HTTP on rank 0.
 
-    The ranks are tensor ranks x replicas x stages.
+    The number of ranks is --tensor-parallel x --replicas x --stages.
     """
     config = build_config(flags)
     sizes = {"--stages": stages or 1}
@@ -59,7 +59,7 @@ def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
 
 
 def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
-    """Be the rank that torchrun started."""
+    """Run as the rank that torchrun started."""
     ignore_signals(HEAD_SIGNALS)
     open_many_files()
     never_wait_for_readers()
@@ -78,7 +78,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
 
 
 def build_config(flags: dict[str, Any]) -> ServeConfig:
-    """The frozen config. Raises ConfigError for flags that do not go together."""
+    """The frozen configuration of these flags. Raises ConfigError for flags that do not go together."""
     if len({bool(flags[f"stage_tls_{part}"]) for part in ("cert", "key", "ca")}) > 1:
         raise ConfigError("--stage-tls-cert", "needs --stage-tls-key and --stage-tls-ca, and the other way round")
     return ServeConfig.from_flags({**flags, "path": flags["model"]})

@@ -17,7 +17,7 @@ _MOST_BYTES = 1 << 60  # more than any machine has
 
 
 class Parsed(click.ParamType[Any]):
-    """What a function makes of a text. Its ValueError is a mistake of the user."""
+    """A value that `parse` makes from the flag's text. A ValueError that it raises is the user's mistake."""
 
     envvar_list_splitter = ","
 
@@ -35,17 +35,17 @@ class Parsed(click.ParamType[Any]):
 
 
 class Number(click.FloatRange):
-    """A number in a range. click's own takes `nan`, which no bound refuses."""
+    """A number in a range. click's own type accepts `nan`, which is within all bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if number != number:
-            self.fail("nan is no number", param, ctx)
+            self.fail("nan is not a number", param, ctx)
         return number
 
 
 def auto_or(inner: click.ParamType[Any]) -> Parsed:
-    """`auto` (None), or a value of another type."""
+    """A type for `auto`, which becomes None, or a value of the `inner` type."""
     return Parsed(f"auto|{inner.name}", lambda text: None if text == "auto" else inner(text))
 
 
@@ -58,9 +58,9 @@ def _size(text: str) -> int:
 
 
 def address(text: str) -> str:
-    """Raises ValueError for what is not HOST:PORT."""
+    """Return the text. Raises ValueError if it is not HOST:PORT."""
     port = re.fullmatch(r"[^/]+:(\d{1,5})", _text(text))
-    if port is None or not 0 < int(port[1]) < 1 << 16:  # gRPC takes the lowest 16 bits
+    if port is None or not 0 < int(port[1]) < 1 << 16:  # gRPC would use the lowest 16 bits
         raise ValueError(f"{text!r} is not HOST:PORT")
     return text
 
@@ -69,7 +69,7 @@ def _text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("not UTF-8 text") from None
+        raise ValueError("the value is not UTF-8 text") from None
     return text
 
 
@@ -81,7 +81,7 @@ def _name(text: str) -> str:
 
 def _origin(text: str) -> str:
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+", origin := text.strip().lower()):
-        # Browsers name a page by nothing else, and compare letters.
+        # Browsers send an origin in exactly this form, and it is compared letter by letter.
         only = "scheme, host and port of a page, with no slash or path behind them"
         raise ValueError(f"{text!r} is neither an origin ({only}: https://example.com:8443) nor *")
     return origin
@@ -111,9 +111,9 @@ IP = Parsed("address", lambda text: text if text == "localhost" else str(ipaddre
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 POSITIVE = Number(min=0, min_open=True)
 SIZE = Parsed("size", _size)
-"""Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
+"""A number of bytes, with or without a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
-"""Other bytes are lone surrogates in Python, which no message can hold."""
+"""UTF-8 text. In Python other bytes of an argument are lone surrogates, which no message can hold."""
 NAMES = Parsed("name,...", lambda text: tuple(map(_name, text.split(","))))
 ORIGINS = Parsed("origin,...", lambda text: tuple(map(_origin, text.split(","))))
 COUNT = Parsed("n", _count)

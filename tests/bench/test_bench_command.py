@@ -63,7 +63,7 @@ def test_failures_are_counted_and_named() -> None:
     ("arguments", "words", "code"),
     [
         (("--prompt-tokens", "many"), "--prompt-tokens", 2),
-        (("--prompt-tokens", "uniform:1:999"), "--prompt-tokens: 999 and 64 new ones are beyond", 2),
+        (("--prompt-tokens", "uniform:1:999"), "--prompt-tokens: 999 prompt tokens and 64 new ones are beyond", 2),
         (("--rate", "nan"), "--rate", 2),
         (("--rate", "5", "--concurrency", "2"), "--rate", 2),
         (("--json", "/no/such/place/out.json"), "--json", 2),

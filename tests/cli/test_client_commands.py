@@ -64,7 +64,7 @@ def test_json_has_an_object_per_message(target: str) -> None:
         (("hello", "--frequency-penalty", "11"), 2, ("--frequency-penalty", "-10<=x<=10")),
         (("hello", "--repetition-penalty", "0"), 2, ("--repetition-penalty", "0.01<=x<=10")),
         (("hello", "--stream-interval", "0"), 2, ("--stream-interval", "1<=x<=4294967295")),
-        (("\udcff",), 2, ("'PROMPT': not UTF-8 text",)),
+        (("\udcff",), 2, ("'PROMPT': the value is not UTF-8 text",)),
         (("-",), 2, ("'PROMPT': standard input is not UTF-8 text",)),
         ((), 2, ("PROMPT",)),
         (("hello", "--api-key-file", "no-such-file"), 2, ("--api-key-file",)),
@@ -198,7 +198,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 def test_a_refused_restart_names_the_flag(target: str) -> None:
     refused = ppserve(target, "restart", "--replica", "0")
     assert refused.returncode == 1
-    assert refused.stderr == "ppserve: error: --pause is wanted: no other replica serves\n"
+    assert refused.stderr == "ppserve: error: --pause is needed: no other replica serves\n"
     assert "there is no replica 3" in ppserve(target, "restart", "--replica", "3", "--pause").stderr
     assert ppserve(target, "restart", "--replica", "0", "--pause").stdout == "replica 0 serves again\n"
 

@@ -114,7 +114,7 @@ def test_sizes_have_units_of_1024(text: str, size: int) -> None:
 
 
 def test_a_name_that_no_message_can_hold_is_refused() -> None:
-    assert "'--interface': not UTF-8 text" in run("serve", "--interface", "\udcff").one_line
+    assert "'--interface': the value is not UTF-8 text" in run("serve", "--interface", "\udcff").one_line
 
 
 @pytest.mark.parametrize(

@@ -205,24 +205,28 @@ class Start(_Message, frozen=True, tag=True):
 
 
 class Assign(_Message, frozen=True, tag=True):
-    """Load these layers: of a stage with several tensor ranks, this one's part."""
+    """Load these layers, in place of those that are loaded: of a stage with several tensor ranks, this one's
+    part."""
 
     layout: StageLayout
 
 
 class Form(_Message, frozen=True, tag=True):
-    """Enter this epoch. store_port 0, sent to the first rank only: open the epoch's store and report its port.
-
-    num_blocks: KV blocks. max_rows: tokens of the largest step. address: this stage's own, for the others.
-    """
+    """Enter this epoch, whose shape is told by `layout` and `num_blocks`: other epochs may have other ones."""
 
     epoch: int
-    transport: str
+    layout: StageLayout
+    """The layers of this rank, which it has loaded, and the number of stages."""
     num_blocks: int
+    """KV blocks."""
     max_rows: int
+    """Tokens of the largest step."""
+    transport: str
     store_host: str
-    store_port: int
+    store_port: int | None
+    """None, sent to the first rank only: open the epoch's store and report its port."""
     address: str
+    """This stage's own, for the others."""
 
 
 class Abandon(_Message, frozen=True, tag=True):

@@ -60,6 +60,7 @@ CARD = ModelDescription(
 )
 _HELLO = hello(0, 1, CARD.architecture)
 _LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
+_TIMES = (StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),)
 READING = ReplicaReading(
     replica=0,
     serves=True,
@@ -74,8 +75,10 @@ READING = ReplicaReading(
         PartCosts(0.001, 0.001, 0.0, 0.0),
     ),
     overheads=OverheadTimes(),
-    times=(StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),),
+    times=_TIMES,
     steps=(0,),
+    times_in_shape=_TIMES,
+    steps_in_shape=(0,),
     costs=(Coefficients(),),
     ranks=((Member(0, 0, 0, StageState.READY, _HELLO, _LOADED),),),
     gathered_ns=((0,),),

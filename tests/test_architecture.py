@@ -252,7 +252,7 @@ BUDGET = {
     "ppserve/process/*.py": 1_380,
     "ppserve/stage/*.py": 1_374,
     "ppserve/stage/transport/*.py": 1_019,
-    "ppserve/head/*.py ppserve/head/engine/*.py": 2_953,
+    "ppserve/head/*.py ppserve/head/engine/*.py": 3_250,
     "ppserve/head/api/**/*.py": 3_377,
     "ppserve/head/observe/*.py": 840,
     "ppserve/model/*.py": 1_685,
@@ -296,7 +296,7 @@ def test_the_spine_can_be_read_in_an_evening() -> None:
     spine = re.findall(r"^\d+\. `([\w/.]+)`: \S.*\.$", PAGE.partition("## The spine")[2], re.MULTILINE)
     assert 30 <= len(spine) <= 40
     assert len(set(spine)) == len(spine)
-    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7000
+    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7_300
 
 
 def test_the_readme_draws_the_arrows_that_there_are() -> None:

@@ -74,7 +74,7 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Welcome(b"\0\xff"),
         wire.Refused("no", True),
         wire.Assign(StageLayout(1, 2, 4, 4)),
-        wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
+        wire.Form(1, StageLayout(1, 2, 4, 4), 100, 768, "gloo", "127.0.0.1", None, "::1"),
         wire.Abandon(3),
         wire.Plan(PLAN),
         wire.Cancel((2**40, 7)),

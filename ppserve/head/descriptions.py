@@ -138,7 +138,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
     tokenizer = load_tokenizer(checkpoint, arch.vocab_size)
     chats = read_chat_format(checkpoint)
-    members = [member for replica in replicas for member in replica.all]
+    members = [member for replica in replicas for member in replica.in_use]
     reasons = why_not_deterministic(members)
     path, names = config.model.path, config.model.served_model_name
     root = own_name(path)
@@ -194,7 +194,9 @@ def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
 def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
     hello = reading.ranks[0][0].hello
     assert hello is not None
-    found = advise(reading.times, reading.decision.layouts, hello.model.architecture, reading.microbatches)
+    found = advise(
+        reading.times_in_shape, reading.decision.layouts, hello.model.architecture, reading.microbatches
+    )
     return f"Replica {reading.replica}: {found}" if found and num_replicas > 1 else found
 
 
@@ -207,7 +209,8 @@ def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
     assert len(loaded) == len(ranks)
     layout = reading.decision.layouts[stage]
     parts = reading.decision.parts
-    busy_s = times.computed_ns / 1e9
+    steps_in_shape = reading.steps_in_shape[stage]
+    busy_in_shape_s = reading.times_in_shape[stage].computed_ns / 1e9
     return StageDescription(
         replica=reading.replica,
         stage=stage,
@@ -221,8 +224,8 @@ def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
         weight_bytes=sum(rank.weight_bytes for rank in loaded),
         kv_bytes=sum(reading.num_blocks * rank.block_bytes for rank in loaded),
         predicted_step_s=None if parts is None else parts.stage_cost(layout),
-        measured_step_s=busy_s / steps if steps else None,
-        busy_s=busy_s,
+        measured_step_s=busy_in_shape_s / steps_in_shape if steps_in_shape else None,
+        busy_s=times.computed_ns / 1e9,
         bubble_s={cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
         idle_s=times.idle_ns / 1e9,
         live=all(rank.live for rank in ranks),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import socket
 import time
@@ -54,6 +55,17 @@ class Epoch:
     """The step of the last `expect`."""
 
 
+@dataclass(slots=True)
+class LoadedPart:
+    """The stage's part of the model in one shape of the pipeline, from its `Assign` to the next one."""
+
+    model: Decoder
+    computing: StageModel
+    """The model as it computes with the cache; without one, the model itself."""
+    cache: KVCache | None = None
+    """The KV cache, once an epoch has told its number of blocks. The next epochs of the shape use it too."""
+
+
 class StageLoop:
     """Handles the head's messages in order. Only `_end_waits` is in another thread."""
 
@@ -69,8 +81,7 @@ class StageLoop:
         self._found = found
         self._wiring = wiring
         self._route = route
-        self._model: StageModel | None = None
-        self._cache: KVCache | None = None
+        self._part: LoadedPart | None = None
         self._epoch: Epoch | None = None
         self._arrived: deque[Stamped] = deque()
         self._link = link
@@ -121,7 +132,12 @@ class StageLoop:
     # ---- weights ----
 
     def _load(self, assign: wire.Assign) -> None:
-        """Reads tensors and says what they weigh. A failure is final: `Failed`."""
+        """Read tensors and report what they weigh. What was loaded before is let go first, with its cache: there
+        may be no memory for two parts of a model. A failure is final: `Failed`."""
+        assert self._epoch is None, "the head assigns layers to ranks that are in no epoch"
+        if self._part is not None:
+            self._part = None
+            gc.collect()
         layout, compute = assign.layout, self._found.compute
         try:
             checkpoint, send = self._found.checkpoint, self._link.send
@@ -138,7 +154,7 @@ class StageLoop:
                 problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
         else:
-            self._model = model
+            self._part = LoadedPart(model, model)
             self._link.send(self._loaded(model, why_not))
 
     def _loaded(self, model: Decoder, why_not: str) -> wire.Loaded:
@@ -167,7 +183,7 @@ class StageLoop:
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
-            self._join(form, *self._model_and_cache(form.num_blocks))
+            self._join(form)
         except (TransportError, RuntimeError) as error:
             if not lacks_memory(error):
                 self._break_epoch(form.epoch, "it could not form", error)
@@ -180,28 +196,37 @@ class StageLoop:
         self._link.send(wire.Ready(form.epoch))
         return True
 
-    def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
-        """One cache serves all epochs: each overwrites the one before."""
-        assert self._model is not None, "an epoch is of loaded stages"
-        if self._cache is None:
-            model, backend = self._model, self._model.backend
-            of = self._start.config.cache
-            if (asked := of.kv_cache_memory) is not None:
-                used = num_blocks * backend.block_bytes(model.arch, model.layout, of.block_size)
-                log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
-            # What is set aside is taken now, other memory as the load grows.
-            shape = model.arch, model.layout, num_blocks, of.block_size
-            cache = backend.make_cache(*shape, populate=asked is not None)
-            self._model, self._cache = backend.recorded(model, cache), cache
-        return self._model, self._cache
+    def _make_cache(self, model: Decoder, num_blocks: int) -> KVCache:
+        """Make the KV cache of this shape's epochs: each of them overwrites what the one before has written."""
+        backend, cache = model.backend, self._start.config.cache
+        asked = cache.kv_cache_memory
+        if asked is not None:
+            used = num_blocks * backend.block_bytes(model.arch, model.layout, cache.block_size)
+            log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
+        # What is set aside is taken now, other memory as the load grows.
+        return backend.make_cache(
+            model.arch, model.layout, num_blocks, cache.block_size, populate=asked is not None
+        )
 
-    def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
-        depth = model.layout.num_stages + 1
-        dtype = model.backend.precision.hidden
-        frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
-        wires = self._wiring.open_wires(form, model.layout, frames, self._link)
+    def _join(self, form: wire.Form) -> None:
+        part = self._part
+        assert part is not None, "an epoch is of loaded stages"
+        model = part.model
+        assert model.layout == form.layout, "an epoch is of the layers that are loaded"
+        if part.cache is None:
+            cache = self._make_cache(model, form.num_blocks)
+            part.computing = model.backend.recorded(model, cache)
+            part.cache = cache
+        frames = Frames(
+            width=model.arch.width,
+            dtype=model.backend.precision.hidden,
+            max_rows=form.max_rows,
+            depth=form.layout.num_stages + 1,
+            device=model.backend.device,
+        )
+        wires = self._wiring.open_wires(form, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.
-        self._epoch = epoch = Epoch(form.epoch, Stage(model, cache, *wires))
+        self._epoch = epoch = Epoch(form.epoch, Stage(part.computing, part.cache, *wires))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there were wires.
             raise TransportError("the epoch was lost while it formed")

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import parallel_state
 from ppserve import wire
-from ppserve.core.architecture import StageLayout
 from ppserve.errors import TransportError
 from ppserve.process.network import GLOO_INTERFACE, family_of, interface_of, interfaces, is_loopback
 from ppserve.stage.link import Link
@@ -36,7 +35,7 @@ Wires = tuple[Transport, TensorLink]
 class Wiring(Protocol):
     """The maker of a stage's wires, those of one epoch at a time."""
 
-    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
+    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
         """Collective. Raises TransportError or RuntimeError; even then `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
@@ -50,10 +49,11 @@ class ProcessGroupWiring:
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
 
-    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
+    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+        layout = form.layout
         is_alone = layout.num_places == 1
         if not is_alone:
-            self._join(form, layout, link)
+            self._join(form, link)
         transport = create_transport(form.transport, frames, None if is_alone else parallel_state.get_pp_group())
         try:
             gather = (
@@ -66,8 +66,9 @@ class ProcessGroupWiring:
             raise
         return transport, gather
 
-    def _join(self, form: wire.Form, layout: StageLayout, link: Link) -> None:
-        if form.store_port == 0:
+    def _join(self, form: wire.Form, link: Link) -> None:
+        layout = form.layout
+        if form.store_port is None:
             store, port = open_epoch_store(form.store_host, _FORM_TIMEOUT, self._ports)
             link.send(wire.StoreOpened(form.epoch, port))
         else:
@@ -161,8 +162,9 @@ class ThreadWiring:
         self._columns: tuple[tuple[Ends, ...], ...] = ()
         self._gathers: tuple[tuple[TensorLink, ...], ...] = ()
 
-    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        if form.store_port == 0:
+    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+        layout = form.layout
+        if form.store_port is None:
             # The head invites the others once it has heard of a store.
             link.send(wire.StoreOpened(form.epoch, port=1))
         with self._opening:

@@ -13,7 +13,7 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import NetworkSettings
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
@@ -29,7 +29,7 @@ pytestmark = needs_openssl
 hello = partial(hello_of, world_size=2, architecture=Architecture(4, 64, 4, 128, 300, 300, 256))
 
 LARGE = wire.Broken(1, "x" * 3_000_000)
-FORM = wire.Form(1, "t" * 3_000_000, 100, 768, "127.0.0.1", 0, "::1")
+FORM = wire.Form(1, StageLayout(0, 1, 0, 4), 100, 768, "t" * 3_000_000, "127.0.0.1", None, "::1")
 
 
 def files(folder: Path) -> NetworkSettings:

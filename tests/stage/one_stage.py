@@ -56,6 +56,8 @@ class OneStage:
     said: queue.SimpleQueue[wire.FromStage]
     exit_code: Future[int]
     told: list[str] = field(default_factory=list)
+    layout: StageLayout = field(default_factory=lambda: StageLayout(0, 1, 0, 4))
+    """Of the layers that it was last told to load."""
 
     def tell(self, message: wire.FromHead) -> None:
         self.link.handle_message(time.monotonic_ns(), message)
@@ -72,6 +74,7 @@ class OneStage:
 
     def assign(self, layout: StageLayout) -> wire.FromStage:
         """What the stage says when it has loaded, or cannot."""
+        self.layout = layout
         self.tell(wire.Assign(layout))
         while isinstance(message := self.next(), wire.Loading):
             pass
@@ -83,7 +86,7 @@ class OneStage:
         return message
 
     def form(self, epoch: int) -> None:
-        self.tell(wire.Form(epoch, "local", NUM_BLOCKS, MAX_ROWS, "", store_port=1, address=""))
+        self.tell(wire.Form(epoch, self.layout, NUM_BLOCKS, MAX_ROWS, "local", "", store_port=1, address=""))
 
     def enter(self, epoch: int) -> None:
         self.form(epoch)
@@ -204,7 +207,7 @@ class ByHand:
         self.left = 0
         self.on_open = on_open
 
-    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
+    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
         self.on_open(form)
         self.opened.append(Obedient(frames))
         return self.opened[-1], NoTensorLink()

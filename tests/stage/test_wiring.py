@@ -46,8 +46,8 @@ class FailsOnce(ByHand):
         super().__init__()
         self._at, self._error = at, error
 
-    def open_wires(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Wires:
-        wires = super().open_wires(form, layout, frames, link)
+    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+        wires = super().open_wires(form, frames, link)
         transport = self.opened[-1]
         if len(self.opened) == 1:
             transport.fails_at, transport.error, transport.breaks = self._at, self._error, True
@@ -144,10 +144,10 @@ def test_the_watchdog_of_nccl_is_told_before_there_is_one(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dist, "init_process_group", start_group)
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
-    form = wire.Form(1, transport, 8, 64, "127.0.0.1", store_port=0, address="127.0.0.1")
+    form = wire.Form(1, StageLayout(0, 1, 0, 4), 8, 64, transport, "127.0.0.1", None, "127.0.0.1")
     link = Link(queue.SimpleQueue[wire.FromStage]().put)
     with pytest.raises(RuntimeError, match="no group here"):
-        ProcessGroupWiring()._join(form, StageLayout(0, 1, 0, 4), link)
+        ProcessGroupWiring()._join(form, link)
     ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     assert at_start == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(ours if transport == "nccl" else {})}
 

@@ -6,6 +6,7 @@ bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall.
 A span is *settled* (its kind is final) once all results that decide its kind have been reported, in order of time
 at each stage; results of stages may arrive in any order.
 When a stage is lost, the time from its last report to the next epoch is `host` if the server has work, else idle.
+The next epoch may have fewer stages, or again more (`reshape`): a stage that is not used is idle.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -112,7 +113,7 @@ class _Change:
 
     at: int
     demand: bool
-    """It has work."""
+    """The server has work, and the stage is used."""
     live: bool
     """All stages are there."""
     last: _Unsettled | None
@@ -136,7 +137,8 @@ class TimeAccount:
     """Busy, bubble and idle time of every stage, by the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
-        """observer: called with every settled span, in order of time for each stage."""
+        """steps: of the first shape, which has the most stages. observer: called with every settled span, in order
+        of time for each stage."""
         self.steps = steps
         self.num_stages = steps.num_stages
         self._observer = observer
@@ -162,7 +164,7 @@ class TimeAccount:
         self.demand_began(step.woken_ns)
         unsettled = _Unsettled(step, self._last_returned, self.num_stages)
         self._unsettled[step.plan.step_id] = unsettled
-        for timeline in self._timelines:
+        for timeline in self._timelines[: self.num_stages]:
             timeline.queue.append(unsettled)
 
     def reported(self, step: Step, stage: int) -> None:
@@ -193,20 +195,33 @@ class TimeAccount:
         """All stages are ready again. Idempotent."""
         self._change(now_ns, self._demand, True)
 
+    def reshape(self, steps: Steps, now_ns: int) -> None:
+        """The next epoch has other layers per stage, and as many stages as this book of steps. No step is in
+        flight."""
+        assert not self._unsettled, "steps of the old shape are lost or complete"
+        assert steps.num_stages <= len(self._timelines), "the first shape has the most stages"
+        self.steps = steps
+        self.num_stages = steps.num_stages
+        self._last_returned = None
+        self._recent = RecentDelays(8 * steps.num_stages)
+        self._note_change(now_ns)
+
     # ---- figures ----
 
     def settled(self) -> tuple[StageTimes, ...]:
-        """Every stage's settled time. Stages may be settled up to different moments."""
+        """The settled time of every stage, also of those that are not used. Stages may be settled up to different
+        moments."""
         return tuple(_times(timeline.settled) for timeline in self._timelines)
 
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
-        """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
+        """The time of every stage up to now, also of those that are not used. It sums to the wall exactly, and no
+        figure is less than in an earlier one.
 
         The kind of unsettled time is estimated. If the estimate was wrong, the figure that was given out is kept,
         and later time is counted elsewhere until the two agree. So a figure is wrong by at most the time that was
         not settled at earlier snapshots, usually a step.
         """
-        return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
+        return tuple(_times(self._export(stage, now_ns)) for stage in range(len(self._timelines)))
 
     def _export(self, stage: int, now_ns: int) -> dict[str, int]:
         timeline = self._timelines[stage]
@@ -251,10 +266,13 @@ class TimeAccount:
             return
         self._demand = demand
         self._live = live
-        change = _Change(at, demand, live, self._last_returned)
-        for timeline in self._timelines:
-            timeline.queue.append(change)
-        for stage in range(self.num_stages):
+        self._note_change(at)
+
+    def _note_change(self, at: int) -> None:
+        for stage, timeline in enumerate(self._timelines):
+            has_work = self._demand and stage < self.num_stages
+            timeline.queue.append(_Change(at, has_work, self._live, self._last_returned))
+        for stage in range(len(self._timelines)):
             self._settle_from(stage)
 
     def _settle_from(self, stage: int) -> None:

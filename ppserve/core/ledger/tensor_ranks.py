@@ -40,10 +40,10 @@ class TensorRanks:
         """The epoch is lost: no result of it will come."""
         self._came.clear()
 
-    def owing(self, step_id: int, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage that have not reported a step."""
+    def owing_places(self, step_id: int, stage: int) -> tuple[int, ...]:
+        """The places, in the replica, of a stage's ranks that have not reported a step."""
         came = self._came.get((step_id, stage), {})
-        return tuple(rank for rank in range(self._num_tensor) if rank not in came)
+        return tuple(stage * self._num_tensor + rank for rank in range(self._num_tensor) if rank not in came)
 
     def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
         first = min(ranks, key=lambda rank: rank.stamps.begun).stamps

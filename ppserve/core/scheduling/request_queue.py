@@ -299,6 +299,20 @@ class RequestQueue:
             self.poison_isolation.clear(group.key)
             self._retry_admission()
 
+    def end_impossible(self) -> list[SequenceEvent]:
+        """Fail the requests for which no replica has room even if it is empty: with other layers per stage, a
+        replica may have fewer KV blocks than when the requests came."""
+        config = self._schedulers[0].config
+        num_blocks = max(scheduler.num_blocks for scheduler in self._schedulers)
+        events: list[SequenceEvent] = []
+        for group in list(self.groups.values()):
+            try:
+                check_possible(group.request, config, num_blocks)
+            except InvalidRequest:
+                problem = "there is no room any more for this request's keys and values"
+                events += self._end_request(group, RequestFailed(problem))
+        return events
+
     def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
         """Ranks failed with steps of these requests in flight. The culprit fails, if it is certain."""
         open_requests = self.groups.keys() & set(in_flight)

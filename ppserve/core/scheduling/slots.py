@@ -56,6 +56,14 @@ class MicrobatchSlots:
     def resize(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
+    def continue_after(self, earlier: MicrobatchSlots) -> None:
+        """Number steps from where these slots ended, as a step's id is never used twice in a replica. Whether a
+        step has returned in their last epochs counts as well."""
+        self.epoch = earlier.epoch
+        self.is_unproven = earlier.is_unproven
+        self._has_returned = earlier._has_returned
+        self._next_step_id = earlier._next_step_id
+
     def begin_epoch(self, epoch: int) -> None:
         assert epoch >= self.epoch, (epoch, self.epoch)
         self.epoch = epoch

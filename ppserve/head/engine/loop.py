@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 from ppserve import wire
 from ppserve.config import ServeConfig
+from ppserve.core.architecture import Split
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.errors import Draining, InvalidRequest, RequestError, StagesLost, UsageError, Violation
+from ppserve.errors import ConfigError, Draining, InvalidRequest, RequestError, StagesLost, UsageError, Violation
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import decide, difference
@@ -107,6 +108,14 @@ class Engine(threading.Thread):
     def restart(self, replica: int, pauses: bool) -> Future[int]:
         """Restart a replica's stages. pauses: even if no other serves. The future has the ended epoch."""
         return self._call(lambda: self._restart_replica(replica, pauses))
+
+    def reshape(self, replica: int, split: Split) -> Future[int]:
+        """Divide a replica's layers anew: each of its ranks loads other layers, with or without other replicas.
+
+        Streams go on. With fewer stages than ranks, the last ranks are not used. The future has the number of the
+        epoch that ends, or InvalidRequest.
+        """
+        return self._call(lambda: self._reshape_replica(replica, split))
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
         """Whether the replica serves again, in a later epoch. May have a RequestError."""
@@ -282,6 +291,17 @@ class Engine(threading.Thread):
             replica.give_back()
         replica.members.restart()
         return replica.members.epoch
+
+    def _reshape_replica(self, number: int, split: Split) -> int:
+        replica = self._find_replica(number)
+        if not self.formed.done():
+            raise Draining("the server is not serving")
+        epoch = replica.members.epoch
+        try:
+            replica.reshape(split)
+        except ConfigError as error:
+            raise InvalidRequest([Violation("layers", str(error))]) from None
+        return epoch
 
     def _fail(self, reason: UsageError | StagesLost) -> None:
         """Ends every open stream with a status. `failed` has the reason."""

@@ -10,6 +10,7 @@ The states of a rank's stage process, and the changes between them (`_NEXT`):
        └── connection ends (any state)     └──────────────Broken───────────── LEAVING
 
 A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED.
+A rank that is LOADED becomes LOADING when it is assigned other layers.
 A message that asks for any other change is its sender's error.
 """
 
@@ -39,7 +40,7 @@ class StageState(Enum):
 _NEXT: dict[StageState, frozenset[StageState]] = {
     StageState.ABSENT: frozenset({StageState.ABSENT, StageState.LOADING}),
     StageState.LOADING: frozenset({StageState.ABSENT, StageState.LOADED}),
-    StageState.LOADED: frozenset({StageState.ABSENT, StageState.FORMING}),
+    StageState.LOADED: frozenset({StageState.ABSENT, StageState.LOADING, StageState.FORMING}),
     StageState.FORMING: frozenset({StageState.ABSENT, StageState.READY, StageState.LEAVING, StageState.LOADED}),
     StageState.READY: frozenset({StageState.ABSENT, StageState.LEAVING, StageState.LOADED}),
     StageState.LEAVING: frozenset({StageState.ABSENT, StageState.LOADED}),
@@ -48,12 +49,19 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Each rank's layers and the transport, decided once all have connected."""
+    """The shape of a pipeline: each stage's layers, the transport, and what the scheduler must know of both.
+
+    It is decided once all ranks have connected, and again when the layers are divided anew.
+    """
 
     layouts: tuple[StageLayout, ...]
     transport: str
     scheduling: SchedulerConfig
     parts: PartCosts | None = None  # the mean of what the ranks measured; None where they did not
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layouts)
 
     @property
     def layers(self) -> str:
@@ -85,9 +93,10 @@ class Member:
     state: StageState = StageState.ABSENT
     hello: wire.Hello | None = None
     loaded: wire.Loaded | None = None
+    layout: StageLayout | None = None  # of the layers that it was last told to load
     progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
     since_ns: int = 0  # when this state began
-    due_ns: int = 0  # when it is cut off, if still in this state; 0: never
+    due_ns: int | None = None  # when it is cut off, if still in this state; None: never
     round_trips: tuple[tuple[int, int], ...] = ()  # of pings: (duration, its clock minus the head's)
     restarts: int = 0
 

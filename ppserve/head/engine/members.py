@@ -1,8 +1,10 @@
 """The members: every rank's state, and the current epoch. Policy only: messages and the time are arguments.
 
-An epoch is one life of the pipeline between losses. It is lost when a rank is lost or reports a failed transport,
-also while it is forming. Then the surviving ranks leave it, keep their weights and are LOADED again.
+An epoch is one life of the pipeline between losses, in one shape (`Decision`). It is lost when a rank is lost or
+reports a failed transport, also while it is forming. Then the surviving ranks leave it, keep their weights and are
+LOADED again.
 The next forms when every rank is LOADED, so never with one that is dead or still waits in the epoch before.
+After `reshape` it has another shape: each rank loads its new layers as soon as it has left the epoch before.
 
 A rank that asks for an invalid change of state (`member`) loses its connection. A pipeline that will not form
 again raises UsageError if the operator's configuration is at fault, else StagesLost.
@@ -11,11 +13,12 @@ again raises UsageError if the operator's configuration is at fault, else Stages
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ppserve import wire
+from ppserve.core.architecture import Split, StageLayout
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult
 from ppserve.errors import StagesLost, UsageError, WireError
@@ -66,11 +69,12 @@ class Members:
         self,
         grid: RankGrid,
         machine: str,
-        decide: Callable[[tuple[wire.Hello, ...]], Decision],
+        decide: Callable[[tuple[wire.Hello, ...], Split | None], Decision],
         control: ControlPlane,
         replica: int = 0,
     ) -> None:
-        """grid: the world's. machine: the head's, with its clock."""
+        """grid: the world's. machine: the head's, with its clock. decide: called with the ranks' greetings, and
+        with how the layers are to be divided (None: as it sees fit). Raises ConfigError."""
         self.grid = grid
         self.replica = replica
         self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
@@ -79,7 +83,7 @@ class Members:
         self.epoch = 0
         self.formed = False
         self.decision: Decision | None = None
-        self.num_blocks = 0
+        self.num_blocks: int | None = None  # of the decision's epochs; None before the first of them
         self._forming = self._worked = False  # worked: this epoch has computed a step
         self._fruitless = 0  # epochs since the last step that formed and ended by an error
         self._attempts = 0  # these, and the latest in a row that did not form
@@ -92,6 +96,17 @@ class Members:
 
     def __getitem__(self, rank: int) -> Member:
         return self.all[self._place[rank]]
+
+    @property
+    def in_use(self) -> tuple[Member, ...]:
+        """The ranks that compute in the present shape, by their places: all, or the first ones."""
+        if self.decision is None:
+            return self.all
+        return self.all[: self.decision.num_stages * self.grid.tensor]
+
+    @property
+    def ranks_in_use(self) -> tuple[int, ...]:
+        return self.ranks[: len(self.in_use)]
 
     @property
     def first(self) -> Member:
@@ -108,6 +123,21 @@ class Members:
         """Ends all stage processes. Their keepers start others."""
         for rank in self.ranks:
             self._control.drop(rank, LossCause.RESTART)
+
+    def reshape(self, split: Split, now_ns: int) -> EpochLost | None:
+        """Divide the layers anew: the present epoch ends, and the next one has this split.
+
+        With fewer stages than before, the last ranks wait without being used, and keep the weights that they have.
+        Raise ConfigError, and then change nothing.
+        """
+        assert self.decision is not None, "before the first epoch there is no shape to change"
+        self.decision = self._decide(self._hellos(self.all), split)
+        self.num_blocks = None
+        was_formed = self._end_epoch(now_ns)
+        log.info("the layers are divided anew: %s", self.decision.layers)
+        for member in self.all:
+            self._assign_if_outdated(member, now_ns)
+        return EpochLost() if was_formed else None
 
     # ---- events ----
 
@@ -140,7 +170,9 @@ class Members:
             case wire.Broken():
                 return self._handle_broken(member, message, now_ns)
             case wire.Failed():
-                raise (StagesLost if self.epoch else UsageError)(message.reason)
+                if self.epoch:
+                    raise StagesLost(message.reason)
+                raise UsageError(message.reason)
         return None
 
     def handle_disconnect(self, rank: int, cause: LossCause, now_ns: int) -> EpochLost | None:
@@ -150,6 +182,8 @@ class Members:
         if not self.epoch:
             return None
         self._update(rank, restarts=member.restarts + 1)
+        if not self._is_in_use(member):
+            return None
         # For its keeper, a process that never finishes a step does not die.
         return self._lose_epoch(
             f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == LossCause.STUCK
@@ -177,7 +211,7 @@ class Members:
     def _check_absence(self, member: Member, now_ns: int) -> None:
         # Before the first epoch a rank may download for long; its keeper says if it dies.
         patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
-        if self.epoch and now_ns - member.since_ns > patience_ns:
+        if self.epoch and self._is_in_use(member) and now_ns - member.since_ns > patience_ns:
             raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
 
     def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
@@ -185,7 +219,7 @@ class Members:
         limit_ns = _CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS
         if now_ns - self._heard_ns[member.rank] > limit_ns:
             return LossCause.FROZEN
-        if member.due_ns and now_ns > member.due_ns:
+        if member.due_ns is not None and now_ns > member.due_ns:
             return LossCause.LATE if member.state is StageState.FORMING else LossCause.STUCK
         return None
 
@@ -195,7 +229,7 @@ class Members:
 
     def is_healthy(self, now_ns: int) -> bool:
         """Whether every rank serves and was heard lately: by a hanging engine, none."""
-        oldest_ns = min(self._heard_ns.values())
+        oldest_ns = min(self._heard_ns[rank] for rank in self.ranks_in_use)
         return self.formed and now_ns - oldest_ns < _HEALTHY_WITHIN_NS
 
     # ---- changes of state ----
@@ -203,76 +237,104 @@ class Members:
     def _update(self, rank: int, **changes: Any) -> None:
         self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
 
-    def _move(self, rank: int, state: StageState, now_ns: int, within_ns: int = 0, **changes: Any) -> None:
+    def _move(
+        self, rank: int, state: StageState, now_ns: int, within_ns: int | None = None, **changes: Any
+    ) -> None:
         """within_ns: after so long in this state it is cut off. Raises WireError, and then changes nothing."""
         self[rank].check_move(state)
-        due_ns = now_ns + within_ns if within_ns else 0
+        due_ns = None if within_ns is None else now_ns + within_ns
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
 
     def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> None:
         name = self.grid.name(member.rank)
         if hello.world_size != self.grid.size:
             raise UsageError(f"{name} belongs to {hello.world_size} ranks")
-        self._move(member.rank, StageState.LOADING, now_ns, hello=hello, round_trips=())
+        self._move(member.rank, StageState.LOADING, now_ns, hello=hello, layout=None, round_trips=())
         if self.decision is not None:
             if member.hello is not None and (change := what_changed(member.hello, hello)):
                 raise UsageError(f"{name} came back with {change}")
-            self._assign(member, self.decision)
-        elif len(hellos := self._hellos()) == len(self.all):
-            self.decision = self._decide(hellos)
+            self._assign_if_outdated(self[member.rank], now_ns)
+        elif len(hellos := self._hellos(self.all)) == len(self.all):
+            self.decision = self._decide(hellos, None)
             for other in self.all:
-                self._assign(other, self.decision)
+                self._assign_if_outdated(other, now_ns)
 
     def _handle_loaded(self, member: Member, loaded: wire.Loaded, now_ns: int) -> None:
-        if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
+        # From FORMING only `Broken` leads to LOADED.
+        if member.state is not StageState.LOADING or member.layout is None:
             raise WireError(f"rank {member.rank} is {member.state.name} and has loaded weights")
         self._move(member.rank, StageState.LOADED, now_ns, loaded=loaded)
+        self._assign_if_outdated(self[member.rank], now_ns)
         self._form_if_complete(now_ns)
 
     def _handle_store(self, opened: wire.StoreOpened, now_ns: int) -> None:
         if opened.epoch == self.epoch and self.first.state is StageState.FORMING:
-            for other in self.all[1:]:
+            for other in self.in_use[1:]:
                 self._send_form(other, opened.port, now_ns)
 
     def _handle_result(self, member: Member, result: StepResult) -> StepResult | None:
         if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
             return None
-        self._worked |= member.stage == self.grid.pipeline - 1
+        assert self.decision is not None
+        self._worked |= member.stage == self.decision.num_stages - 1
         return member.on_head_clock(result)
 
-    def _hellos(self) -> tuple[wire.Hello, ...]:
-        return tuple(member.hello for member in self.all if member.hello is not None)
+    def _hellos(self, members: Sequence[Member]) -> tuple[wire.Hello, ...]:
+        return tuple(member.hello for member in members if member.hello is not None)
 
-    def _assign(self, member: Member, decision: Decision) -> None:
-        layout = replace(decision.layouts[member.stage], tensor=member.tensor, num_tensor=self.grid.tensor)
+    def _layout(self, member: Member) -> StageLayout | None:
+        """The layers that a rank has in the present shape; None if it is not used."""
+        if self.decision is None or not self._is_in_use(member):
+            return None
+        layout = self.decision.layouts[member.stage]
+        return replace(layout, tensor=member.tensor, num_tensor=self.grid.tensor)
+
+    def _is_in_use(self, member: Member) -> bool:
+        return self.decision is None or member.stage < self.decision.num_stages
+
+    def _assign_if_outdated(self, member: Member, now_ns: int) -> None:
+        """Tell a rank to load its layers, unless it has them or is busy: then once it has left its epoch, or has
+        loaded the layers before them."""
+        is_waiting = member.state is StageState.LOADING and member.layout is None
+        layout = self._layout(member)
+        if layout in (None, member.layout) or not (is_waiting or member.state is StageState.LOADED):
+            return
+        if not is_waiting:
+            self._move(member.rank, StageState.LOADING, now_ns)
+        self._update(member.rank, layout=layout)
         self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_if_complete(self, now_ns: int) -> None:
-        """Begins an epoch when all ranks are LOADED, with the first: it opens the store."""
+        """Begin an epoch when all ranks have loaded its layers, with the first: it opens the store."""
         decision = self.decision
-        is_complete = all(member.state is StageState.LOADED for member in self.all)
+        is_complete = all(
+            member.state is StageState.LOADED and member.layout == self._layout(member) for member in self.in_use
+        )
         if now_ns < self._settled_ns or decision is None or not is_complete:
             return
-        if not self.num_blocks:
-            # Fixed for the server's life: block tables must fit a stage that was replaced.
-            loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
+        if self.num_blocks is None:
+            # Fixed while the shape stays: block tables must fit a stage that was replaced.
+            loaded = tuple(member.loaded for member in self.in_use if member.loaded is not None)
             self.num_blocks = count_blocks(decision, loaded)
         self.epoch += 1
         self._forming = True
         self._worked = False
-        self._send_form(self.first, 0, now_ns)
+        self._send_form(self.first, None, now_ns)
 
-    def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
+    def _send_form(self, member: Member, store_port: int | None, now_ns: int) -> None:
         decision = self.decision
         assert decision is not None
+        assert member.layout is not None
+        assert self.num_blocks is not None
         # Anew: a stage that was replaced may have another address.
-        addresses = stage_addresses(self._hellos(), self.grid)
+        addresses = stage_addresses(self._hellos(self.in_use), self.grid)
         self._move(member.rank, StageState.FORMING, now_ns, _FORM_WITHIN_NS)
         form = wire.Form(
             epoch=self.epoch,
-            transport=decision.transport,
+            layout=member.layout,
             num_blocks=self.num_blocks,
             max_rows=decision.scheduling.max_step_tokens,
+            transport=decision.transport,
             store_host=addresses[0],
             store_port=store_port,
             address=addresses[self._place[member.rank]],
@@ -283,7 +345,7 @@ class Members:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
             return None
         self._move(member.rank, StageState.READY, now_ns)
-        if any(other.state is not StageState.READY for other in self.all):
+        if any(other.state is not StageState.READY for other in self.in_use):
             return None
         self.formed = True
         self._forming = False
@@ -296,17 +358,16 @@ class Members:
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
             return self._lose_epoch(broken.reason, member.rank, now_ns, is_error=True)
+        self._assign_if_outdated(self[member.rank], now_ns)
         self._form_if_complete(now_ns)
         return None
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
         """rank: as in `EpochLost`. is_error: not a death, which its keeper counts."""
-        was_formed = self.formed
         was_forming = self._forming
-        if not (was_formed or was_forming):
+        if not (self.formed or was_forming):
             return None
-        self.formed = self._forming = False
-        self._abandon_epoch(_LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS, now_ns)
+        was_formed = self._end_epoch(now_ns)
         is_fruitless = was_formed and is_error and not self._worked
         self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
         self._attempts = self._attempts + 1 if was_forming else self._fruitless
@@ -319,12 +380,16 @@ class Members:
             self.restart()
         return EpochLost(rank) if was_formed else None
 
-    def _abandon_epoch(self, within_ns: int, now_ns: int) -> None:
-        """Tells the surviving ranks to leave in time, or they are cut off."""
+    def _end_epoch(self, now_ns: int) -> bool:
+        """Tell the surviving ranks to leave in time, or they are cut off. Return whether the epoch had formed."""
+        was_formed = self.formed
+        self.formed = self._forming = False
+        within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send((member.rank,), wire.Abandon(self.epoch))
                 self._move(member.rank, StageState.LEAVING, now_ns, within_ns)
+        return was_formed
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps a round trip. Ranks on the head's machine have its clock."""

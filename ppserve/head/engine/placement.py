@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import (
@@ -26,8 +26,12 @@ from ppserve.process.network import is_loopback, local_address
 CPU_CHUNK = 128
 
 
-def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
-    """Layouts and transport for these ranks. Raises ConfigError."""
+def decide(config: ServeConfig, hellos: Sequence[wire.Hello], split: Split | None = None) -> Decision:
+    """Decide the shape of one replica with these ranks, which are in order of stages, then of tensor ranks.
+
+    split: the layers of each stage, of all of them or of the first ones; None = as configured, else balanced.
+    Raises ConfigError.
+    """
     grid = config.pipeline.grid(hellos[0].world_size)
     arch = hellos[0].model.architecture
     _check_agreement(hellos, grid)
@@ -35,13 +39,15 @@ def decide(config: ServeConfig, hellos: Sequence[wire.Hello]) -> Decision:
     measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     parts = mean(measured) if len(measured) == len(hellos) else None
     costs = parts or decode_parts(arch)
-    split = config.pipeline.layers or split_by_cost(costs, arch.num_layers, grid.pipeline)
-    check_split(split, arch, grid.pipeline)
-    stage_addresses(hellos, grid)
+    num_stages = grid.pipeline if split is None else min(grid.pipeline, len(split.sublayers))
+    split = split or config.pipeline.layers or split_by_cost(costs, arch.num_layers, num_stages)
+    check_split(split, arch, num_stages)
+    in_use = hellos[: num_stages * grid.tensor]
+    stage_addresses(in_use, grid)
     return Decision(
         layouts=stage_layouts(split),
-        transport=_transport(config.pipeline.transport, hellos),
-        scheduling=scheduler_config(config, arch, hellos, grid),
+        transport=_transport(config.pipeline.transport, in_use),
+        scheduling=scheduler_config(config, in_use, num_stages),
         parts=parts,
     )
 
@@ -92,14 +98,13 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     return tuple(addresses)
 
 
-def scheduler_config(
-    config: ServeConfig, arch: Architecture, hellos: Sequence[wire.Hello], grid: RankGrid
-) -> SchedulerConfig:
-    """The scheduler's configuration for this model. Raises ConfigError."""
-    check_microbatches(config, grid.pipeline)
+def scheduler_config(config: ServeConfig, hellos: Sequence[wire.Hello], num_stages: int) -> SchedulerConfig:
+    """The scheduler's configuration for these ranks of one replica. Raises ConfigError."""
+    arch = hellos[0].model.architecture
+    check_microbatches(config, num_stages)
     on_cpus = any(hello.device.gpu is None for hello in hellos)
     return SchedulerConfig(
-        num_stages=grid.pipeline,
+        num_stages=num_stages,
         microbatches=config.pipeline.microbatches,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_queue=config.scheduling.max_queue,
@@ -111,7 +116,7 @@ def scheduler_config(
         max_auto_chunk=CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP,
         eos_ids=arch.eos_ids,
         speculate=config.scheduling.speculate,
-        runs_ahead=grid.pipeline == grid.tensor == 1,
+        runs_ahead=len(hellos) == 1,
     )
 
 

@@ -7,24 +7,25 @@ the scheduler. It does not know streams. All of it runs in the engine's thread.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ppserve import wire
-from ppserve.core.cost_model import Coefficients, StageCost, StepSize
+from ppserve.core.architecture import Split
+from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
-from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
-from ppserve.core.ledger.tensor_ranks import TensorRanks
+from ppserve.core.ledger.steps import OverheadTimes, Step, Steps
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining, StagesLost
 from ppserve.head.engine.control import ControlPlane, Disconnected, LossCause, Received
 from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.step_books import StepBooks
 
 log = logging.getLogger("ppserve.engine")
 
@@ -46,8 +47,10 @@ class ReplicaReading:
     num_blocks: int
     decision: Decision
     overheads: OverheadTimes
-    times: tuple[StageTimes, ...]
-    steps: tuple[int, ...]  # computed since the start
+    times: tuple[StageTimes, ...]  # since the start, also of stages that the present shape does not use
+    steps: tuple[int, ...]  # computed since the start, of the same stages
+    times_in_shape: tuple[StageTimes, ...]  # since the layers were divided as they are
+    steps_in_shape: tuple[int, ...]
     costs: tuple[Coefficients, ...]  # of a step, by its size
     ranks: tuple[tuple[Member, ...], ...]
     gathered_ns: tuple[tuple[int, ...], ...]  # what each rank has waited for the others
@@ -85,18 +88,17 @@ class Replica:
         request_queue: RequestQueue,
     ) -> None:
         """clock: monotonic, in nanoseconds. request_queue: all replicas'."""
-        num_stages = members.grid.pipeline
         self.number = members.replica
         self.members = members
         self.request_queue = request_queue
         self.scheduler: Scheduler | None = None  # until the first epoch has formed
-        self.steps = Steps(num_stages)
         self._observers = observers
-        self._ranks = TensorRanks(num_stages, members.grid.tensor)
+        self._shape: Decision | None = None  # of the latest epoch that has formed
+        self._books = StepBooks(members.grid.pipeline, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), self._note_settled)
-        self._overheads = Overheads(self.steps)
-        self._costs = [StageCost() for _ in range(num_stages)]
-        self._slot_count = SlotCount(self._costs)
+        # Of every stage when the present shape began.
+        self._times_before = self._account.settled()
+        self._steps_before = (0,) * members.grid.pipeline
         # Requests in flight at a loss, until it is known which rank failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
@@ -105,6 +107,10 @@ class Replica:
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._control = control
         self._clock = clock
+
+    @property
+    def steps(self) -> Steps:
+        return self._books.steps
 
     # ---- requests ----
 
@@ -143,11 +149,13 @@ class Replica:
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
         events = self._handle_event(self.members.tick(now_ns))
-        if (stuck := self.steps.stuck(now_ns)) is not None:
-            step_id, stage = stuck
-            for tensor in self._ranks.owing(step_id, stage):
-                self._control.drop(self.members.ranks[stage * self.members.grid.tensor + tensor], LossCause.STUCK)
+        for place in self._books.stuck(now_ns):
+            self._control.drop(self.members.ranks[place], LossCause.STUCK)
         return events
+
+    def reshape(self, split: Split) -> None:
+        """Divide the layers anew. Requests wait for the next epoch. Raise ConfigError, and then change nothing."""
+        self._handle_event(self.members.reshape(split, self._clock()))
 
     def refill(self, woken_ns: int) -> None:
         """Sends steps while slots are free and sequences ready. woken_ns: the turn's begin."""
@@ -156,17 +164,16 @@ class Replica:
             return
         if cancelled := scheduler.slots.take_cancelled():
             # A stage that has not begun one of these skips it.
-            self._control.send(self.members.ranks, wire.Cancel(cancelled))
+            self._control.send(self.members.ranks_in_use, wire.Cancel(cancelled))
         while (plan := self.request_queue.schedule(scheduler, self._now_s())) is not None:
             self._send(plan, scheduler, woken_ns)
         self._account_for_result()
 
     def _send(self, plan: StepPlan, scheduler: Scheduler, woken_ns: int) -> None:
-        self._control.send(self.members.ranks, wire.Plan(plan))
-        step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
+        self._control.send(self.members.ranks_in_use, wire.Plan(plan))
+        step = self._books.send(plan, woken_ns, self._clock(), scheduler.slots.num_slots)
         self._account_for_result()
         self._account.dispatched(step)
-        self._overheads.dispatched(step)
         for observer in self._observers:
             observer.on_step_sent(self.number, step)
 
@@ -182,7 +189,7 @@ class Replica:
             case StepResult():
                 return self._handle_result(event)
             case wire.Ready():
-                self._handle_formed()
+                return self._handle_formed()
             case EpochLost(rank):
                 self.lose_epoch()
                 return [] if rank is None else self._blame_requests(rank, "error")
@@ -198,20 +205,20 @@ class Replica:
         return [] if of.cause == LossCause.RESTART else self._blame_requests(of.rank, of.cause)
 
     def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
-        result = self._ranks.add_result(of_rank)
-        if result is None:
-            return []
         self._account_for_result()
-        step = self.steps.reported(result, self._clock())
-        if step is None or self.scheduler is None:
+        scheduler = self.scheduler
+        reported = self._books.report(of_rank, self._clock())
+        if reported is None or scheduler is None:
             return []
-        self._unaccounted = result, step
-        events: list[SequenceEvent] = []
-        if result.stage == self.steps.num_stages - 1:
-            events = self.request_queue.commit(self.scheduler, result, self._now_s())
-            self._fruitless_losses = 0 if events else self._fruitless_losses
-        if self.scheduler.config.microbatches is None:
-            self.scheduler.slots.resize(self._slot_count.observe(result, step.fills_slots))
+        self._unaccounted = reported
+        result, step = reported
+        if scheduler.config.microbatches is None:
+            scheduler.slots.resize(self._books.choose_slots(result, step))
+        if result.stage < self.steps.num_stages - 1:
+            return []
+        events = self.request_queue.commit(scheduler, result, self._now_s())
+        if events:
+            self._fruitless_losses = 0
         return events
 
     def _account_for_result(self) -> None:
@@ -219,9 +226,7 @@ class Replica:
             return
         (result, step), self._unaccounted = self._unaccounted, None
         self._account.reported(step, result.stage)
-        self._overheads.reported(step, result.stage)
-        seconds = (result.stamps.ended - result.stamps.begun) / 1e9
-        self._costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
+        self._books.measure(result, step)
         for observer in self._observers:
             observer.on_step_reported(self.number, step, result.stage)
 
@@ -229,33 +234,49 @@ class Replica:
         for observer in self._observers:
             observer.on_span_settled(self.number, settled)
 
-    def _handle_formed(self) -> None:
+    def _handle_formed(self) -> list[SequenceEvent]:
         epoch = self.members.epoch
         log.info("%sepoch %d formed", self._prefix, epoch)
+        if self.members.decision is not self._shape:
+            self._begin_shape()
+        assert self.scheduler is not None
         self._account.formed(self._clock())
-        self.scheduler = self.scheduler or self._new_scheduler()
         self.scheduler.open(epoch)
+        # With other layers per stage there may be less memory for keys and values.
+        return self.request_queue.end_impossible()
 
-    def _new_scheduler(self) -> Scheduler:
-        decision = self.members.decision
+    def _begin_shape(self) -> None:
+        """The epoch that has formed is the first with its layers per stage. No step is in flight."""
+        now_ns = self._clock()
+        self._shape = decision = self.members.decision
         assert decision is not None
+        self._steps_before = self._count_steps()
+        self._books = StepBooks(decision.num_stages, self.members.grid.tensor)
+        self._account.reshape(self.steps, now_ns)
+        self._times_before = self._account.snapshot(now_ns)
+        before, self.scheduler = self.scheduler, self._new_scheduler(decision)
+        if before is not None:
+            self.request_queue.remove_scheduler(before)
+            self.scheduler.slots.continue_after(before.slots)
+
+    def _new_scheduler(self, decision: Decision) -> Scheduler:
+        assert self.members.num_blocks is not None
         config = replace(decision.scheduling, replica=self.number)
-        loaded = [member.loaded for member in self.members.all if member.loaded is not None]
+        loaded = [member.loaded for member in self.members.in_use if member.loaded is not None]
         why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
         if why_not and config.speculate != 0:
             # Without batch-invariance a draft token beside a row could change its token.
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(self.members.num_blocks, config.block_size)
-        scheduler = Scheduler(config, blocks, self._costs)
+        scheduler = Scheduler(config, blocks, self._books.costs)
         self.request_queue.add_scheduler(scheduler)
         return scheduler
 
     def lose_epoch(self) -> None:
         """Steps in flight will not return. Requests wait for another replica or epoch."""
         self._account_for_result()
-        self.steps.lost()
-        self._ranks.lost()
+        self._books.lose()
         self._account.stage_lost(self._clock())
         self._in_flight = self.give_back()
 
@@ -276,7 +297,7 @@ class Replica:
     # ---- state ----
 
     def busy_s(self) -> tuple[float, ...]:
-        """Settled seconds of computation of every stage."""
+        """Settled seconds of computation of every stage, also of those that the present shape does not use."""
         self._account_for_result()
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
@@ -288,7 +309,10 @@ class Replica:
         now_ns = self._clock()
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
-        each, costs = self.members.grid.tensor, self._costs
+        assert self.members.num_blocks is not None
+        times = self._account.snapshot(now_ns)
+        in_use = range(self.steps.num_stages)
+        ranks, each = self.members.all, self.members.grid.tensor
         return ReplicaReading(
             replica=self.number,
             serves=self.serves,
@@ -299,14 +323,22 @@ class Replica:
             num_waiting=self.request_queue.num_waiting,
             num_blocks=self.members.num_blocks,
             decision=decision,
-            overheads=self._overheads.times,
-            times=self._account.snapshot(now_ns),
-            steps=tuple(stage.num_observed for stage in costs),
-            costs=tuple(stage.coefficients for stage in costs),
-            ranks=tuple(self.members.all[stage * each : (stage + 1) * each] for stage in range(len(costs))),
-            gathered_ns=tuple(map(tuple, self._ranks.gathered_ns)),
+            overheads=self._books.overheads,
+            times=times,
+            steps=self._count_steps(),
+            times_in_shape=tuple(times[stage].since(self._times_before[stage]) for stage in in_use),
+            steps_in_shape=self._books.num_computed,
+            costs=self._books.coefficients,
+            ranks=tuple(ranks[stage * each : (stage + 1) * each] for stage in in_use),
+            gathered_ns=self._books.gathered_ns,
             now_ns=now_ns,
         )
+
+    def _count_steps(self) -> tuple[int, ...]:
+        """Steps that each stage has computed since the start."""
+        in_shape = self._books.num_computed
+        unused = (0,) * (len(self._steps_before) - len(in_shape))
+        return tuple(map(operator.add, self._steps_before, in_shape + unused))
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

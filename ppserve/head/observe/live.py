@@ -60,8 +60,9 @@ def read_state(
 ) -> dict[str, Any]:
     """What the page shows. Counters run since the start. load: the metrics'."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
-    times = [of_stage for reading in readings for of_stage in reading.times]
-    of_stages = zip(topology.stages, times, describe_schedule(spans, now_ns), strict=True)
+    times = {(reading.replica, stage): of for reading in readings for stage, of in enumerate(reading.times)}
+    drawn = dict(zip(times, describe_schedule(spans, now_ns), strict=True))
+    places = [(stage.replica, stage.stage) for stage in topology.stages]
     return {
         "now_s": now_ns / 1e9,
         "model": {
@@ -73,7 +74,8 @@ def read_state(
         "replicas": [{"replica": reading.replica, "serves": reading.serves} for reading in readings],
         "kinds": KINDS,
         "stages": [
-            {**asdict(stage), "time_s": _seconds(spent), "spans": drawn} for stage, spent, drawn in of_stages
+            {**asdict(stage), "time_s": _seconds(times[place]), "spans": drawn[place]}
+            for stage, place in zip(topology.stages, places, strict=True)
         ],
     }
 
@@ -88,15 +90,15 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
     """The cost of steps on every stage of the replica that has computed most. It includes the time in which
     tensor ranks wait for each other. Zeros before the first step."""
-    reading = max(readings, key=lambda each: sum(each.steps))
-    scheduling = reading.decision.scheduling
+    reading = max(readings, key=lambda each: sum(each.steps_in_shape))
+    scheduling, layouts = reading.decision.scheduling, reading.decision.layouts
     stages = [
         {
             "layers": layout.num_sublayers / 2,
             "steps": steps,
             **{f"{term}_s": seconds for term, seconds in asdict(cost).items()},
         }
-        for layout, steps, cost in zip(reading.decision.layouts, reading.steps, reading.costs, strict=True)
+        for layout, steps, cost in zip(layouts, reading.steps_in_shape, reading.costs, strict=True)
     ]
     max_chunk = scheduling.prefill_chunk or scheduling.max_auto_chunk
     overheads, tensor = asdict(reading.overheads), len(reading.ranks[0])

@@ -164,9 +164,9 @@ def rank_result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[
 def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
     ranks = TensorRanks(2, 3)
     assert ranks.add_result(rank_result(4, 100, 200, 20)) is None
-    assert ranks.owing(7, 1) == (0, 2)
+    assert ranks.owing_places(7, 1) == (3, 5)
     assert ranks.add_result(rank_result(3, 90, 210, 30, (Drawn(1, 5),))) is None
-    assert ranks.owing(7, 1) == (2,)
+    assert ranks.owing_places(7, 1) == (5,)
     stage = ranks.add_result(rank_result(5, 110, 190, 0))
     assert stage is not None
     assert (stage.stage, stage.drawn, stage.bytes_sent) == (1, (Drawn(1, 5),), 30)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ppserve.core.architecture import Split
 from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.member import StageState
+from ppserve.head.engine.member import Decision, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
@@ -84,8 +85,12 @@ class History:
         self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
-        decided, numbers = decision(self.num_stages, **self._settings), range(self.num_replicas)
-        self.members = [Members(self.grid, "here", lambda _: decided, self.control, number) for number in numbers]
+
+        def decide(hellos: object, split: Split | None) -> Decision:
+            return decision(self.num_stages, split, **self._settings)
+
+        numbers = range(self.num_replicas)
+        self.members = [Members(self.grid, "here", decide, self.control, number) for number in numbers]
         self.request_queue = RequestQueue()
         self.request_queue.poison_isolation = isolation = poison_isolation()
         vars(isolation)["record_loss"] = partial(self._count_loss, isolation.record_loss)

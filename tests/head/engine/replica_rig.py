@@ -64,8 +64,7 @@ class Rig:
         self.grid = RankGrid(num_tensor, num_replicas, num_stages)
         self.ranks = self.grid.ranks_of(num_replicas - 1)
         self.control, self.notes, self.request_queue = ScriptedControl(), Notes(), RequestQueue()
-        decided = decision(num_stages, **config)
-        about = self.grid, "here", lambda hellos: decided, self.control
+        about = self.grid, "here", lambda hellos, split: decision(num_stages, split, **config), self.control
         members = [Members(*about, number) for number in range(num_replicas)]
         rest = self.control, [self.notes], lambda: self.now_ns, self.request_queue
         self.replicas = [Replica(each, *rest) for each in members]
@@ -79,8 +78,14 @@ class Rig:
 
     def greet(self, rank: int, why_not: str = "", weights: str = "") -> None:
         """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
-        greeting = hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here"), weights=weights)
-        self.say(rank, greeting, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
+        self.say_hello(rank, weights)
+        self.say_loaded(rank, why_not)
+
+    def say_hello(self, rank: int, weights: str = "") -> None:
+        self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here"), weights=weights))
+
+    def say_loaded(self, rank: int, why_not: str = "", num_blocks: int = NUM_BLOCKS) -> None:
+        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, why_not))
 
     def join(self) -> list[SequenceEvent]:
         """All ranks join the epoch that the first was invited to."""
@@ -91,7 +96,9 @@ class Rig:
     def form(self, why_not: str = "") -> list[SequenceEvent]:
         """The first epoch."""
         for rank in self.ranks:
-            self.greet(rank, why_not)
+            self.say_hello(rank)
+        for rank in self.ranks:
+            self.say_loaded(rank, why_not)
         return self.join()
 
     def submit(self, *names: str, max_tokens: int = 6) -> None:
@@ -103,14 +110,16 @@ class Rig:
         self.replica.note_demand(True)
 
     def refill(self) -> list[StepPlan]:
-        """The plans of a turn; every rank was sent each of them, in order."""
+        """The plans of a turn; every rank that is used was sent each of them, in order."""
         self.control.sent.clear()
         self.request_queue.admit(self.now_ns / SECOND)
         self.replica.refill(self.now_ns)
+        ranks = self.replica.members.ranks_in_use
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
-        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
-        return [m.plan for m in sent[self.ranks[-1]]]
+        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[ranks[0]]] for rank in ranks)
+        assert not any(sent[rank] for rank in self.ranks if rank not in ranks)
+        return [m.plan for m in sent[ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
         """A stage's result of a step that it computed until now."""

@@ -24,11 +24,12 @@ NUM_BLOCKS = 64
 SECOND = 1_000_000_000
 
 
-def decision(num_stages: int, **config: Any) -> Decision:
-    """Layers divided evenly, and the configuration of the test."""
+def decision(num_stages: int, split: Split | None = None, **config: Any) -> Decision:
+    """Layers divided like this, or evenly, and the configuration of the test."""
+    split = split or Split((8 // num_stages,) * num_stages)
     settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_ids": (EOS_ID,), **config}
-    layouts = stage_layouts(Split((8 // num_stages,) * num_stages))
-    return Decision(layouts, "shm", SchedulerConfig(num_stages, **settings))
+    layouts = stage_layouts(split)
+    return Decision(layouts, "shm", SchedulerConfig(len(layouts), **settings))
 
 
 @dataclass
@@ -62,12 +63,13 @@ class MembersRig:
     def __init__(
         self, num_stages: int, mistake: ConfigError | None = None, grid: RankGrid | None = None, replica: int = 0
     ) -> None:
-        def decide(hellos: object) -> Decision:
-            if mistake is not None:
-                raise mistake
-            return decision(num_stages, max_model_len=10 * BLOCK_SIZE)
+        def decide(hellos: object, split: Split | None) -> Decision:
+            if self.refuses is not None:
+                raise self.refuses
+            return decision(num_stages, split, max_model_len=10 * BLOCK_SIZE)
 
         self.num_stages, self.now_ns = num_stages, SECOND
+        self.refuses = mistake
         control = ScriptedControl()
         self.sent, self.dropped = control.sent, control.dropped
         self.members = Members(grid or RankGrid(1, 1, num_stages), "here", decide, control, replica)

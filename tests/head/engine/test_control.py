@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.process.meeting import make_proof
@@ -322,7 +322,7 @@ def test_a_rank_that_is_dropped_is_gone_once_and_its_process_sees_it(control: Pl
 # ---- sending ----
 
 
-LONG = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1, "here")
+LONG = wire.Form(1, StageLayout(0, 1, 0, 4), 1, 1, "x" * (1 << 20), "here", 1, "here")
 
 
 def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything(control: Plane) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.errors import ConfigError, StagesLost, UsageError
@@ -165,12 +165,14 @@ def test_before_the_first_epoch_an_absent_stage_has_all_the_time_that_the_start_
     pipeline = MembersRig(2)
     if draining:
         pipeline.members.start_draining()
-    pipeline.load(1)
+    pipeline.hello(1)
     for second in range(0, 3600, 5):
         assert pipeline.tick(5) is None, second
         answer(pipeline, 1)
     assert pipeline.dropped == []
-    pipeline.load(0)
+    pipeline.hello(0)
+    for stage in range(2):
+        pipeline.loaded(stage)
     pipeline.join()
     pipeline.lose(0, "exit")
     for _ in range(patience_s):
@@ -388,3 +390,87 @@ def test_old_round_trips_are_forgotten_so_that_a_drifting_clock_stays_aligned() 
             sent_ns = pipeline.now_ns - rtt_ns
             pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + drift_ns))
         assert abs(pipeline.members[1].clock_offset_ns - drift_ns) < 1_000_000
+
+
+# ---- other layers per stage -----------------------------------------------------------------------------------
+
+
+def assigned(pipeline: MembersRig) -> dict[int, int]:
+    """How many halves of layers each rank was told to load, since the last call."""
+    found = {rank: m.layout.num_sublayers for rank, m in pipeline.sent if isinstance(m, wire.Assign)}
+    pipeline.sent.clear()
+    return found
+
+
+def test_each_rank_loads_its_new_layers_once_it_has_left_the_epoch() -> None:
+    pipeline = started_pipeline()
+    pipeline.sent.clear()
+    assert pipeline.members.reshape(Split((2, 6)), pipeline.now_ns) == EpochLost()
+    assert {m for _, m in pipeline.sent} == {wire.Abandon(1)}
+    for stage, halves in ((1, 6), (0, 2)):
+        pipeline.sent.clear()
+        pipeline.say(stage, wire.Broken(1, "told"))
+        assert assigned(pipeline) == {stage: halves}
+        assert pipeline.members[stage].state is StageState.LOADING
+    pipeline.loaded(0)
+    assert pipeline.forms() == {}, "stage 1 still loads"
+    pipeline.loaded(1)
+    forms = pipeline.forms()
+    assert [(stage, form.layout.num_sublayers, form.epoch) for stage, form in forms.items()] == [(0, 2, 2)]
+    pipeline.say(0, wire.StoreOpened(2, 1))
+    assert pipeline.forms()[1].layout == stage_layouts(Split((2, 6)))[1]
+
+
+def test_with_fewer_stages_the_last_rank_waits_and_its_loss_is_none() -> None:
+    pipeline = started_pipeline(3)
+    pipeline.members.reshape(Split((4, 4)), pipeline.now_ns)
+    pipeline.sent.clear()
+    for stage in range(3):
+        pipeline.say(stage, wire.Broken(1, "told"))
+    assert assigned(pipeline) == {0: 4, 1: 4}
+    for stage in range(2):
+        pipeline.loaded(stage)
+    pipeline.say(0, wire.StoreOpened(2, 1))
+    pipeline.say(0, wire.Ready(2))
+    assert pipeline.say(1, wire.Ready(2)) == wire.Ready(2), "all that are used are ready"
+    assert pipeline.lose(2, "exit") is None
+    pipeline.tick(1000)
+    answer(pipeline, 0, 1)
+    assert pipeline.members.is_healthy(pipeline.now_ns)
+    pipeline.hello(2)
+    assert assigned(pipeline) == {}
+    pipeline.members.reshape(Split((2, 4, 2)), pipeline.now_ns)
+    assert assigned(pipeline) == {2: 2}, "the others are in the epoch still"
+
+
+def test_a_rank_that_is_loading_when_the_layers_change_loads_once_more() -> None:
+    pipeline = MembersRig(2)
+    for stage in range(2):
+        pipeline.hello(stage)
+    assert assigned(pipeline) == {0: 4, 1: 4}
+    assert pipeline.members.reshape(Split((2, 6)), pipeline.now_ns) is None
+    assert assigned(pipeline) == {}
+    for expected in ({0: 2, 1: 6}, {}):
+        for stage in range(2):
+            pipeline.loaded(stage)
+        assert assigned(pipeline) == expected
+    assert pipeline.members.first.state is StageState.FORMING
+
+
+def test_a_rank_that_dies_meanwhile_comes_back_with_the_new_layers() -> None:
+    pipeline = started_pipeline()
+    pipeline.members.reshape(Split((6, 2)), pipeline.now_ns)
+    pipeline.lose(1, "exit")
+    pipeline.sent.clear()
+    pipeline.hello(1)
+    assert assigned(pipeline) == {1: 2}
+
+
+def test_layers_that_cannot_be_divided_so_change_nothing() -> None:
+    pipeline = started_pipeline()
+    before = pipeline.members.decision
+    pipeline.refuses = ConfigError("--layers", "no")
+    with pytest.raises(ConfigError, match="--layers: no"):
+        pipeline.members.reshape(Split((2, 5)), pipeline.now_ns)
+    assert pipeline.members.formed
+    assert pipeline.members.decision is before

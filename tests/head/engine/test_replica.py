@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from ppserve import wire
+from ppserve.core.architecture import Split
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
-from ppserve.core.plan import StepPlan, StepResult, StepStamps, packed_biases, packed_ids
+from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps, packed_biases, packed_ids
 from ppserve.core.request import Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import StagesLost
 from tests.head.engine.replica_rig import MS, Rig, a_request, finished, formed
-from tests.head.engine.scripted import SECOND
+from tests.head.engine.scripted import NUM_BLOCKS, SECOND
 
 
 def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it() -> None:
@@ -116,7 +118,7 @@ def test_of_a_stages_tensor_ranks_the_one_that_owes_a_step_is_dropped(owing: int
     rig.wait(STEP_DEADLINE_NS / SECOND + 2)
     assert set(rig.control.dropped) == {(rig.ranks[owing], "stuck")}
     rig.lose(rig.ranks[owing], "stuck")
-    assert rig.replica._ranks._came == {}, "what the others reported is of no step any more"
+    assert rig.replica._books._ranks._came == {}, "what the others reported is of no step any more"
 
 
 def test_every_plan_has_its_draws_complete_in_each_epoch() -> None:
@@ -263,6 +265,59 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
         assert times.bubble_ns["host"] >= 3 * SECOND
         assert times.demand_ns == 3 * SECOND + 3 * MS
     assert plan.epoch < again.epoch
+
+
+def reshape(rig: Rig, split: Split, num_blocks: int = NUM_BLOCKS) -> list[SequenceEvent]:
+    """All ranks leave the epoch, load their layers and join the next one. Returns the events."""
+    epoch = rig.replica.members.epoch
+    rig.replica.reshape(split)
+    for rank in rig.ranks:
+        rig.say(rank, wire.Broken(epoch, "told"))
+    in_use = rig.replica.members.ranks_in_use
+    for rank in in_use:
+        rig.say_loaded(rank, num_blocks=num_blocks)
+    epoch = rig.replica.members.epoch
+    rig.say(in_use[0], wire.StoreOpened(epoch, 1))
+    return [event for rank in in_use for event in rig.say(rank, wire.Ready(epoch))]
+
+
+def test_with_other_numbers_of_stages_requests_go_on_and_every_stages_time_adds_up() -> None:
+    rig = formed(3, microbatches=1, max_num_seqs=4)
+    rig.submit("a", max_tokens=5)
+    lost = rig.refill()[0]
+    for split in (Split((8,)), Split((2, 2, 4)), Split((4, 4))):
+        rig.now_ns += MS
+        assert reshape(rig, split) == []
+        (plan,) = rig.refill()
+        assert plan.step_id > lost.step_id, "a step's number is not used twice"
+        ranks = rig.replica.members.ranks_in_use
+        assert len(ranks) == len(split.sublayers)
+        for stage, rank in enumerate(ranks):
+            rig.now_ns += MS
+            begun = rig.now_ns - MS
+            stamps = StepStamps(begun, begun, begun, begun, rig.now_ns, rig.now_ns)
+            drawn = (Drawn(plan.slices[0].sequence_id, 3),) if rank == ranks[-1] else ()
+            events = rig.say(rank, wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn)))
+        assert [event.token_id for event in events] == [3]
+        lost = rig.refill()[0]
+    reading = rig.replica.read()
+    assert reading.steps == (3, 2, 1)
+    assert reading.steps_in_shape == (1, 1)
+    assert [times.computed_ns for times in reading.times] == [3 * MS, 2 * MS, MS]
+    assert [times.computed_ns for times in reading.times_in_shape] == [MS, MS]
+    assert [times.wall_ns for times in reading.times] == [rig.now_ns - SECOND] * 3
+    assert rig.replica.busy_s() == (0.003, 0.002, 0.001)
+    assert len(reading.ranks) == len(reading.costs) == 2
+
+
+def test_a_request_for_which_no_shape_has_room_any_more_ends_with_its_reason() -> None:
+    rig = formed()
+    rig.submit("a", max_tokens=5)
+    rig.ask(replace(a_request("bb", max_tokens=110), num_sequences=2))
+    event, _ = reshape(rig, Split((2, 6)), num_blocks=33)
+    assert event.request_id == "bb"
+    assert "no room any more" in str(event.error)
+    assert len(rig.refill()) > 0, "the other one goes on"
 
 
 # ---- losses in a row, and draft tokens --------------------------------------------------------------------

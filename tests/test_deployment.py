@@ -236,11 +236,9 @@ def problems(found: Any, schema: Any, where: str) -> list[str]:
     if isinstance(schema, set):
         return [] if found in schema else [f"{where}: {found!r}"]
     if isinstance(schema, list):
-        elements = enumerate(found) if isinstance(found, list) else []
-        wrong = [] if isinstance(found, list) else [f"{where}: no list"]
-        return wrong + [
-            each for at, element in elements for each in problems(element, schema[0], f"{where}[{at}]")
-        ]
+        if not isinstance(found, list):
+            return [f"{where}: no list"]
+        return [each for at, one in enumerate(found) for each in problems(one, schema[0], f"{where}[{at}]")]
     if isinstance(schema, dict):
         return problems_of_fields(found, schema, where)
     types = schema if isinstance(schema, tuple) else (schema,)

@@ -6,8 +6,10 @@ Linux, as root. FOLDER gets one root directory per build stage. The base image i
 with python3; without --base it is made by debootstrap. Every step runs by chroot in namespaces of its own, so
 nothing of this host is seen there but the network, and what --bind names (read-only; such as pip's configuration
 where packages come from a mirror). Finally the image's command is started as its user: it must become ready,
-its HEALTHCHECK must succeed, it must generate, and it must end when told to. A record for where there is an
-engine: `docker build` does the same, better.
+its HEALTHCHECK must succeed, it must generate, and it must end when told to.
+
+It is kept because CI's machine has no container engine (a docker client, and no daemon): nothing else there shows
+that the Dockerfile makes an image that serves. Where there is an engine, `docker build` shows it better.
 """
 
 from __future__ import annotations

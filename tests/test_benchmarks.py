@@ -1,0 +1,33 @@
+"""Who imports whom among tests and benchmarks, which the table of rooms does not rule."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.test_architecture import ROOT, imports, is_within, parsed
+
+
+def private_names(path: Path, of: str) -> list[str]:
+    """Names with an underscore in front that a file takes from a package `of`, by an import or as an attribute."""
+    modules_here = set()
+    found = [name for name in imports(path) if is_within(name, {of}) and "._" in name]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and is_within(node.module or "", {of}):
+            modules_here |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and isinstance(node.value, ast.Name):
+            found.append(f"{node.value.id}.{node.attr}")
+    return [name for name in found if is_within(name, {of}) or name.split(".")[0] in modules_here]
+
+
+def test_tests_try_benchmarks_and_benchmarks_take_the_helpers_of_tests() -> None:
+    """It is one way: a test may import a benchmark, that a helper of tests, and that imports no benchmark.
+    Nothing had to move for it. Neither takes the other's private names."""
+    for path in sorted(ROOT.glob("benchmarks/**/*.py")):
+        taken = [name for name in imports(path) if is_within(name, {"tests"})]
+        assert not any(part.startswith(("test_", "conftest")) for name in taken for part in name.split(".")), path
+        assert private_names(path, "tests") == [], path
+    for path in sorted(ROOT.glob("tests/**/*.py")):
+        tried = [name for name in imports(path) if is_within(name, {"benchmarks"})]
+        assert path.name.startswith("test_") or not tried, path
+        assert private_names(path, "benchmarks") == [], path

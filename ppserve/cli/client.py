@@ -30,11 +30,12 @@ from ppserve.client import (
 )
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.head.api.auth import read_keys
-from ppserve.head.limits import MAX_COUNT, RANGES
+from ppserve.head.limits import MAX_COUNT
+from ppserve.head.options import RANGES
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
 _COUNT = click.IntRange(0, MAX_COUNT)
-_RANGES: dict[str, Any] = {field.rpartition(".")[2]: ends for field, ends in RANGES.items()}
+_RANGES: dict[str, Any] = dict(RANGES)
 
 API_KEY_FILE = click.Option(
     ["--api-key-file"], type=FILE, help="File with the API key on its first line. Or set PPSERVE_API_KEY."

@@ -12,20 +12,6 @@ MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
 MAX_N = 128
-RANGES: dict[str, tuple[float, float]] = {
-    "sampling.temperature": (0, MAX_TEMPERATURE),
-    "sampling.top_k": (0, MAX_COUNT),
-    "sampling.top_p": (0, 1),  # 0 is greedy
-    "sampling.min_p": (0, 1),
-    "sampling.repetition_penalty": (0.01, 10),  # or logits may leave float32
-    "sampling.frequency_penalty": (-10, 10),
-    "sampling.presence_penalty": (-10, 10),
-    "sampling.seed": (0, MAX_SEED),
-    "stop.min_tokens": (0, MAX_COUNT),
-    "stop.max_tokens": (0, MAX_COUNT),
-    "output.stream_interval": (1, MAX_COUNT),
-}
-"""Inclusive; by the field's name in the proto."""
 
 # In the core, where higher is earlier. Priorities beyond count as these. Ten seconds of waiting raise one by one.
 MOST_URGENT = 10

@@ -31,6 +31,7 @@ from ppserve.head.descriptions import (
     describe_topology,
 )
 from ppserve.head.engine.loop import Engine, build_engine
+from ppserve.head.options import GenerationOptions
 from ppserve.library.local import LocalControlPlane, make_stages
 from ppserve.library.stream import Stream
 from ppserve.tokenizer import Tokenizer
@@ -178,11 +179,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         given = read_options(options)
         name = given.pop("request_id", "")
         timeout_s = given.pop("timeout_s", None)
-        requests = {}
+        asked, requests = GenerationOptions(**given), {}
         for place, prompt in enumerate(prompts):
             call = Call.begin({}, b"", "", has_keys=False).within(timeout_s)
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
-            request = to_request(given, ids, self.model, call)
+            request = to_request(asked, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = RequestStream(request, echo(prompt, request, self._tokenizer))
         return Stream(self._running, self._tokenizer, requests)

@@ -14,6 +14,7 @@ from ppserve.config import ServeConfig, ServerSettings
 from ppserve.errors import StagesLost
 from ppserve.head.api.call import Call
 from ppserve.head.app import HeadProcess
+from ppserve.head.options import GenerationOptions
 from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
 from ppserve.v1 import generation_pb2 as pb
@@ -85,7 +86,7 @@ async def test_streams_are_ended_once_also_where_a_server_does_not_close(
     servers = Servers(SETTINGS, handler, lambda path, status: None, {})
     monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
     await servers.open()
-    async with handler.generate({}, "", Call.begin({}, b"", "", has_keys=False)):
+    async with handler.generate(GenerationOptions(), "", Call.begin({}, b"", "", has_keys=False)):
         await servers.close(0.0, asyncio.get_running_loop().create_future())
     assert caplog.text.count("ended 1 streams") == 1
     assert "have not closed within 0.5 s" in caplog.text

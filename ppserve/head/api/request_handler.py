@@ -12,12 +12,13 @@ from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
-from ppserve.head.api.requests import Fields, Prompt, check_ids, echo, encode, to_request
+from ppserve.head.api.requests import Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import ModelDescription, Topology, describe_topology
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest
+from ppserve.head.options import GenerationOptions
 from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class RequestHandler:
     @asynccontextmanager
     async def generate(
         self,
-        given: Fields,
+        given: GenerationOptions,
         prompt: Prompt,
         call: Call,
         news: asyncio.Event | None = None,
@@ -90,7 +91,7 @@ class RequestHandler:
         """A new request's stream, to be read in the block; leaving that early ends the request.
         news, deadline_is_error: see `RequestStream`. Raises RequestError if refused."""
         with self.counting_refusals():
-            surrounds = given.get("add_special_tokens", True)
+            surrounds = given.add_special_tokens is not False
             prompt_ids = (
                 await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt
             )

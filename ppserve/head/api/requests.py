@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, count, islice
 from typing import Any, TypeVar, get_type_hints
 
@@ -21,9 +21,9 @@ from ppserve.head.limits import (
     MAX_N,
     MIN_TEMPERATURE,
     MOST_URGENT,
-    RANGES,
     Limits,
 )
+from ppserve.head.options import PATHS, RANGES, GenerationOptions, names_of
 from ppserve.tokenizer import Tokenizer
 
 # A request may have thousands of mistakes; these are enough to tell.
@@ -31,27 +31,27 @@ MAX_VIOLATIONS = 8
 
 Prompt = str | Sequence[int]
 
-Fields = Mapping[str, Any]
-"""A parsed message: fields of `SamplingParams`, `StopConditions` and `OutputOptions`, `n`, `priority`,
-`resume_index` and `resume_ids`. Absent ones have the proto's default; others are ignored."""
-
 # Names are not unique: calls may have several prompts, or be resumed while open.
 _serials = count()
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 
 
-def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescription, call: Call) -> Request:
+def to_request(
+    given: GenerationOptions, prompt_ids: Sequence[int], description: ModelDescription, call: Call
+) -> Request:
     """The request that the core sees. An empty prompt starts from the end-of-text token.
 
     Fractions are rounded to float32, as in gRPC: a request draws the same tokens by every protocol.
     Raises InvalidRequest, naming every field that is outside the limits.
     """
-    given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
+    said = given.said().items()
+    rounded: dict[str, Any] = {name: c_float(value).value for name, value in said if name in _FLOATS}
+    given = replace(given, **rounded)
     ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
-        _wrong_prompt(ids, room, given.get("max_tokens") != 0, description),
+        _wrong_prompt(ids, room, given.max_tokens != 0, description),
         _wrong_numbers(given, description.limits),
         _wrong_bias(given, description),
         _wrong_stop(given, description),
@@ -60,39 +60,46 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     return _resolved(given, ids, room, call)
 
 
-def _resolved(given: Fields, ids: tuple[int, ...], room: int, call: Call) -> Request:
+def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: Call) -> Request:
     """`given`, which is checked, with every default. room: for new tokens."""
     if _is_greedy(given):
-        given = {**given, "temperature": 0.0, "top_p": given.get("top_p") or 1.0}
-    max_tokens, held = given.get("max_tokens"), tuple(given.get("resume_ids", ()))
+        given = replace(given, temperature=0.0, top_p=given.top_p or 1.0)
+    held = tuple(given.resume_ids or ())
+    if held:  # A caller that holds tokens has what concerns the prompt.
+        given = replace(given, echo=None, prompt_logprobs=None)
+    max_tokens = given.max_tokens
     granted = room if max_tokens is None else min(max_tokens, room)
-    bias = tuple((token_id, c_float(by).value) for token_id, by in sorted(given.get("logit_bias", {}).items()))
+    bias = tuple((token_id, c_float(by).value) for token_id, by in sorted((given.logit_bias or {}).items()))
     return Request(
         id=f"{call.request_id}/{next(_serials)}",
         prompt_ids=ids,
-        sampling=_record(SamplingParams, {"seed": call.seed, **given, "logit_bias": bias}),
+        sampling=_record(SamplingParams, {"seed": call.seed, **given.said(), "logit_bias": bias}),
         stop=_stop(given, granted),
-        # A caller that holds tokens has what concerns the prompt.
-        output=_record(OutputOptions, {**given, "echo": False, "prompt_logprobs": None} if held else given),
-        num_sequences=1 if "resume_index" in given else given.get("n", 1),
-        resume_index=given.get("resume_index"),
+        output=_record(OutputOptions, given.said()),
+        num_sequences=_num_sequences(given) if given.resume_index is None else 1,
+        resume_index=given.resume_index,
         resume_ids=held,
         length_end=FinishReason.MAX_TOKENS if granted == max_tokens else FinishReason.CONTEXT_LENGTH,
-        priority=max(LEAST_URGENT, min(-given.get("priority", 0), MOST_URGENT)),
+        priority=max(LEAST_URGENT, min(-(given.priority or 0), MOST_URGENT)),
         caller=call.caller,
         deadline_s=call.deadline_s,
     )
 
 
-def _is_greedy(given: Fields) -> bool:
+def _num_sequences(given: GenerationOptions) -> int:
+    return 1 if given.n is None else given.n
+
+
+def _is_greedy(given: GenerationOptions) -> bool:
     """Whether the most likely token is taken, in one of the words that there are for it."""
-    return given.get("temperature", 1) < c_float(MIN_TEMPERATURE).value or given.get("top_p") == 0
+    is_cold = given.temperature is not None and given.temperature < c_float(MIN_TEMPERATURE).value
+    return is_cold or given.top_p == 0
 
 
-def _stop(given: Fields, max_tokens: int) -> StopConditions:
-    stop = tuple(given.get("stop", ()))
-    ids = tuple(sorted(set(given.get("stop_token_ids", ()))))
-    return _record(StopConditions, {**given, "max_tokens": max_tokens, "stop": stop, "stop_token_ids": ids})
+def _stop(given: GenerationOptions, max_tokens: int) -> StopConditions:
+    stop = tuple(given.stop or ())
+    ids = tuple(sorted(set(given.stop_token_ids or ())))
+    return _record(StopConditions, {**given.said(), "max_tokens": max_tokens, "stop": stop, "stop_token_ids": ids})
 
 
 def refuse(*mistakes: Iterable[Violation]) -> None:
@@ -145,10 +152,18 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
     return InvalidRequest(violations)
 
 
-def _record(kind: type[R], given: Fields) -> R:
+def _record(kind: type[R], given: Mapping[str, Any]) -> R:
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
+def _check_table() -> None:
+    """Every field of the core's records is an option: one that is not could never be asked for."""
+    for part, kind in (("sampling", SamplingParams), ("stop", StopConditions), ("output", OutputOptions)):
+        missing = {field.name for field in fields(kind)} - names_of(part)
+        assert not missing, f"{kind.__name__} has fields that are no options: {sorted(missing)}"
+
+
+_check_table()
 _FLOATS = frozenset(name for name, kind in get_type_hints(SamplingParams).items() if kind is float)
 
 
@@ -167,18 +182,18 @@ def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDe
         yield from _wrong_ids("token_ids.ids", ids, len(ids), description)
 
 
-def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
-    of_model = dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs))
-    for field, (low, high) in (RANGES | of_model).items():
-        if (value := given.get(field.rpartition(".")[2])) is not None:
-            yield from outside(field, value, low, high)
+def _wrong_numbers(given: GenerationOptions, limits: Limits) -> Iterator[Violation]:
+    scores = (0, limits.max_logprobs)
+    for name, (low, high) in (RANGES | {"logprobs": scores, "prompt_logprobs": scores}).items():
+        if (value := getattr(given, name)) is not None:
+            yield from outside(PATHS[name], value, low, high)
     why = "" if limits.max_n == MAX_N else ", as many as run at once here (--max-num-seqs)"
-    for wrong in outside("sampling.n", given.get("n", 1), 1, limits.max_n):
+    for wrong in outside("sampling.n", _num_sequences(given), 1, limits.max_n):
         yield Violation(wrong.field, wrong.problem + why)
 
 
-def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violation]:
-    bias, limit = given.get("logit_bias", {}), description.limits.max_logit_bias
+def _wrong_bias(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
+    bias, limit = given.logit_bias or {}, description.limits.max_logit_bias
     if len(bias) > limit:
         yield _too_many("sampling.logit_bias", len(bias), limit, "entries")
         return
@@ -188,13 +203,13 @@ def _wrong_bias(given: Fields, description: ModelDescription) -> Iterator[Violat
         yield from outside(field, value, -MAX_BIAS, MAX_BIAS)
 
 
-def _wrong_stop(given: Fields, description: ModelDescription) -> Iterator[Violation]:
-    limits, strings, ids = description.limits, given.get("stop", ()), given.get("stop_token_ids", ())
-    min_tokens, max_tokens = given.get("min_tokens", 0), given.get("max_tokens")
+def _wrong_stop(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
+    limits, strings, ids = description.limits, given.stop or (), given.stop_token_ids or ()
+    min_tokens, max_tokens = given.min_tokens or 0, given.max_tokens
     if max_tokens is not None and 0 <= max_tokens < min_tokens:
         yield Violation("stop.min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     yield from _mute("stop.stop", bool(strings), description)
-    yield from _mute("output.echo", given.get("echo", False), description)
+    yield from _mute("output.echo", bool(given.echo), description)
     if len(strings) > limits.max_stop:
         yield _too_many("stop.stop", len(strings), limits.max_stop, "strings")
     else:
@@ -205,12 +220,12 @@ def _wrong_stop(given: Fields, description: ModelDescription) -> Iterator[Violat
     yield from _wrong_ids("stop.stop_token_ids", ids, limits.max_stop_token_ids, description)
 
 
-def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> Iterator[Violation]:
-    if "resume_index" not in given:
+def _wrong_resume(given: GenerationOptions, room: int, description: ModelDescription) -> Iterator[Violation]:
+    if given.resume_index is None:
         return
-    index, n, max_tokens = given["resume_index"], given.get("n", 1), given.get("max_tokens")
+    index, n, max_tokens = given.resume_index, _num_sequences(given), given.max_tokens
     field = "resume.generated_token_ids"
-    held = given.get("resume_ids", ())
+    held = given.resume_ids or ()
     if not 0 <= index < n:
         yield Violation("resume.index", f"{index}, but the request has {n} sequences")
     if len(held) > max(0, room):
@@ -220,7 +235,7 @@ def _wrong_resume(given: Fields, room: int, description: ModelDescription) -> It
         yield from _wrong_ids(field, held, len(held), description)
     if max_tokens is not None and len(held) > max_tokens:
         yield Violation(field, f"{len(held)} tokens, but max_tokens is {max_tokens}")
-    if held and not _is_greedy(given) and "seed" not in given:
+    if held and not _is_greedy(given) and given.seed is None:
         yield Violation("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
 

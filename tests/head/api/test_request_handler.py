@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +23,7 @@ from ppserve.head.api.http.completions import unless_hung_up
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
 from ppserve.head.api.stream import deltas_of
 from ppserve.head.engine import loop
+from ppserve.head.options import GenerationOptions
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -32,9 +34,9 @@ def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent
 
 
 async def text_of(
-    request_handler: RequestHandler, prompt: str | list[int] = "", call: Call | None = None, **given: object
+    request_handler: RequestHandler, prompt: str | list[int] = "", call: Call | None = None, **given: Any
 ) -> str:
-    async with request_handler.generate(given, prompt, call or a_call()) as stream:
+    async with request_handler.generate(GenerationOptions(**given), prompt, call or a_call()) as stream:
         return "".join([delta.text async for _, delta in deltas_of([stream])])
 
 
@@ -53,7 +55,7 @@ async def test_leaving_early_ends_the_request_and_is_logged_as_that(
 ) -> None:
     caplog.set_level("INFO")
     engine.by_hand = True
-    async with request_handler.generate({}, "", a_call()):
+    async with request_handler.generate(GenerationOptions(), "", a_call()):
         assert request_handler.num_open_streams == 1
     assert engine.cancelled == {engine.requests[0].id}
     assert ["answered" in caplog.text, "cancelled" in caplog.text] == [False, True]
@@ -90,7 +92,7 @@ async def test_a_token_for_which_the_model_has_no_row_is_refused_where_it_is_use
     handler = RequestHandler(FakeEngine(), CARD, WithNewToken())
     assert await handler.tokenize("prompt", "a tool") == list(b"a tool")
     with pytest.raises(InvalidRequest) as refused:
-        async with handler.generate({}, "a <tool>", Call("x", 1)):
+        async with handler.generate(GenerationOptions(), "a <tool>", Call("x", 1)):
             pass
     (violation,) = refused.value.violations
     assert violation.field == "prompt"
@@ -146,7 +148,7 @@ def test_an_answer_ends_so_long_before_its_callers_deadline_that_its_end_arrives
 async def test_draining_leaves_no_task_behind(request_handler: RequestHandler, engine: FakeEngine) -> None:
     engine.by_hand = True
     before = asyncio.all_tasks()
-    async with request_handler.generate({}, "", a_call()):
+    async with request_handler.generate(GenerationOptions(), "", a_call()):
         await request_handler.drain(0)
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == before, "nobody waits for the end of the last stream"

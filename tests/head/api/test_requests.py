@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
+from ppserve.answers import Options
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
+from ppserve.head.api.http.bodies import CompletionBody, GenerationBody
 from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
+from ppserve.head.options import NAMES, GenerationOptions
 from ppserve.tokenizer import no_tokenizer
 from tests.fake_engine import CARD, EOS, ByteCodec
 
@@ -20,21 +24,21 @@ CALL = Call("r", seed=99, caller="somebody", deadline_s=5.0)
 MUTE = replace(CARD, has_tokenizer=False)
 
 
-def made(prompt_ids: Sequence[int] = (1,), description: ModelDescription = CARD, **given: object) -> Request:
-    return to_request(given, prompt_ids, description, CALL)
+def made(prompt_ids: Sequence[int] = (1,), description: ModelDescription = CARD, **given: Any) -> Request:
+    return to_request(GenerationOptions(**given), prompt_ids, description, CALL)
 
 
-def resume(ids: list[int], index: int = 0, **more: object) -> dict[str, object]:
+def resume(ids: list[int], index: int = 0, **more: object) -> dict[str, Any]:
     return {"seed": 1, "resume_index": index, "resume_ids": ids, **more}
 
 
-def fields_refused(**given: object) -> list[str]:
+def fields_refused(**given: Any) -> list[str]:
     with pytest.raises(InvalidRequest) as refusal:
         made(**given)
     return [violation.field for violation in refusal.value.violations]
 
 
-REFUSED: list[tuple[dict[str, object], str]] = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"temperature": wrong}, "sampling.temperature") for wrong in (-0.5, math.nan, math.inf, 101, 1e300)),
     *(({"top_k": wrong}, "sampling.top_k") for wrong in (-1, 2**32)),
     *(({"top_p": wrong}, "sampling.top_p") for wrong in (-0.1, 1.01, math.nan)),
@@ -74,12 +78,12 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("given", "named"), REFUSED)
-def test_refused(given: dict[str, object], named: str) -> None:
+def test_refused(given: dict[str, Any], named: str) -> None:
     assert " ".join(fields_refused(**given)) == named
 
 
 @pytest.mark.parametrize(("given", "field"), [({"stop": ["a"]}, "stop.stop"), ({"echo": True}, "output.echo")])
-def test_refused_without_tokenizer(given: dict[str, object], field: str) -> None:
+def test_refused_without_tokenizer(given: dict[str, Any], field: str) -> None:
     made(**given)
     assert fields_refused(description=MUTE, **given) == [field]
 
@@ -132,6 +136,27 @@ def test_so_many_sequences_as_run_at_once() -> None:
             made(description=few, n=wrong)
 
 
+def test_an_option_that_does_not_exist_is_not_taken() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        made(temprature=0.5)
+    with pytest.raises(FrozenInstanceError):
+        GenerationOptions().seed = 1  # type: ignore[misc]
+
+
+def test_what_is_zero_or_false_is_said_and_what_is_none_is_absent() -> None:
+    options = GenerationOptions(temperature=0, seed=0, echo=False, logprobs=0, max_tokens=None)
+    assert options.said() == {"temperature": 0, "seed": 0, "echo": False, "logprobs": 0}
+    assert made(seed=None, logprobs=None, n=None, resume_index=None, stop=None).sampling.seed == CALL.seed
+
+
+def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
+    """A field of a misspelt name would be ignored without a word."""
+    assert set(Options.__annotations__) - set(NAMES) == {"request_id", "timeout_s"}
+    own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids"}
+    assert set(GenerationBody.__struct_fields__) - set(NAMES) == own
+    assert set(CompletionBody.__struct_fields__) - set(NAMES) == own | {"prompt"}
+
+
 def test_defaults() -> None:
     request = made([1, 2])
     assert (request.id.partition("/")[0], made().id == request.id) == ("r", False)
@@ -170,7 +195,7 @@ def test_max_tokens_and_context(prompt: int, asked: int | None, granted: int, by
         (64, {}, "64 tokens do not fit the context of 64 together with a generated one"),
     ],
 )
-def test_prompt_beyond_context(prompt: int, given: dict[str, object], problem: str) -> None:
+def test_prompt_beyond_context(prompt: int, given: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         made([1] * prompt, **given)
     assert str(refusal.value) == f"prompt: {problem}"

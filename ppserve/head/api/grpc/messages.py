@@ -12,21 +12,38 @@ from ppserve.core.request import Request
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
+from ppserve.head.options import GenerationOptions, names_of
 from ppserve.tokenizer import Tokenizer
 from ppserve.v1 import generation_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 
 
-def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
-    """Every field that the message sets, under its own name; and its prompt."""
+def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt]:
+    """The options that the message sets, each under its own name; and its prompt."""
     given: dict[str, Any] = {"priority": message.priority - message.urgency}
     for part in (message.sampling, message.stop, message.output):
         given |= {field.name: value for field, value in part.ListFields()}
     if message.HasField("resume"):
         resume = message.resume
         given |= {"resume_index": resume.index, "resume_ids": resume.generated_token_ids}
-    return given, message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
+    prompt = message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
+    return GenerationOptions(**given), prompt
+
+
+def _check_proto() -> None:
+    """The proto's fields are the options of the same part, no fewer and no more."""
+    parts: dict[str, type[Message]] = {
+        "sampling": pb.SamplingParams,
+        "stop": pb.StopConditions,
+        "output": pb.OutputOptions,
+    }
+    for part, message in parts.items():
+        differing = set(message.DESCRIPTOR.fields_by_name) ^ names_of(part)
+        assert not differing, f"{sorted(differing)} are in one of the proto's {part} and GenerationOptions"
+
+
+_check_proto()
 
 
 def delta_message(delta: Delta, request: Request, public_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import quote
 
@@ -21,6 +22,8 @@ from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_lo
 from ppserve.head.api.requests import Prompt, outside, refuse
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
+from ppserve.head.options import NAMES as OPTIONS
+from ppserve.head.options import GenerationOptions
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
@@ -119,9 +122,9 @@ class GenerationBody(Body, kw_only=True):
         """Raises RequestError."""
         raise NotImplementedError
 
-    def fields(self) -> dict[str, Any]:
-        """What it asks for, as `to_request` takes it."""
-        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+    def options(self) -> GenerationOptions:
+        """What the body asks for: its fields that have an option's name, and those that say it otherwise."""
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if name in OPTIONS}
         if self.top_k == ALL_TOKENS:
             given["top_k"] = 0
         if self.seed is not None and self.seed < 0:
@@ -132,7 +135,7 @@ class GenerationBody(Body, kw_only=True):
             given |= {"resume_index": self.resume.index, "resume_ids": self.resume.token_ids}
         if not self.stream:
             given["stream_interval"] = AT_THE_END
-        return given
+        return GenerationOptions(**given)
 
     @property
     def names(self) -> dict[str, str]:
@@ -154,9 +157,10 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def options(self) -> GenerationOptions:
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         scores = self.logprobs if self.echo else None
-        return {"max_tokens": DEFAULT_MAX_TOKENS, **super().fields(), "prompt_logprobs": scores}
+        return replace(super().options(), max_tokens=max_tokens, prompt_logprobs=scores)
 
     async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,6 +17,7 @@ from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import Delta
+from ppserve.head.options import GenerationOptions
 
 MAX_MESSAGES = 1024
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -115,12 +117,10 @@ class ChatBody(GenerationBody, kw_only=True):
     documents: list[Any] | None = None
     reasoning_effort: str | None = None
 
-    def fields(self) -> dict[str, Any]:
-        given = super().fields()
-        given["logprobs"] = (self.logprobs or 0) if self.has_logprobs else None
-        if self.max_completion_tokens is not None:
-            given["max_tokens"] = self.max_completion_tokens
-        return given
+    def options(self) -> GenerationOptions:
+        scores = (self.logprobs or 0) if self.has_logprobs else None
+        newer = self.max_completion_tokens
+        return replace(super().options(), logprobs=scores, max_tokens=self.max_tokens if newer is None else newer)
 
     @property
     def names(self) -> dict[str, str]:

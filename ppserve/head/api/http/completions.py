@@ -55,7 +55,7 @@ async def _open_streams(
     stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt]
 ) -> list[RequestStream]:
     """All of the prompts run, or none."""
-    given, news, streams = body.fields(), asyncio.Event(), []
+    given, news, streams = body.options(), asyncio.Event(), []
     for place, prompt in enumerate(prompts):
         stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
         try:

@@ -14,12 +14,16 @@ from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.limits import MAX_SEED
+from ppserve.head.options import NAMES as OPTIONS
+from ppserve.head.options import GenerationOptions
 from ppserve.vllm import engine_pb2 as pb
 
 _UNSERVED = {
     *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
     *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
 }
+# This protocol's name of an option -> ours, where they differ.
+_OPTIONS = {"include_stop_str_in_output": "include_stop"}
 # Our proto's name -> this one's, where that is not the part after the dot.
 NAMES = {
     "token_ids.ids": "tokenized.input_ids",
@@ -27,17 +31,28 @@ NAMES = {
 }
 
 
-def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], Prompt]:
-    """The fields by our names, and the prompt. Raises InvalidRequest for unserved ones."""
+def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt]:
+    """The options, by our names, and the prompt. Raises InvalidRequest for unserved ones."""
     kind, params = message.WhichOneof("input"), message.sampling_params
     missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
     refuse(_unserved(message, ""), _unserved(params, "sampling_params."), missing)
-    given = {field.name: value for field, value in params.ListFields()}
-    given["include_stop"] = params.include_stop_str_in_output
+    given: dict[str, Any] = {_OPTIONS.get(field.name, field.name): value for field, value in params.ListFields()}
+    # What is left of the unserved fields asks for nothing.
+    given = {name: value for name, value in given.items() if name not in _UNSERVED}
     given["stream_interval"] = 1 if message.stream else AT_THE_END
     if "seed" in given:
         given["seed"] &= MAX_SEED  # the field is signed, and all its values are good seeds
-    return given, message.text if kind == "text" else message.tokenized.input_ids
+    return GenerationOptions(**given), message.text if kind == "text" else message.tokenized.input_ids
+
+
+def _check_proto() -> None:
+    """Every field of the sampling parameters is an option, or is refused."""
+    fields = {_OPTIONS.get(name, name) for name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
+    unknown = fields - _UNSERVED - set(OPTIONS)
+    assert not unknown, f"{sorted(unknown)} of vllm.grpc.engine.SamplingParams are no options"
+
+
+_check_proto()
 
 
 def _unserved(message: Message, home: str) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import deltas_of, ordered_deltas_of
-from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, load_message, request_fields
+from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, load_message, request_options
 from ppserve.vllm import engine_pb2 as pb
 
 # Neither a directory nor a hub's model, so that routers call GetTokenizer.
@@ -39,7 +39,7 @@ class VllmService:
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         try:
             with self._handler.counting_refusals():
-                given, prompt = request_fields(message)
+                given, prompt = request_options(message)
             async with self._handler.generate(given, prompt, call, deadline_is_error=True) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
                 # Routers number unstreamed answers as they arrive.

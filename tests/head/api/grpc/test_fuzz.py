@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ppserve.config import ServerSettings
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.messages import request_fields
+from ppserve.head.api.grpc.messages import request_options
 from ppserve.head.api.requests import to_request
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.vllm import engine_pb2 as vllm
@@ -88,7 +88,7 @@ strange = (
 @given(requests)
 @quick
 def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) -> None:
-    given, _ = request_fields(message)
+    given, _ = request_options(message)
     try:
         made = to_request(given, message.token_ids.ids or message.text.encode(), CARD, Call("x", 1))
     except InvalidRequest:

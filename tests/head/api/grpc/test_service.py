@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from ppserve.answers import Timings
 from ppserve.core.request import FinishReason
-from ppserve.head.api.grpc.messages import request_fields
+from ppserve.head.api.grpc.messages import request_options
 from ppserve.head.descriptions import RankDescription, StageDescription, Topology
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.head.limits import Limits
@@ -144,9 +144,9 @@ BY_TYPE = {bool: True, int: 3, float: 0.5}
 def test_every_field_arrives_under_its_name_and_reaches_the_core(home: str, field: str) -> None:
     part = PARTS[home]
     value = COMPOSITE.get(field) or BY_TYPE[type(getattr(part(), field))]
-    given, _ = request_fields(pb.GenerateRequest(**{home: part(**{field: value})}))
-    assert given == {"priority": 0, field: value}
-    assert made(**given) != made()
+    given, _ = request_options(pb.GenerateRequest(**{home: part(**{field: value})}))
+    assert given.said() == {"priority": 0, field: value}
+    assert made(**given.said()) != made()
 
 
 @pytest.mark.parametrize(
@@ -163,23 +163,23 @@ def test_nothing_that_is_described_is_left_out(kind: type[Message], record: type
 
 def test_prompt_priority_and_resume() -> None:
     message = pb.GenerateRequest(text="hello", priority=-3, resume=pb.ResumeFrom(generated_token_ids=[4, 5]))
-    given, prompt = request_fields(message)
-    given["resume_ids"] = list(given["resume_ids"])
-    assert (given, prompt) == ({"priority": -3, "resume_index": 0, "resume_ids": [4, 5]}, "hello")
+    given, prompt = request_options(message)
+    said = {**given.said(), "resume_ids": list(given.resume_ids or ())}
+    assert (said, prompt) == ({"priority": -3, "resume_index": 0, "resume_ids": [4, 5]}, "hello")
     older = pb.GenerateRequest.FromString(bytes([8 << 3, 7]))  # what callers with older stubs call a priority of 7
-    assert (older.urgency, request_fields(older)[0]) == (7, {"priority": -7})
-    assert request_fields(pb.GenerateRequest(priority=-2, urgency=3))[0] == {"priority": -5}
+    assert (older.urgency, request_options(older)[0].said()) == (7, {"priority": -7})
+    assert request_options(pb.GenerateRequest(priority=-2, urgency=3))[0].said() == {"priority": -5}
     for empty in (pb.GenerateRequest(), pb.GenerateRequest(text="")):
-        given, prompt = request_fields(empty)
-        assert (given, len(prompt)) == ({"priority": 0}, 0)
-    assert list(request_fields(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])))[1]) == [1, 2]
+        given, prompt = request_options(empty)
+        assert (given.said(), len(prompt)) == ({"priority": 0}, 0)
+    assert list(request_options(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])))[1]) == [1, 2]
 
 
 def test_zero_is_not_the_default() -> None:
     sampling, stop = pb.SamplingParams(temperature=0, seed=0, n=0), pb.StopConditions(max_tokens=0)
     output = pb.OutputOptions(logprobs=0)
-    given, _ = request_fields(pb.GenerateRequest(sampling=sampling, stop=stop, output=output))
-    assert given == {"priority": 0, "temperature": 0.0, "seed": 0, "n": 0, "max_tokens": 0, "logprobs": 0}
+    given, _ = request_options(pb.GenerateRequest(sampling=sampling, stop=stop, output=output))
+    assert given.said() == {"priority": 0, "temperature": 0.0, "seed": 0, "n": 0, "max_tokens": 0, "logprobs": 0}
 
 
 @pytest.mark.parametrize(("given", "_named"), REFUSED)

@@ -1,0 +1,87 @@
+"""The table of a request's options: the name, type, range and meaning of each, for every protocol.
+
+Commands import it too, so it imports nothing but limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ppserve.head.limits import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
+
+
+def _option(part: str, meaning: str, low: float | None = None, high: float | None = None) -> Any:
+    """A field that is absent while it is None.
+
+    part: the message of the proto that has the field; empty where the proto has it elsewhere.
+    low, high: inclusive; None where the range depends on the model, or where values are no numbers.
+    """
+    return field(default=None, metadata={"part": part, "meaning": meaning, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """What a request asks for beside its prompt. None means that the caller did not say.
+
+    Every protocol makes one of these, and `ppserve.head.api.requests` checks it. An absent option has the default
+    of `SamplingParams`, `StopConditions` or `OutputOptions` in `ppserve.core.request`.
+    """
+
+    temperature: float | None = _option("sampling", "Divides the logits; 0 is greedy.", 0, MAX_TEMPERATURE)
+    top_k: int | None = _option("sampling", "Draw from so many most likely tokens; 0 is all.", 0, MAX_COUNT)
+    top_p: float | None = _option("sampling", "Draw from the tokens of this probability; 0 is greedy.", 0, 1)
+    min_p: float | None = _option("sampling", "Leave out tokens below this part of the most likely one.", 0, 1)
+    # A lower one may take logits out of float32.
+    repetition_penalty: float | None = _option("sampling", "Divides the scores of tokens that occurred.", 0.01, 10)
+    frequency_penalty: float | None = _option("sampling", "Is subtracted for each time a token occurred.", -10, 10)
+    presence_penalty: float | None = _option("sampling", "Is subtracted once for a token that occurred.", -10, 10)
+    seed: int | None = _option("sampling", "Decides every draw; a new one is made when it is absent.", 0, MAX_SEED)
+    min_tokens: int | None = _option("stop", "An answer does not end before it has so many tokens.", 0, MAX_COUNT)
+    max_tokens: int | None = _option("stop", "An answer ends with so many tokens.", 0, MAX_COUNT)
+    stream_interval: int | None = _option("output", "Tokens are sent so many at a time.", 1, MAX_COUNT)
+    logprobs: int | None = _option("output", "Tokens come with their log probability, and this many likely ones.")
+    prompt_logprobs: int | None = _option("output", "The same, for the tokens of the prompt.")
+    n: int | None = _option("sampling", "So many sequences are generated.")
+    logit_bias: Mapping[int, float] | None = _option("sampling", "Is added to the logits of these token ids.")
+    stop: Sequence[str] | None = _option("stop", "An answer ends with any of these strings.")
+    stop_token_ids: Sequence[int] | None = _option("stop", "An answer ends with any of these tokens.")
+    ignore_eos: bool | None = _option("stop", "The model's end-of-text tokens do not end an answer.")
+    include_stop: bool | None = _option("stop", "The text has the stop string that ended it.")
+    echo: bool | None = _option("output", "The text begins with the prompt.")
+    token_ids: bool | None = _option("output", "Tokens are listed with their ids.")
+    timings: bool | None = _option("output", "The end tells where the time went.")
+    priority: int | None = _option("", "Lower is earlier.")
+    resume_index: int | None = _option("", "The sequence that is resumed.")
+    resume_ids: Sequence[int] | None = _option("", "The tokens of it that the caller holds.")
+    add_special_tokens: bool | None = _option("", "The tokenizer's own tokens are put around a prompt of text.")
+
+    def said(self) -> dict[str, Any]:
+        """The options that are not absent, by name."""
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+NAMES = tuple(option.name for option in fields(GenerationOptions))
+"""Every option, in the order in which mistakes are told."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    option.name: (option.metadata["low"], option.metadata["high"])
+    for option in fields(GenerationOptions)
+    if option.metadata["low"] is not None
+}
+"""Inclusive; of the options whose range is the same for every model."""
+
+
+def names_of(part: str) -> frozenset[str]:
+    """The options in this message of the proto."""
+    return frozenset(option.name for option in fields(GenerationOptions) if option.metadata["part"] == part)
+
+
+PATHS = {
+    option.name: f"{option.metadata['part']}.{option.name}"
+    for option in fields(GenerationOptions)
+    if option.metadata["part"]
+}
+"""The field of the proto, such as `sampling.top_k`, for every option that is in one of its parts."""

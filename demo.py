@@ -27,6 +27,7 @@ import torch
 import parallel_state
 from ppserve import (
     Architecture,
+    GPT2Config,
     PpserveError,
     StepPlan,
     balance,
@@ -53,10 +54,10 @@ MIB, GIB = 2**20, 2**30
 
 # GPT-2 medium, large and XL, and the 13B of the GPT-3 paper (table 2.1).
 LARGER_MODELS = {
-    "355M": Architecture(24, 1024, 16, 1024, 50257, 50257, 4 * 1024),
-    "774M": Architecture(36, 1280, 20, 1024, 50257, 50257, 4 * 1280),
-    "1.5B": Architecture(48, 1600, 25, 1024, 50257, 50257, 4 * 1600),
-    "13B": Architecture(40, 5120, 40, 2048, 50257, 50257, 4 * 5120),
+    "355M": GPT2Config(n_layer=24, n_embd=1024, n_head=16),
+    "774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
+    "1.5B": GPT2Config(n_layer=48, n_embd=1600, n_head=25),
+    "13B": GPT2Config(n_layer=40, n_embd=5120, n_head=40, n_positions=2048),
 }
 
 
@@ -170,7 +171,10 @@ def memory(tour: Tour) -> None:
     stages = (1, 2, 4, 8)
     tour.explain("The fullest stage of larger models, in bfloat16, with keys and values of 32 x 1,024 tokens:")
     tour.say("  GiB  " + "".join(f"{f'{p} stage' + 's' * (p > 1):>11}" for p in stages))
-    needs = {name: [fullest_stage_gib(larger, p) for p in stages] for name, larger in LARGER_MODELS.items()}
+    needs = {
+        name: [fullest_stage_gib(larger.architecture(Path()), p) for p in stages]
+        for name, larger in LARGER_MODELS.items()
+    }
     for name, gib in needs.items():
         tour.say(f"  {name:5}" + "".join(f"{n:11.2f}" for n in gib))
     if tour.pictures is not None:

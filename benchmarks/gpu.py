@@ -27,7 +27,6 @@ from types import MappingProxyType
 from typing import Any
 
 import click
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import parallel_state
 from ppserve import Pipeline
-from ppserve.core.architecture import Architecture, Rotary, Split, StageLayout, stage_layouts, sublayer_params
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.partition import decode_parts
 from ppserve.core.plan import Draw, Slice, StepPlan, packed_biases, packed_ids
 from ppserve.core.request import SamplingParams
@@ -46,19 +45,19 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, create_transport
+from tests.architectures import gpt2 as gpt2_architecture
+from tests.architectures import llama as llama_architecture
 from tests.model.checkpoint.writers import random_tensors, stored_name, write_hf, write_hf_state
 from tests.model.random_checkpoint import RandomCheckpoint
 
-LLAMA: dict[str, Any] = {"activation": "silu", "biases": False, "tied_embeddings": False, "family": "llama"}
-LLAMA |= {"is_gated": True, "rotary": Rotary(tuple(float(np.float32(10000 ** (-i / 32))) for i in range(32)))}
 MODELS = {
-    "124M": Architecture(12, 768, 12, 1024, 50257, 50257, 3072),
-    "1.5B": Architecture(48, 1600, 25, 1024, 50257, 50257, 6400),
-    "1.1B": Architecture(22, 2048, 32, 2048, 32000, 32000, 5632, kv_heads=4, head_width=64, **LLAMA),
+    "124M": gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072),
+    "1.5B": gpt2_architecture(48, 1600, 25, 1024, 50257, 50257, 6400),
+    "1.1B": llama_architecture(22, 2048, 32, 4, 64, 2048, 32000, 5632),
 }
 SMALL = {
-    "small": Architecture(2, 64, 4, 128, 211, 211, 256),
-    "llama": Architecture(2, 128, 4, 128, 211, 211, 256, kv_heads=2, head_width=64, **LLAMA),
+    "small": gpt2_architecture(2, 64, 4, 128, 211, 211, 256),
+    "llama": llama_architecture(2, 128, 4, 2, 64, 128, 211, 256),
 }
 BLOCK, SEQUENCES, PROMPT, DECODES = 16, 4, 30, 40
 BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}  # by the datasheets; another device's floor is that of the fastest

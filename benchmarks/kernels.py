@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of the environment
 
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.cpu.backend import CpuBackend
@@ -39,10 +39,11 @@ from ppserve.model.cpu.linear import PackedWeights
 from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import connect_ranks
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.model.cpu.products import multiply_rows, pack_rows
 from tests.model.random_checkpoint import RandomCheckpoint
 
-GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+GPT2 = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
 BLOCK_SIZE, MOST_ROWS = 16, 64
 GREEDY = SamplingParams(temperature=0)

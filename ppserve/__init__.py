@@ -29,8 +29,9 @@ _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
     "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
     "ppserve.errors": "ConfigError InvalidRequest PpserveError RequestError UsageError",
-    "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Decoder Draw Frames Ledger
-        Pipeline SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Stream TensorPart Transport
+    "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Decoder Draw Frames
+        GPT2Config Ledger Pipeline SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Stream
+        TensorPart Transport
         balance between connect create_transport decode_parts load_stage load_tokenizer open_checkpoint
         read_architecture read_ledger shares split_by_weight stage_layouts stage_params""",
 }

@@ -17,7 +17,7 @@ from grpc import aio
 from ppserve import wire
 from ppserve.answers import Timings
 from ppserve.config import ServerSettings
-from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
@@ -39,6 +39,7 @@ from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest, Sink, TokenOutput
 from ppserve.tokenizer import ChatFormat, no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello
 
 T = TypeVar("T")
@@ -47,7 +48,9 @@ EOS = 256
 CARD = ModelDescription(
     name="fake",
     root="fake",
-    architecture=Architecture(2, 8, 2, 64, vocab_size=257, padded_vocab_size=320, inner_width=32, eos_ids=(EOS,)),
+    architecture=gpt2_architecture(
+        2, 8, 2, 64, vocab_size=257, padded_vocab_size=320, inner_width=32, eos_ids=(EOS,)
+    ),
     num_parameters=12345,
     dtype="float32",
     quantization="none",

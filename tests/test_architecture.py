@@ -245,7 +245,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
     "ppserve/*.py": 1_164,
-    "ppserve/core/*.py": 1_177,
+    "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_059,
     "ppserve/core/ledger/*.py": 936,
     "ppserve/planning/*.py": 605,
@@ -259,7 +259,7 @@ BUDGET = {
     "ppserve/model/compiled/*.py": 647,
     "ppserve/model/cpu/**/*.py": 3_933,
     "ppserve/model/cuda/*.py": 1_435,
-    "ppserve/model/checkpoint/*.py": 1_831,
+    "ppserve/model/checkpoint/*.py": 1_930,
     "ppserve/tokenizer/*.py": 930,
     "ppserve/library/*.py": 541,
     "ppserve/client/*.py": 654,

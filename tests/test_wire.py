@@ -11,7 +11,7 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import NetworkSettings, ServeConfig, ServerSettings
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import (
     Draw,
@@ -27,9 +27,10 @@ from ppserve.core.plan import (
 )
 from ppserve.core.request import SamplingParams
 from ppserve.errors import WireError
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello
 
-ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
+ARCH = gpt2_architecture(8, 160, 5, 1024, 1500, 1504, 640)
 COSTS = PartCosts(1.0, 2.0, 3.0, 4.0)
 PLAN = StepPlan(
     epoch=3,

@@ -20,6 +20,7 @@ from ppserve import (
     Computed,
     Draw,
     Frames,
+    GPT2Config,
     SamplingParams,
     Slice,
     Split,
@@ -40,14 +41,8 @@ MAX_SEQUENCES = 16
 _GREEDY = SamplingParams(temperature=0.0)
 
 # GPT-2 124M at half its width: its proportions (the LM head weighs 5.45 layers) at a quarter of its work.
-PRACTICE_MODEL = Architecture(
-    num_layers=12,
-    width=384,
-    num_heads=6,
-    max_positions=1024,
-    vocab_size=25128,
-    padded_vocab_size=25128,
-    inner_width=1536,
+PRACTICE_MODEL = GPT2Config(n_layer=12, n_embd=384, n_head=6, vocab_size=25128, eos_token_id=None).architecture(
+    Path()
 )
 
 
@@ -77,7 +72,7 @@ class RandomWeights(Checkpoint):
     def _shape(self, part: str) -> tuple[int, int]:
         """(out, in) of a linear weight, (rows, D) of an embedding."""
         arch, d, f = self.architecture, self.architecture.width, self.architecture.inner_width
-        shapes = {"attn.c_attn": (3 * d, d), "attn.c_proj": (d, d), "mlp.c_fc": (f, d), "mlp.c_proj": (d, f)}
+        shapes = {"attn.qkv": (3 * d, d), "attn.o": (d, d), "mlp.up": (f, d), "mlp.down": (d, f)}
         rows = arch.max_positions if part == "wpe" else arch.padded_vocab_size
         return shapes.get(part, (rows, d))
 

@@ -6,8 +6,10 @@ L layers, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from ppserve.core.layers import LayerSpec, NormSpec, Rotary
 from ppserve.errors import ConfigError
 
 # No model is taken for real beyond this, whatever a file says.
@@ -17,85 +19,73 @@ MAX_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary positions: at position p, pair i of a head's features is turned by the angle p * frequencies[i].
-
-    frequencies: float32 numbers, one for each half of a head's features.
-    magnitude: what queries and keys are multiplied with.
-    """
-
-    frequencies: tuple[float, ...]
-    magnitude: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model, resolved: what arithmetic needs is not None, or a property says what None means.
+    """A model, resolved: its layers, what is before and behind them, and the sizes that all of them share."""
 
-    The defaults are those of a GPT-2.
-    """
-
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     width: int
-    num_heads: int
-    """Heads of queries."""
     max_positions: int
     vocab_size: int
     """Real tokens; ids at or above it are never drawn."""
     padded_vocab_size: int
     """Rows of the embedding as stored."""
-    inner_width: int
-    activation: str = "gelu_new"
-    """A key of `model.stock.ACTIVATIONS` (Hugging Face's names)."""
-    layer_norm_epsilon: float = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
+    final_norm: NormSpec
+    """The norm before the LM head."""
+    family: str
+    """Whose tensors these are: a key of `model.checkpoint.families.FAMILIES`."""
+    model_type: str
+    """What Hugging Face calls this kind of model in its config.json; `model_class`: its class in transformers."""
+    model_class: str
+    has_learned_positions: bool = False
+    """Whether each position has a learned vector that is added to the token's."""
+    embedding_multiplier: float = 1.0
+    """What the embeddings are multiplied with before the first layer."""
     tied_embeddings: bool = True
-    biases: bool = True
-    """Whether linears and layer norms have biases (nanoGPT's `bias`)."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end a text; the first is *the* end of text."""
-    family: str = "gpt2"
-    """Whose tensors and layers these are: a key of `model.checkpoint.families.FAMILIES`."""
-    kv_heads: int | None = None
-    """Heads of keys and values, each read by as many heads of queries; None: as many as of queries."""
-    head_width: int | None = None
-    """Features of a head; None: the heads share the width."""
-    rotary: Rotary | None = None
-    """None: positions are learned."""
-    is_gated: bool = False
-    """Whether the MLP multiplies what it activates with as many outputs that it does not."""
-    qkv_biases: bool = False
-    """Whether queries, keys and values have biases, where nothing else has."""
-    qk_norms: bool = False
-    """Whether each head's queries and keys are normed."""
-    is_windowed: bool = False
-    """Whether a sliding window sets `max_positions`."""
+    begins_with_end: bool = False
+    """Whether the end of text also begins one."""
 
     @property
     def eos_id(self) -> int | None:
         return self.eos_ids[0] if self.eos_ids else None
 
     @property
-    def head_size(self) -> int:
-        return self.head_width or self.width // self.num_heads
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries. All layers have the same heads (`check_layers`); so with the next two."""
+        return self.layers[0].attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.kv_heads or self.num_heads
+        return self.layers[0].attention.num_kv_heads
 
     @property
-    def heads_per_kv_head(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    def attention_scale(self, layer: int) -> float:
-        """The factor on Q·K of layer `layer` (global index, not the stage's)."""
-        scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
-        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
+    def head_size(self) -> int:
+        return self.layers[0].attention.head_size
 
     @property
-    def norm_params(self) -> int:
-        return self.width * (1 + self.biases)
+    def queries_per_kv_head(self) -> int:
+        return self.layers[0].attention.queries_per_kv_head
+
+    @property
+    def inner_width(self) -> int:
+        """Features between the matrices of an MLP, the widest one's."""
+        return max(layer.mlp.inner_width for layer in self.layers)
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotary positions that its layers have, each once. A layer's is found by its index here."""
+        found = (layer.attention.rotary for layer in self.layers)
+        return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
+
+    def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> Architecture:
+        """The same model with its layers changed. Those that were one object are one again."""
+        changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     @property
     def num_params(self) -> int:
@@ -106,7 +96,7 @@ class Architecture:
     def context(self, asked: int | None) -> int:
         """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
         if asked is not None and asked > self.max_positions:
-            own = f"model's {'sliding_window of ' * self.is_windowed}{self.max_positions} positions"
+            own = f"model's {self.max_positions} positions"
             own = own if self.max_positions < MAX_POSITIONS else f"{MAX_POSITIONS} positions that are served"
             raise ConfigError("--max-model-len", f"{asked} is beyond the {own}")
         return asked or self.max_positions
@@ -197,7 +187,7 @@ class StageLayout:
 
     def heads(self, arch: Architecture) -> Cut:
         """The heads of queries: those that read the rank's own keys and values."""
-        return self.kv_heads(arch).times(arch.heads_per_kv_head)
+        return self.kv_heads(arch).times(arch.queries_per_kv_head)
 
     def kv_bytes_per_token(self, arch: Architecture, element_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes of keys and values that one token occupies on this rank: of its own heads, each with its
@@ -246,27 +236,55 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
     return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
-def matrices(arch: Architecture, layout: StageLayout) -> list[tuple[int, int]]:
-    """Outputs and inputs of a layer's four matrices, as a rank holds them: of queries, keys and values; the
-    attention's last; the MLP's first; its last."""
-    width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
-    qkv = (layout.heads(arch).width + 2 * layout.kv_heads(arch).width) * arch.head_size
-    attention = [(qkv, arch.width), (width, arch.num_heads * arch.head_size)]
-    return [*attention, ((1 + arch.is_gated) * inner, arch.width), (width, arch.inner_width)]
+def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
+    """Outputs and inputs of an attention's two matrices, as a rank holds them. The first is that of queries, keys
+    and values."""
+    spec = layer.attention
+    kv_heads = layout.cut(spec.num_kv_heads)
+    num_heads = kv_heads.times(spec.queries_per_kv_head).width + 2 * kv_heads.width
+    qkv = (num_heads * spec.head_size, arch.width)
+    return [qkv, (layout.cut(arch.width).width, spec.num_heads * spec.head_size)]
 
 
-def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
-    """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms."""
-    has_bias = (arch.biases or arch.qkv_biases, arch.biases, arch.biases, arch.biases)
-    pairs = zip(matrices(arch, layout), has_bias, strict=True)
-    qkv, proj, expand, contract = (outputs * (inputs + bias) for (outputs, inputs), bias in pairs)
-    attention = qkv + proj + arch.norm_params + 2 * arch.head_size * arch.qk_norms
-    return len(layout.attentions) * attention + len(layout.mlps) * (expand + contract + arch.norm_params)
+def mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
+    """Outputs and inputs of an MLP's first matrix and of its last, as a rank holds them; of one expert."""
+    spec = layer.mlp
+    inner = layout.cut(spec.inner_width).width
+    return [((1 + spec.is_gated) * inner, arch.width), (layout.cut(arch.width).width, spec.inner_width)]
+
+
+def _attention_params(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> int:
+    spec = layer.attention
+    (qkv, inputs), (outputs, heads_inputs) = attention_matrices(arch, layer, layout)
+    matrices = qkv * (inputs + spec.has_qkv_biases) + outputs * (heads_inputs + spec.has_output_bias)
+    head_norms = 2 * spec.head_norm.num_params(spec.head_size) if spec.head_norm is not None else 0
+    sinks = spec.num_heads * spec.has_sinks
+    return matrices + head_norms + sinks + layer.num_norm_params(arch.width)
+
+
+def _mlp_params(arch: Architecture, layer: LayerSpec, layout: StageLayout, *, is_read: bool) -> int:
+    """Parameters of an MLP that a rank holds, or those that a row's computation reads."""
+    spec, copies, router = layer.mlp, 1, 0
+    if spec.experts is not None:
+        copies = spec.experts.per_token if is_read else spec.experts.count
+        router = spec.experts.count * arch.width
+    one = sum(outputs * (inputs + spec.has_biases) for outputs, inputs in mlp_matrices(arch, layer, layout))
+    return copies * one + router + layer.num_norm_params(arch.width)
+
+
+def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = False) -> int:
+    """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms.
+
+    is_read: only those that a decode step of one row reads, which of experts are fewer.
+    """
+    attentions = (_attention_params(arch, arch.layers[i], layout) for i in layout.attentions)
+    mlps = (_mlp_params(arch, arch.layers[i], layout, is_read=is_read) for i in layout.mlps)
+    return sum(attentions) + sum(mlps)
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters that a rank holds, its own copy of a tied embedding included; of padding, the embedding's."""
-    learned_positions = arch.max_positions if arch.rotary is None else 0
+    learned_positions = arch.max_positions if arch.has_learned_positions else 0
     embedding = (arch.padded_vocab_size + learned_positions) * layout.cut(arch.width).width
-    head = layout.cut(arch.vocab_size).width * arch.width + arch.norm_params
+    head = layout.cut(arch.vocab_size).width * arch.width + arch.final_norm.num_params(arch.width)
     return sublayer_params(arch, layout) + layout.is_first * embedding + layout.is_last * head

@@ -86,13 +86,15 @@ def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
 
 
 def decode_parts(arch: Architecture) -> PartCosts:
-    """Weights read by a decode step, in parameters: what such a step costs while memory is the limit.
+    """Weights read by a decode step, in parameters: what such a step costs while memory is the limit. They are not
+    those that are held where a row reads some of the experts only. Of a layer's parts, the layers' mean.
 
     The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
     """
-    attention, mlp = (sublayer_params(arch, StageLayout(0, 1, first, 1)) for first in (0, 1))
-    head = arch.vocab_size * arch.width + arch.norm_params
-    return PartCosts(attention, mlp, 0.0, head)
+    halves = [StageLayout(0, 1, sublayer, 1) for sublayer in range(2 * arch.num_layers)]
+    reads = [sublayer_params(arch, half, is_read=True) for half in halves]
+    head = arch.vocab_size * arch.width + arch.final_norm.num_params(arch.width)
+    return PartCosts(fmean(reads[::2]), fmean(reads[1::2]), 0.0, head)
 
 
 def measured_parts(arch: Architecture, layouts: Sequence[StageLayout], taken: Sequence[float]) -> PartCosts:
@@ -160,7 +162,7 @@ def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> S
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
     """Raises ConfigError where some of the ranks that share a stage would have no head."""
     if num_tensor > arch.num_kv_heads:
-        heads = counted(arch.num_kv_heads, "head") + " of keys and values" * (arch.heads_per_kv_head > 1)
+        heads = counted(arch.num_kv_heads, "head") + " of keys and values" * (arch.queries_per_kv_head > 1)
         raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
 
 

@@ -173,8 +173,8 @@ def own_name(path: str) -> str:
 
 
 def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
-    """The end-of-text token by its template names; a GPT-2's begins texts, too."""
-    names = ("bos_token", "eos_token") if arch.family == "gpt2" else ("eos_token",)
+    """The end-of-text token by its template names; some models begin texts with it, too."""
+    names = ("bos_token", "eos_token") if arch.begins_with_end else ("eos_token",)
     text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
     return dict.fromkeys(names, text) if text else {}
 

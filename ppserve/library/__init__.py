@@ -16,6 +16,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.library.pipeline import Ledger, Pipeline
 from ppserve.library.stream import Stream
 from ppserve.model.checkpoint import Checkpoint, TensorPart
+from ppserve.model.checkpoint.gpt2 import GPT2Config
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.stage.device import Compute

@@ -1,7 +1,7 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
 A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)).
-The family's file (`gpt2`, `llama`) says which tensors make a sublayer.
+`model/layers.py` says which tensors make a sublayer.
 A backend computes it, with norm and residual (`model/backend.py`).
 
 Each tensor rank of a stage has some outputs of every matrix. All are gathered before anything sums over them.
@@ -12,38 +12,27 @@ T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 
 from ppserve.core.architecture import StageLayout
 from ppserve.model.backend import Backend, Reading, Sublayer
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.inputs import StepInputs
+from ppserve.model.layers import Embedding, read_attention, read_mlp
 from ppserve.model.weights import Progress, WeightReader
-
-
-@dataclass(frozen=True, slots=True)
-class ModelParts:
-    """How the parts of a model read their weights."""
-
-    embedding: Callable[[WeightReader], Callable[[StepInputs], torch.Tensor]]
-    attention: Callable[[WeightReader, int], Sublayer]
-    """A layer's, by its number in the whole model; the next likewise."""
-    mlp: Callable[[WeightReader, int], Sublayer]
 
 
 class Block:
     """A layer, or this stage's half of it."""
 
-    def __init__(self, read: WeightReader, parts: ModelParts, layer: int) -> None:
-        layout = read.layout
-        self.attention = parts.attention(read, layer) if layer in layout.attentions else None
-        self.mlp = parts.mlp(read, layer) if layer in layout.mlps else None
+    def __init__(self, read: WeightReader, layer: int) -> None:
+        """layer: its number in the whole model."""
+        layout, backend = read.layout, read.backend
+        self.attention = backend.attention(read_attention(read, layer)) if layer in layout.attentions else None
+        self.mlp = backend.mlp(read_mlp(read, layer)) if layer in layout.mlps else None
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self.attention is not None:
@@ -57,7 +46,7 @@ class LMHead:
     """Final norm and logits of a tensor rank's vocabulary, without padding ids."""
 
     def __init__(self, read: WeightReader) -> None:
-        norm = read.norm("ln_f")
+        norm = read.norm("ln_f", read.arch.final_norm)
         self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
         self.logits = read.backend.head(norm, self.linear)
 
@@ -65,14 +54,14 @@ class LMHead:
 class Decoder:
     """A `StageModel`: `layout`'s layers, the first stage's embeddings, the last one's head."""
 
-    def __init__(self, read: WeightReader, parts: ModelParts) -> None:
+    def __init__(self, read: WeightReader) -> None:
         self.arch = read.arch
         self.layout = read.layout
         self.backend = read.backend
         # The LM head first: on GPUs, packing has the largest matrix twice in memory.
         self.head = LMHead(read) if self.layout.is_last else None
-        self._embed = parts.embedding(read) if self.layout.is_first else None
-        self.blocks = [Block(read, parts, layer) for layer in self.layout.layers]
+        self._embed = Embedding(read) if self.layout.is_first else None
+        self.blocks = [Block(read, layer) for layer in self.layout.layers]
         self._computed: Sequence[Sublayer] = self.blocks
         self.linears = read.linears
         """The blocks' linears, by name."""
@@ -115,7 +104,5 @@ def load_stage(
     checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress = lambda done, total: None
 ) -> Decoder:
     """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
-    parts: ModelParts = import_module(FAMILIES[checkpoint.architecture.family].module).PARTS
     with torch.inference_mode():
-        read = WeightReader(checkpoint, layout, backend, progress)
-        return Decoder(read, parts)
+        return Decoder(WeightReader(checkpoint, layout, backend, progress))

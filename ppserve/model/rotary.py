@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.core.architecture import Rotary
+from ppserve.core.layers import Rotary
 from ppserve.model.inputs import Ints
 
 _QUARTER_HIGH = float.fromhex("0x1.921fb54p+0")

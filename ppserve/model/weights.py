@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
+from ppserve.core.layers import NormSpec
 from ppserve.model.backend import Backend, Linear, NormWeights
 from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart
-from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
+from ppserve.model.checkpoint.families import tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -69,7 +70,6 @@ class WeightReader:
         self.num_params = self.weight_bytes = 0
         self.linears: dict[str, Linear] = {}
         self._shapes = tensor_shapes(self.arch)
-        self._is_rms = FAMILIES[self.arch.family].has_rms_norms
         self._checkpoint = checkpoint
         self._progress = progress
         self._itemsize: int = getattr(torch, checkpoint.stored_dtype).itemsize
@@ -86,10 +86,15 @@ class WeightReader:
         self.weight_bytes += kept_Vd.nbytes
         return kept_Vd
 
-    def norm(self, name: str) -> NormWeights:
+    def has(self, name: str) -> bool:
+        """Whether the model has this linear layer or norm."""
+        return f"{name}.weight" in self._shapes
+
+    def norm(self, name: str, spec: NormSpec | None) -> NormWeights:
+        assert spec is not None
         weight_D = self._stored(f"{name}.weight")
-        bias_D = self._stored(f"{name}.bias") if f"{name}.bias" in self._shapes else None
-        return NormWeights(weight_D, bias_D, self.arch.layer_norm_epsilon, self._is_rms)
+        bias_D = self._stored(f"{name}.bias") if spec.has_bias else None
+        return NormWeights(weight_D, bias_D, spec.epsilon, spec.is_rms)
 
     def linear(self, *outputs: Outputs) -> Linear:
         """Outputs of one linear layer, or of several with the same inputs, one after the other."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ppserve.core.architecture import Architecture, Split, StageLayout, matrices, stage_layouts, stage_params
+from ppserve.core.architecture import (
+    Architecture,
+    Split,
+    StageLayout,
+    attention_matrices,
+    mlp_matrices,
+    stage_layouts,
+    stage_params,
+)
 from ppserve.core.figures import numbers, size, table
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import (
@@ -123,8 +131,8 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
         return stage_params(arch, layout) * element
-    of_layer = matrices(arch, layout)
-    packed = len(layout.attentions) * of_layer[:2] + len(layout.mlps) * of_layer[2:]
+    packed = [each for i in layout.attentions for each in attention_matrices(arch, arch.layers[i], layout)]
+    packed += [each for i in layout.mlps for each in mlp_matrices(arch, arch.layers[i], layout)]
     head = (layout.is_last * layout.cut(arch.vocab_size).width, arch.width)
     num_packed, num_head = sum(map(math.prod, packed)), math.prod(head)
     num_others = stage_params(arch, layout) - num_packed - num_head

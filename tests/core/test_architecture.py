@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from ppserve.core.architecture import Architecture, Rotary, Split, stage_layouts, stage_params, sublayer_params
+from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params, sublayer_params
+from tests.architectures import gpt2 as gpt2_architecture
+from tests.architectures import llama as llama_architecture
 
-GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+GPT2 = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 
 
 def llama(width: int, heads: int, kv_heads: int, inner: int, **fields: Any) -> Architecture:
-    sizes = {"inner_width": inner, "kv_heads": kv_heads, "vocab_size": 49152, "padded_vocab_size": 49152}
-    rotary = Rotary((1.0,) * (width // heads // 2))
-    return Architecture(4, width, heads, 2048, **sizes, biases=False, is_gated=True, rotary=rotary, **fields)
+    return llama_architecture(4, width, heads, kv_heads, width // heads, 2048, 49152, inner, **fields)
 
 
 LLAMA_3_8B = llama(4096, 32, 8, 14336)
@@ -62,8 +62,8 @@ def test_an_attention_weighs_what_it_has_of_its_layers_parameters(
 
 
 def test_a_cut_layer_counts_once_and_a_tied_embedding_once_in_the_model_and_twice_in_its_stages():
-    tied = Architecture(4, 64, 4, 128, 257, 320, 256)
-    untied = Architecture(4, 64, 4, 128, 257, 320, 256, tied_embeddings=False)
+    tied = gpt2_architecture(4, 64, 4, 128, 257, 320, 256)
+    untied = gpt2_architecture(4, 64, 4, 128, 257, 320, 256, tied_embeddings=False)
     for split in ("2,2", "2.5,1.5"):
         layouts = stage_layouts(Split.parse(split))
         assert sum(stage_params(untied, layout) for layout in layouts) == untied.num_params

@@ -17,10 +17,11 @@ from ppserve.core.partition import (
     split_by_weight,
 )
 from ppserve.errors import ConfigError
+from tests.architectures import gpt2 as gpt2_architecture
 
 
 def gpt2(layers: int, width: int, heads: int) -> Architecture:
-    return Architecture(layers, width, heads, 1024, 50257, 50257, 4 * width)
+    return gpt2_architecture(layers, width, heads, 1024, 50257, 50257, 4 * width)
 
 
 SMALL = gpt2(12, 768, 12)

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from ppserve.core.architecture import Architecture, Rotary
+from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
 from ppserve.model.checkpoint.families import tensor_shapes
+from tests import architectures
 
 
 def architecture(
-    *, num_layers: int = 2, width: int = 48, num_heads: int = 4, vocab_size: int = 211, **changes: object
+    *, num_layers: int = 2, width: int = 48, num_heads: int = 4, vocab_size: int = 211, **changes: Any
 ) -> Architecture:
-    """A small architecture; `changes` are any other fields."""
-    fields = {
-        "max_positions": 128,
-        "padded_vocab_size": vocab_size,
-        "inner_width": 4 * width,
-    } | changes
-    return Architecture(num_layers, width, num_heads, vocab_size=vocab_size, **fields)  # type: ignore[arg-type]
+    """A small GPT-2; `changes` are any other fields."""
+    fields = {"max_positions": 128, "inner_width": 4 * width} | changes
+    return architectures.gpt2(num_layers, width, num_heads, vocab_size=vocab_size, **fields)
 
 
-def llama(*, heads: int = 4, kv_heads: int = 2, head_width: int = 12, **changes: object) -> Architecture:
+def llama(
+    *,
+    num_layers: int = 2,
+    width: int = 48,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_width: int = 12,
+    **changes: Any,
+) -> Architecture:
     """A small Llama; `changes` are any other fields."""
-    fields = {
-        "inner_width": 104,
-        "activation": "silu",
-        "biases": False,
-        "tied_embeddings": False,
-        "family": "llama",
-        "kv_heads": kv_heads,
-        "head_width": head_width,
-        "rotary": Rotary(tuple(float(np.float32(10000 ** (-2 * i / head_width))) for i in range(head_width // 2))),
-        "is_gated": True,
-    }
-    return architecture(num_heads=heads, **fields | changes)
+    fields = {"max_positions": 128, "vocab_size": 211, "inner_width": 104, "tied_embeddings": False} | changes
+    return architectures.llama(num_layers, width, heads, kv_heads, head_width, **fields)
 
 
 class RandomCheckpoint(Checkpoint):
@@ -65,7 +60,7 @@ class RandomCheckpoint(Checkpoint):
         part, kind = name.split(".")[-2:]
         if kind == "bias":
             tensor *= 0.1
-        elif part in ("ln_1", "ln_2", "ln_f", "q_norm", "k_norm"):
+        elif part in ("ln_1", "post_ln_1", "ln_2", "post_ln_2", "ln_f", "q_norm", "k_norm"):
             tensor = 1 + 0.1 * tensor
         elif part in ("wte", "wpe", "lm_head"):
             tensor *= 0.3

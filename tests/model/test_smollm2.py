@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
 def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
     """The same weights in Hugging Face's model."""
     arch = checkpoint.architecture
-    assert arch.rotary is not None
+    (rotary,) = arch.rotaries
     config = transformers.LlamaConfig(
         vocab_size=arch.padded_vocab_size,
         max_position_embeddings=arch.max_positions,
@@ -34,7 +34,7 @@ def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        model.model.rotary_emb.inv_freq.copy_(torch.tensor(arch.rotary.frequencies))
+        model.model.rotary_emb.inv_freq.copy_(torch.tensor(rotary.frequencies))
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(str(FAMILY.hugging_face_name(name))))
     return model

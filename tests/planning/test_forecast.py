@@ -1,10 +1,11 @@
 import pytest
 
-from ppserve.core.architecture import Architecture, Split
+from ppserve.core.architecture import Split
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
+from tests.architectures import gpt2 as gpt2_architecture
 
-GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
-CEREBRAS_13B = Architecture(40, 5120, 40, 2048, 50257, 50257, 20480, activation="gelu")
+GPT2 = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+CEREBRAS_13B = gpt2_architecture(40, 5120, 40, 2048, 50257, 50257, 20480, activation="gelu")
 GiB = 1 << 30
 
 
@@ -24,7 +25,7 @@ def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
     plan = forecast(GPT2, Intent(1))
     assert plan.stages[0].weight_bytes == 4 * (124_439_808 + 50257 * 768)
     assert plan.stages[0].num_parameters == plan.arch.num_params == 124_439_808
-    untied = Architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
+    untied = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
     assert forecast(untied, Intent(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768
 
 

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import NetworkSettings, ServeConfig
-from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError, UsageError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.meeting import (
@@ -26,13 +25,14 @@ from ppserve.process.meeting import (
     read_secret,
 )
 from ppserve.process.network import connect, listen
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello as hello_of
 from tests.process.heads import SECRET, WITHIN_S, Tap, head
 from tests.process.heads import place as place_of
 
 pytestmark = pytest.mark.timeout(60)
 
-ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+ARCH = gpt2_architecture(4, 64, 4, 128, 300, 300, 256)
 ONE_HOST = [RankEnvironment(rank, 3, rank, 3) for rank in range(3)]
 TWO_HOSTS = [RankEnvironment(rank, 2, 0, 1) for rank in range(2)]
 

@@ -13,20 +13,21 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import NetworkSettings
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import connect
 from ppserve.process.tls import read_files, stage_context
 from ppserve.stage.link import HeadLink
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.certificates import make_certificates, needs_openssl
 from tests.hellos import hello as hello_of
 from tests.process.heads import WITHIN_S, head
 
 pytestmark = needs_openssl
 
-hello = partial(hello_of, world_size=2, architecture=Architecture(4, 64, 4, 128, 300, 300, 256))
+hello = partial(hello_of, world_size=2, architecture=gpt2_architecture(4, 64, 4, 128, 300, 300, 256))
 
 LARGE = wire.Broken(1, "x" * 3_000_000)
 FORM = wire.Form(1, StageLayout(0, 1, 0, 4), 100, 768, "t" * 3_000_000, "127.0.0.1", None, "::1")

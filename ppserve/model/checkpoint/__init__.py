@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 
-def with_biases(weights: Shapes, have_biases: bool) -> Shapes:
-    """Each weight, with a bias of as many numbers as it has outputs."""
-    shapes: Shapes = {}
-    for name, shape in weights.items():
-        shapes[f"{name}.weight"] = shape
-        if have_biases:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
-
-
 @dataclass(frozen=True, slots=True)
 class TensorPart:
     """The part of a tensor that a rank reads."""

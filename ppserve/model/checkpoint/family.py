@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import Shapes
 from ppserve.model.checkpoint.settings import EndOfText
 
 
@@ -40,8 +39,6 @@ class ModelFamily:
 
     model_types: tuple[str, ...]
     """The names that config.json and GGUF give its members."""
-    module: str
-    """Its `PARTS` are the layers (`ppserve.model.decoder.ModelParts`). Only stages import it."""
     config: type[Config]
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys of the config, and those that it has."""
@@ -49,11 +46,9 @@ class ModelFamily:
     """Keys that may only say what is so of all models of the family."""
     gguf_keys: dict[str, str] = field(default_factory=dict)
     """Keys that a GGUF must have beside `gguf.REQUIRED`, and their names in config.json."""
-    has_rms_norms: bool = False
-    layer_shapes: Callable[[Architecture], Shapes]
-    """The tensors of one layer, without the `h.{i}.` in front, in the order of their use."""
     names: Mapping[str, tuple[str, str]]
-    """The parts of a model, and what Hugging Face and a GGUF call them, without `.weight` and `.bias`."""
+    """The parts of a model (`families.tensor_shapes`), and what Hugging Face and a GGUF call them, without
+    `.weight` and `.bias`."""
     layers: str
     """What Hugging Face has before the number of a layer, e.g. `model.layers.`; `model.` may be absent."""
     is_in_out: bool = False

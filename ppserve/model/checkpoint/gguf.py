@@ -165,8 +165,8 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
             problem = f"is {own[name]}; only {arch.head_size}, as of keys, is served"
             raise CheckpointError(path, problem, field=f"{kind}.{name}")
     scale = own.get("attention.scale")
-    if scale and not math.isclose(scale, arch.attention_scale(0), rel_tol=1e-6):
-        problem = f"is {scale:g}; only {arch.attention_scale(0):g}, by the size of heads, is served"
+    if scale and not math.isclose(scale, arch.layers[0].attention.scale, rel_tol=1e-6):
+        problem = f"is {scale:g}; only {arch.layers[0].attention.scale:g}, by the size of heads, is served"
         raise CheckpointError(path, problem, field=f"{kind}.attention.scale")
     token_types = values.get("tokenizer.ggml.token_type") or []
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
@@ -199,15 +199,16 @@ def _ends(values: dict[str, Any]) -> list[int]:
 
 def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -> Architecture:
     """stored: what rotary positions' frequencies are divided by. Raises CheckpointError."""
-    if arch.rotary is None or stored is None:
+    if not arch.rotaries or stored is None:
         return arch
-    count = len(arch.rotary.frequencies)
+    rotary, *_ = arch.rotaries
+    count = len(rotary.frequencies)
     factors = stored.numbers[:count].double().numpy()
     if stored.shape != (count,) or not ((factors >= 1e-6) & (factors <= 1e12)).all():
         raise CheckpointError(path, f"is not {count} numbers from 1e-6 to 1e12", stored.name)
-    divided = np.array(arch.rotary.frequencies) / factors
-    frequencies = tuple(map(float, divided.astype(np.float32)))
-    return replace(arch, rotary=replace(arch.rotary, frequencies=frequencies))
+    divided = np.array(rotary.frequencies) / factors
+    scaled = replace(rotary, frequencies=tuple(map(float, divided.astype(np.float32))))
+    return arch.with_layers(lambda layer: replace(layer, attention=replace(layer.attention, rotary=scaled)))
 
 
 def _as_written(value: Any) -> Any:

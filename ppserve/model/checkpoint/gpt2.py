@@ -5,13 +5,15 @@ Everything that the reference code (transformers, models/gpt2) computes with is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import Shapes, settings, with_biases
+from ppserve.core.layers import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.family import Config, ModelFamily
 
 MODEL_CLASS = (
@@ -42,40 +44,51 @@ class GPT2Config(Config, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
     eos_token_id: settings.EndOfText = settings.END_OF_TEXT
 
-    def architecture(self, path: Path) -> Architecture:
+    def architecture(self, path: Path, *, have_biases: bool = True) -> Architecture:
+        """have_biases: whether linears and layer norms have biases; nanoGPT's may have none."""
+        settings.check_heads(path, self.n_embd, self.n_head, "n_head")
+        norm = NormSpec(self.layer_norm_epsilon, has_bias=have_biases)
+        inner_width = self.n_inner or 4 * self.n_embd
+        activation = settings.ACTIVATIONS[self.activation_function]
+        mlp = MLPSpec(inner_width, activation, has_biases=have_biases)
+        first = LayerSpec(self._attention(0, have_biases=have_biases), mlp, norm)
+        layers = [first] * self.n_layer
+        if self.scale_attn_by_inverse_layer_idx:
+            others = (self._attention(layer, have_biases=have_biases) for layer in range(1, self.n_layer))
+            layers[1:] = [replace(first, attention=attention) for attention in others]
         return Architecture(
-            num_layers=self.n_layer,
+            layers=tuple(layers),
             width=self.n_embd,
-            num_heads=self.n_head,
             max_positions=self.n_positions or self.n_ctx,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
-            inner_width=self.n_inner or 4 * self.n_embd,
-            activation=settings.ACTIVATIONS[self.activation_function],
-            layer_norm_epsilon=self.layer_norm_epsilon,
-            scale_attn_weights=self.scale_attn_weights,
-            scale_attn_by_inverse_layer_idx=self.scale_attn_by_inverse_layer_idx,
+            final_norm=norm,
+            family="gpt2",
+            model_type="gpt2",
+            model_class="GPT2LMHeadModel",
+            has_learned_positions=True,
             tied_embeddings=self.tie_word_embeddings,
             eos_ids=self.eos_ids,
+            begins_with_end=True,
         )
 
-
-def _layer_shapes(arch: Architecture) -> Shapes:
-    width, inner = arch.width, arch.inner_width
-    weights = {
-        "ln_1": (width,),
-        "attn.c_attn": (3 * width, width),
-        "attn.c_proj": (width, width),
-        "ln_2": (width,),
-        "mlp.c_fc": (inner, width),
-        "mlp.c_proj": (width, inner),
-    }
-    return with_biases(weights, arch.biases)
+    def _attention(self, layer: int, *, have_biases: bool) -> AttentionSpec:
+        head_size = self.n_embd // self.n_head
+        scale = head_size**-0.5 if self.scale_attn_weights else 1.0
+        if self.scale_attn_by_inverse_layer_idx:
+            scale /= layer + 1
+        return AttentionSpec(
+            num_heads=self.n_head,
+            num_kv_heads=self.n_head,
+            head_size=head_size,
+            scale=scale,
+            has_qkv_biases=have_biases,
+            has_output_bias=have_biases,
+        )
 
 
 FAMILY = ModelFamily(
     model_types=("gpt2",),
-    module="ppserve.model.gpt2",
     config=GPT2Config,
     synonyms={
         "hidden_size": "n_embd",
@@ -85,18 +98,17 @@ FAMILY = ModelFamily(
     },
     only={"position_embedding_type": "absolute", "attention_bias": True, "use_bias": True, "bias": True},
     gguf_keys={"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "n_inner"},
-    layer_shapes=_layer_shapes,
     names={
         "wte": ("wte", "token_embd"),
         "wpe": ("wpe", "position_embd"),
         "ln_f": ("ln_f", "output_norm"),
         "lm_head": ("lm_head", "output"),
         "ln_1": ("ln_1", "attn_norm"),
-        "attn.c_attn": ("attn.c_attn", "attn_qkv"),
-        "attn.c_proj": ("attn.c_proj", "attn_output"),
+        "attn.qkv": ("attn.c_attn", "attn_qkv"),
+        "attn.o": ("attn.c_proj", "attn_output"),
         "ln_2": ("ln_2", "ffn_norm"),
-        "mlp.c_fc": ("mlp.c_fc", "ffn_up"),
-        "mlp.c_proj": ("mlp.c_proj", "ffn_down"),
+        "mlp.up": ("mlp.c_fc", "ffn_up"),
+        "mlp.down": ("mlp.c_proj", "ffn_down"),
     },
     layers="transformer.h.",
     is_in_out=True,

@@ -11,17 +11,13 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ppserve.core.architecture import MAX_POSITIONS, Architecture
-from ppserve.model.checkpoint import Shapes, settings, with_biases
+from ppserve.core.layers import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.rotary import rotary
 
-KINDS: dict[str, dict[str, bool]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_biases": True},
-    "qwen3": {"qk_norms": True},
-}
-"""What is not a Llama's, by `model_type`. (A GGUF's Mistral is a Llama.)"""
+KINDS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""What a `model_type` is served as. (A GGUF's Mistral is a Llama.)"""
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
@@ -56,50 +52,39 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
         positions = self.max_position_embeddings or POSITIONS[self.model_type]
         scaling = {"rope_theta": self.rope_theta} | (self.rope_scaling or self.rope_parameters or {})
         has_window = self.model_type == "mistral" or self.use_sliding_window
+        if not head_size:
+            settings.check_heads(path, self.hidden_size, self.num_attention_heads, "num_attention_heads")
         window = (has_window and self.sliding_window) or positions
-        return Architecture(
-            family="llama",
-            num_layers=self.num_hidden_layers,
-            width=self.hidden_size,
+        norm = NormSpec(self.rms_norm_eps, is_rms=True)
+        attention = AttentionSpec(
             num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            rotary=rotary(path, head_size, scaling, positions),
+            head_norm=norm if self.model_type == "qwen3" else None,
+            has_qkv_biases=self.model_type == "qwen2",
+        )
+        mlp = MLPSpec(self.intermediate_size, settings.ACTIVATIONS[self.hidden_act], is_gated=True)
+        kind = KINDS[self.model_type]
+        return Architecture(
+            layers=(LayerSpec(attention, mlp, norm),) * self.num_hidden_layers,
+            width=self.hidden_size,
             # Within its window a model with one is the same as one without.
             max_positions=min(positions, window, MAX_POSITIONS),
-            is_windowed=window < positions,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
-            inner_width=self.intermediate_size,
-            activation=settings.ACTIVATIONS[self.hidden_act],
-            layer_norm_epsilon=self.rms_norm_eps,
+            final_norm=norm,
+            family="llama",
+            model_type=kind,
+            model_class=f"{kind.capitalize()}ForCausalLM",
             tied_embeddings=self.tie_word_embeddings,
-            biases=False,
             eos_ids=self.eos_ids,
-            kv_heads=self.num_key_value_heads,
-            head_width=head_size,
-            rotary=rotary(path, head_size, scaling, positions),
-            is_gated=True,
-            **KINDS[self.model_type],
         )
-
-
-def _layer_shapes(arch: Architecture) -> Shapes:
-    width, inner, size = arch.width, arch.inner_width, arch.head_size
-    queries, keys = arch.num_heads * size, arch.num_kv_heads * size
-    qkv: Shapes = {"attn.q": (queries, width), "attn.k": (keys, width), "attn.v": (keys, width)}
-    return {
-        "ln_1.weight": (width,),
-        **with_biases(qkv, arch.qkv_biases),
-        **({"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)} if arch.qk_norms else {}),
-        "attn.o.weight": (width, queries),
-        "ln_2.weight": (width,),
-        "mlp.gate.weight": (inner, width),
-        "mlp.up.weight": (inner, width),
-        "mlp.down.weight": (width, inner),
-    }
 
 
 FAMILY = ModelFamily(
     model_types=tuple(KINDS),
-    module="ppserve.model.llama",
     config=LlamaConfig,
     only={
         **dict.fromkeys(("mlp_bias", "attention_bias", "rope_interleaved"), False),
@@ -108,8 +93,6 @@ FAMILY = ModelFamily(
         **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling"), 1),
     },
     gguf_keys={"attention.layer_norm_rms_epsilon": "rms_norm_eps"},
-    has_rms_norms=True,
-    layer_shapes=_layer_shapes,
     names={
         "wte": ("embed_tokens", "token_embd"),
         "ln_f": ("norm", "output_norm"),

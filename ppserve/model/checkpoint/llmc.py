@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,9 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import bytes_shown, checked, file_size, misread, read_start
-from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
-from ppserve.model.checkpoint.settings import END_OF_TEXT, Layers, Positions, Rows, Width, settled
+from ppserve.model.checkpoint.families import layer_shapes, tensor_shapes
+from ppserve.model.checkpoint.gpt2 import GPT2Config
+from ppserve.model.checkpoint.settings import Layers, Positions, Rows, Width, check_heads, settled
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
 MAGIC = 20240326
@@ -67,23 +69,16 @@ def _read_header(path: Path) -> tuple[Architecture, str]:
 def _architecture(path: Path, header: Header) -> Architecture:
     if header.Vp < header.V:
         raise CheckpointError(path, f"is {header.Vp}, less than the {header.V} of V", field="Vp")
-    arch = Architecture(
-        num_layers=header.L,
-        width=header.C,
-        num_heads=header.NH,
-        max_positions=header.maxT,
-        vocab_size=header.V,
-        padded_vocab_size=header.Vp,
-        inner_width=4 * header.C,
-        activation="gelu_new",
-        eos_ids=(END_OF_TEXT,),
+    check_heads(path, header.C, header.NH, "NH")
+    config = GPT2Config(
+        n_layer=header.L, n_embd=header.C, n_head=header.NH, n_positions=header.maxT, vocab_size=header.Vp
     )
-    return settled(path, arch, "NH")
+    return settled(path, replace(config.architecture(path), vocab_size=header.V), "NH")
 
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:
     """Each follows the one before; the last must end where the file ends."""
-    layers = [f"h.{i}.{name}" for name in FAMILIES[arch.family].layer_shapes(arch) for i in range(arch.num_layers)]
+    layers = [f"h.{i}.{name}" for name in layer_shapes(arch, 0) for i in range(arch.num_layers)]
     names = ("wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias")
     shapes, itemsize = tensor_shapes(arch), DTYPES[dtype].itemsize
     sizes = [math.prod(shapes[name]) for name in names]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ppserve.core.architecture import Rotary
+from ppserve.core.layers import Rotary
 from ppserve.errors import CheckpointError
 from ppserve.files import shown
 

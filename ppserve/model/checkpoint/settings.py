@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from ppserve.core.architecture import MAX_LAYERS, MAX_POSITIONS, Architecture
+from ppserve.core.layers import LayerSpec
 from ppserve.errors import CheckpointError
 from ppserve.files import read_bytes, read_json
 
@@ -76,13 +77,32 @@ class _BesideVocabulary(msgspec.Struct, frozen=True):
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
     """Without ends of text beyond the vocabulary. heads: the file's name for their number. Raises CheckpointError
-    unless the heads divide the width, and those of keys and values the heads."""
-    if arch.head_width is None and arch.width % arch.num_heads:
-        raise CheckpointError(path, f"{arch.num_heads} heads do not divide the width {arch.width}", field=heads)
+    unless the heads of keys and values divide those of queries, and for layers that no backend computes."""
     if arch.num_heads % arch.num_kv_heads:
         problem = f"{arch.num_kv_heads} heads of keys and values do not divide the {arch.num_heads} of queries"
         raise CheckpointError(path, problem, field=heads)
+    for number, layer in enumerate(arch.layers):
+        if reason := _not_served(layer, arch.layers[0]):
+            raise CheckpointError(path, f"layer {number} {reason}")
     return replace(arch, eos_ids=tuple(end for end in arch.eos_ids if 0 <= end < arch.vocab_size))
+
+
+def _not_served(layer: LayerSpec, first: LayerSpec) -> str | None:
+    """What no backend computes of a layer, in words; None if there is nothing."""
+    if layer.mlp.experts is not None:
+        return "has a mixture of experts; no model with experts is served"
+    if layer.attention.has_sinks:
+        return "has attention sinks; no model with sinks is served"
+    mine, theirs = ((of.num_heads, of.num_kv_heads, of.head_size) for of in (layer.attention, first.attention))
+    if mine != theirs:
+        return "has other heads than layer 0; only models with the same heads in all layers are served"
+    return None
+
+
+def check_heads(path: Path, width: int, num_heads: int, field: str) -> None:
+    """Raises CheckpointError unless the heads divide the width. field: the file's name for their number."""
+    if width % num_heads:
+        raise CheckpointError(path, f"{num_heads} heads do not divide the width {width}", field=field)
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> tuple[int, int | None]:

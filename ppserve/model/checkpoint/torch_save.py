@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import checked, file_size, misread, read_start, reason, shown
 from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.families import FAMILIES
+from ppserve.model.checkpoint.gpt2 import GPT2Config
 from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
 
@@ -52,19 +54,17 @@ def read_state_dict(path: Path) -> list[StoredTensor]:
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
     vocab_size, _ = settings.real_vocabulary(path.parent, args.vocab_size, settings.END_OF_TEXT)
-    arch = Architecture(
-        num_layers=args.n_layer,
-        width=args.n_embd,
-        num_heads=args.n_head,
-        max_positions=args.block_size,
-        vocab_size=vocab_size,
-        padded_vocab_size=args.vocab_size,
-        inner_width=4 * args.n_embd,
-        activation="gelu",
-        biases=args.bias,
-        eos_ids=(settings.END_OF_TEXT,) if vocab_size == settings.GPT2_VOCABULARY else (),
+    config = GPT2Config(
+        n_layer=args.n_layer,
+        n_embd=args.n_embd,
+        n_head=args.n_head,
+        n_positions=args.block_size,
+        vocab_size=args.vocab_size,
+        activation_function="gelu",
+        eos_token_id=settings.END_OF_TEXT if vocab_size == settings.GPT2_VOCABULARY else None,
     )
-    return settings.settled(path, arch, "n_head")
+    arch = config.architecture(path, have_biases=args.bias)
+    return settings.settled(path, replace(arch, vocab_size=vocab_size), "n_head")
 
 
 def _canonical(stored_name: str) -> str | None:

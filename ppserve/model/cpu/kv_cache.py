@@ -73,7 +73,7 @@ class CpuCache:
         """blocks: their number and size. populate: takes its memory now, not as it is written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
-        self._turns = None if arch.rotary is None else Turns(arch.rotary)
+        self._turns = Turns(arch.rotaries[0]) if arch.rotaries else None
         cells = cell_bytes(arch.head_size, self.block_size, kind.element_bytes)
         shape = len(layout.attentions), self.num_blocks, layout.kv_heads(arch).width
         self.keys_LBHc, self.values_LBHc = (
@@ -87,7 +87,7 @@ class CpuCache:
             values=self.values_LBHc.data_ptr(),
             layer_cells=math.prod(shape[1:]),
             num_heads=shape[2],
-            readers=arch.heads_per_kv_head,
+            readers=arch.queries_per_kv_head,
             head_size=arch.head_size,
             block_size=self.block_size,
             key_cell=cells[0],

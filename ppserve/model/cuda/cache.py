@@ -60,7 +60,7 @@ class DeviceCache:
         self.operators = operators
         self._staging = staging
         self._arch, self._layout = arch, layout
-        self._turns = None if arch.rotary is None else Turns(arch.rotary)
+        self._turns = Turns(arch.rotaries[0]) if arch.rotaries else None
         self._buffers: dict[int, torch.Tensor] = {}
         shape = (len(layout.attentions), *blocks, layout.kv_heads(arch).width, arch.head_size)
         self.keys_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -15,10 +15,11 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import Decision, EpochLost, MemberEvent
 from ppserve.head.engine.members import Members
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
 
-ARCH = Architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EOS_ID,))
+ARCH = gpt2_architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EOS_ID,))
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 SECOND = 1_000_000_000

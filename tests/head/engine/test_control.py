@@ -15,14 +15,15 @@ import pytest
 from msgspec.structs import replace
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.process.meeting import make_proof
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello as hello_of
 from tests.process.test_network import finds_out_after_20_s
 
-ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+ARCH = gpt2_architecture(4, 64, 4, 128, 300, 300, 256)
 SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0

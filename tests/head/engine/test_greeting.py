@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture
 from ppserve.head.engine.greeting import Greeting
 from ppserve.process.meeting import make_proof
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello
 
 SECRET = b"the secret of this server"
-ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+ARCH = gpt2_architecture(4, 64, 4, 128, 300, 300, 256)
 
 
 def proof(greeting: Greeting, rank: int, secret: bytes = SECRET) -> wire.Proof:

@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.errors import ConfigError, StagesLost, UsageError
 from ppserve.head.engine.member import EpochLost, StageState
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.head.engine.scripted import SECOND, MembersRig, answer, loaded_pipeline, result, started_pipeline
 from tests.hellos import changed
 
 Fail = Callable[[MembersRig, int], None]
-OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
+OTHER = gpt2_architecture(6, 64, 4, 128, 300, 300, 256)
 
 
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:

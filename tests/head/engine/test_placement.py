@@ -9,17 +9,18 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
-from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import PartCosts
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.placement import count_blocks, decide, stage_addresses
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import changed
 from tests.hellos import hello as hello_of
 
-ARCH = Architecture(8, 160, 5, 1024, 1280, 1280, 640)
+ARCH = gpt2_architecture(8, 160, 5, 1024, 1280, 1280, 640)
 SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
 
 
@@ -117,7 +118,7 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
         ),
         (
             "auto",
-            changed(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
+            changed(hello(1), architecture=dataclasses.replace(ARCH, layers=ARCH.layers[:1] * 7)),
             "--model: stage 1 on a has another model in /m, unlike stage 0 on a",
         ),
     ],

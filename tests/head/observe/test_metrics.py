@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppserve.core.architecture import Architecture
 from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
@@ -18,6 +17,7 @@ from ppserve.head.descriptions import ModelDescription, RankDescription, StageDe
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
 from ppserve.tokenizer import no_tokenizer
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.core.artificial import account_of, plan
 
 CONTRACT = {
@@ -90,7 +90,7 @@ def read(metrics: Metrics) -> Scrape:
 
 
 def description() -> ModelDescription:
-    arch = Architecture(4, 64, 4, 128, 300, 300, 256)
+    arch = gpt2_architecture(4, 64, 4, 128, 300, 300, 256)
     return ModelDescription("tiny", arch, 1000, "float32", "none", 128, True, True, "", "0.1.0")
 
 

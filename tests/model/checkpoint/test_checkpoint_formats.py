@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -108,8 +107,8 @@ def test_gguf(tmp_path: Path, model: str, kind: str) -> None:
     """The numbers that were converted, rounded as the package rounds them; parts are those of the whole."""
     arch = architecture(width=64, inner_width=256, vocab_size=37, padded_vocab_size=40)
     if model != "gpt2":
-        arch = llama(width=64, head_width=16 if model == "qwen3" else 32, inner_width=96, vocab_size=64)
-        arch = replace(arch, qkv_biases=model == "qwen2", qk_norms=model == "qwen3")
+        more = {"qkv_biases": model == "qwen2", "qk_norms": model == "qwen3"}
+        arch = llama(width=64, head_width=16 if model == "qwen3" else 32, inner_width=96, vocab_size=64, **more)
     tensors = random_tensors(arch)
     path = write_gguf(tmp_path / "model.gguf", arch, tensors, kind, model)
     checkpoint = open_checkpoint(str(path))
@@ -121,7 +120,7 @@ def test_gguf(tmp_path: Path, model: str, kind: str) -> None:
             raw = gguf.GGMLQuantizationType[kind]
             expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(expected.numpy(), raw), raw))
         assert torch.equal(whole.float(), expected), name
-        if name.endswith(("c_attn.weight", "attn.q.weight")):
+        if name.endswith(("qkv.weight", "attn.q.weight")):
             assert torch.equal(checkpoint.tensor(name, part), part.select(whole))
 
 
@@ -182,7 +181,7 @@ def test_one_model_in_all_formats_has_one_fingerprint(tmp_path: Path) -> None:
     [
         *((name, slice(None)) for name in tensor_shapes(of_random(num_layers=1))),
         # Adapters of queries, of keys or of values alone.
-        *(("h.0.attn.c_attn.weight", slice(first, first + 48)) for first in (0, 48, 96)),
+        *(("h.0.attn.qkv.weight", slice(first, first + 48)) for first in (0, 48, 96)),
     ],
 )
 def test_a_single_tensor_that_was_trained_further_shows(name: str, rows: slice) -> None:

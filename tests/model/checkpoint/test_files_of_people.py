@@ -197,8 +197,7 @@ def test_parameters_of_rotary_positions_mean_what_they_do_in_transformers(
 ) -> None:
     config = transformers.LlamaConfig(**LLAMA_SIZES, rope_parameters={"rope_theta": 5000.0, **scaling})
     config.save_pretrained(tmp_path)
-    rotary = read_architecture(str(tmp_path)).rotary
-    assert rotary is not None
+    rotary = read_architecture(str(tmp_path)).rotaries[0]
     if (kind := scaling["rope_type"]) == "default":
         theirs, magnitude = 5000.0 ** -(torch.arange(0, 8, 2) / 8), 1.0
     else:

@@ -70,11 +70,11 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], field: s
 @pytest.mark.parametrize(
     ("of", "limit"),
     [
-        ({"model_type": "mistral", "sliding_window": 40}, "sliding_window of 40 positions"),
-        ({"model_type": "mistral"}, "sliding_window of 4096 positions"),
+        ({"model_type": "mistral", "sliding_window": 40}, "model's 40 positions"),
+        ({"model_type": "mistral"}, "model's 4096 positions"),
         ({"model_type": "mistral", "sliding_window": None}, "model's 9000 positions"),
         ({"model_type": "qwen2", "sliding_window": 40}, "model's 9000 positions"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window of 4096 positions"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "model's 4096 positions"),
     ],
 )
 def test_a_window_limits_the_context(of: dict[str, Any], limit: str, tmp_path: Path) -> None:
@@ -129,15 +129,13 @@ def test_four_bits_are_taken_as_they_are_stored(kind: str, tmp_path: Path) -> No
 
 def test_factors_of_frequencies_are_applied_or_refused(tmp_path: Path) -> None:
     arch = llama(width=64, heads=4, kv_heads=2, head_width=32, inner_width=96, vocab_size=64)
-    assert arch.rotary is not None
 
     def frequencies(factors: torch.Tensor) -> tuple[float, ...]:
         tensors = random_tensors(arch) | {"rope_freqs.weight": factors}
-        rotary = read_architecture(str(write_gguf(tmp_path / "m.gguf", arch, tensors, model="llama"))).rotary
-        assert rotary is not None
+        rotary = read_architecture(str(write_gguf(tmp_path / "m.gguf", arch, tensors, model="llama"))).rotaries[0]
         return rotary.frequencies
 
-    assert frequencies(torch.full((16,), 4.0)) == tuple(number / 4 for number in arch.rotary.frequencies)
+    assert frequencies(torch.full((16,), 4.0)) == tuple(number / 4 for number in arch.rotaries[0].frequencies)
     shapes = [torch.ones(shape) for shape in ((7,), (1, 16), (32,))]
     for wrong in [*shapes, *(torch.full((16,), value) for value in (0.0, -1.0, torch.nan, torch.inf))]:
         with pytest.raises(CheckpointError, match=r"rope_freqs.weight: is not 16 numbers from 1e-6 to 1e12"):

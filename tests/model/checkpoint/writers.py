@@ -26,6 +26,14 @@ from tests.model.random_checkpoint import architecture as of_random
 Tensors = dict[str, torch.Tensor]
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+GPT2_NAMES = {"attn.qkv": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+
+
+def gpt2_name(name: str) -> str:
+    """What GPT-2's authors call a tensor."""
+    for ours, theirs in GPT2_NAMES.items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name
 
 
 def architecture(**changes: Any) -> Architecture:
@@ -44,18 +52,18 @@ def random_tensors(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch
 def hf_config(arch: Architecture) -> dict[str, Any]:
     """config.json as transformers writes it."""
     read = {
-        "activation_function": arch.activation,
+        "activation_function": arch.layers[0].mlp.activation,
         "architectures": ["GPT2LMHeadModel"],
         "eos_token_id": arch.eos_id,
-        "layer_norm_epsilon": arch.layer_norm_epsilon,
+        "layer_norm_epsilon": arch.final_norm.epsilon,
         "model_type": "gpt2",
         "n_embd": arch.width,
         "n_head": arch.num_heads,
         "n_inner": None if arch.inner_width == 4 * arch.width else arch.inner_width,
         "n_layer": arch.num_layers,
         "n_positions": arch.max_positions,
-        "scale_attn_by_inverse_layer_idx": arch.scale_attn_by_inverse_layer_idx,
-        "scale_attn_weights": arch.scale_attn_weights,
+        "scale_attn_by_inverse_layer_idx": len(set(arch.layers)) > 1,
+        "scale_attn_weights": arch.layers[0].attention.scale != 1,
         "tie_word_embeddings": arch.tied_embeddings,
         "vocab_size": arch.padded_vocab_size,
     }
@@ -71,6 +79,7 @@ def hf_state(arch: Architecture, tensors: Tensors, prefix: str = "transformer.")
             if not arch.tied_embeddings:
                 state[name] = tensor
             continue
+        name = gpt2_name(name)
         state[prefix + name] = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
     return state
 
@@ -123,7 +132,7 @@ def write_llmc(path: Path, arch: Architecture, tensors: Tensors, version: int = 
     header = [20240326, version, arch.max_positions, arch.vocab_size, *sizes, *[0] * 248]
     dtype = torch.bfloat16 if version == 5 else torch.float32
     names = ["wte.weight", "wpe.weight"]
-    for tensor in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+    for tensor in ("ln_1", "attn.qkv", "attn.o", "ln_2", "mlp.up", "mlp.down"):
         for kind in ("weight", "bias"):
             names += [f"h.{i}.{tensor}.{kind}" for i in range(arch.num_layers)]
     names += ["ln_f.weight", "ln_f.bias"]
@@ -138,7 +147,7 @@ def write_llmc(path: Path, arch: Architecture, tensors: Tensors, version: int = 
 def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: str = "_orig_mod.") -> Path:
     """nanoGPT's ckpt.pt, by default as torch.compile names things and with AdamW's moments."""
     state = {
-        prefix + (name if name.startswith("lm_head") else f"transformer.{name}"): tensor
+        prefix + (name if name.startswith("lm_head") else f"transformer.{gpt2_name(name)}"): tensor
         for name, tensor in tensors.items()
     }
     mask = torch.ones(1, 1, arch.max_positions, arch.max_positions).tril()
@@ -149,7 +158,7 @@ def write_nanogpt(path: Path, arch: Architecture, tensors: Tensors, *, prefix: s
         "n_head": arch.num_heads,
         "n_embd": arch.width,
         "block_size": arch.max_positions,
-        "bias": arch.biases,
+        "bias": arch.final_norm.has_bias,
         "vocab_size": arch.padded_vocab_size,
         "dropout": 0.0,
     }
@@ -184,7 +193,7 @@ def write_gguf(
     writer.add_feed_forward_length(arch.inner_width)
     writer.add_head_count(arch.num_heads)
     if model == "gpt2":
-        writer.add_layer_norm_eps(arch.layer_norm_epsilon)
+        writer.add_layer_norm_eps(arch.final_norm.epsilon)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list([named.get(i, f"t{i}") for i in range(arch.padded_vocab_size)])
         for name in filter(lambda name: isinstance(name, str), named):
@@ -193,11 +202,11 @@ def write_gguf(
         writer.add_token_types([1] * arch.vocab_size + [5] * num_unused)
     else:
         writer.add_head_count_kv(arch.num_kv_heads)
-        writer.add_layer_norm_rms_eps(arch.layer_norm_epsilon)
-    if arch.rotary is not None and arch.head_size * arch.num_heads != arch.width:
+        writer.add_layer_norm_rms_eps(arch.final_norm.epsilon)
+    if arch.rotaries and arch.head_size * arch.num_heads != arch.width:
         writer.add_key_length(arch.head_size)
         writer.add_value_length(arch.head_size)
-    if arch.rotary is not None:
+    if arch.rotaries:
         writer.add_rope_dimension_count(arch.head_size)
         writer.add_rope_freq_base(10000.0)
     if arch.eos_id is not None:

@@ -15,7 +15,7 @@ from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 QWEN2, QWEN3 = llama(qkv_biases=True, head_width=32), llama(qk_norms=True, head_width=32)
 KINDS = {
     "biases of keys": (QWEN2, "attn.k.bias"),
-    "biases of keys, one for all": (architecture(), "attn.c_attn.bias"),
+    "biases of keys, one for all": (architecture(), "attn.qkv.bias"),
     "norms of keys": (QWEN3, "attn.k_norm.weight"),
     "biases of values": (QWEN2, "attn.v.bias"),
 }
@@ -32,8 +32,8 @@ class LargeFeatures(RandomCheckpoint):
     def tensor(self, name: str, part: TensorPart = TensorPart()) -> torch.Tensor:  # noqa: B008
         whole = super()._whole(name)
         if name.endswith(self._name):
-            width = len(whole) // (3 if "c_attn" in name else 1)
-            begin = width if "c_attn" in name else 0  # queries, then keys
+            width = len(whole) // (3 if "qkv" in name else 1)
+            begin = width if "qkv" in name else 0  # queries, then keys
             whole[begin : begin + width : 9] = self._size * torch.linspace(0.7, -1, len(range(0, width, 9)))
         return part.select(whole).clone()
 

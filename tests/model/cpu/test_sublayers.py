@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
+from tests.architectures import gpt2 as gpt2_architecture
 from tests.model.random_checkpoint import RandomCheckpoint
 
-ARCH = Architecture(3, 48, 4, 64, 211, 211, 192)
+ARCH = gpt2_architecture(3, 48, 4, 64, 211, 211, 192)
 MIDDLE, WHOLE = StageLayout(1, 3, 1, 4), StageLayout(0, 1, 0, 6)
 """A stage that begins and ends within a layer, and the model in one stage."""
 

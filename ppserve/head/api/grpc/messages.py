@@ -92,15 +92,16 @@ def _token(token_id: int, score: Score, tokenizer: Tokenizer) -> pb.TokenInfo:
 
 def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
     """GetModelInfo's answer."""
-    num_parameters = description.num_parameters
-    max_context = description.max_context
+    arch, max_context = description.architecture, description.max_context
+    sizes = {name: getattr(arch, name) for name in ("num_layers", "num_heads", "inner_width")}
+    sizes["num_parameters"] = description.num_parameters
     return _copied(
         pb.GetModelInfoResponse,
         description,
         model=description.name,
-        architecture=_copied(pb.Architecture, description.architecture, num_parameters=num_parameters),
-        eos_token_id=description.architecture.eos_id,
-        eos_token_ids=description.architecture.eos_ids,
+        architecture=_copied(pb.Architecture, arch, **sizes),
+        eos_token_id=arch.eos_id,
+        eos_token_ids=arch.eos_ids,
         limits=_copied(pb.Limits, description.limits, max_prompt_tokens=max_context),
         nondeterministic_reason=description.why_not,
     )

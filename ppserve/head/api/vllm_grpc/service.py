@@ -104,8 +104,7 @@ class VllmService:
 def model_kind(handler: RequestHandler) -> tuple[str, str]:
     """Hugging Face's `model_type` and class. A Mistral is served as a Llama."""
     arch = handler.description.architecture
-    kind = "qwen2" if arch.qkv_biases else "qwen3" if arch.qk_norms else arch.family
-    return kind, "GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"
+    return arch.model_type, arch.model_class
 
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:

@@ -220,9 +220,7 @@ async def test_what_the_engine_is_and_how_full(stub: VllmEngineStub) -> None:
     ("differences", "kind", "architecture"),
     [
         ({}, "gpt2", "GPT2LMHeadModel"),
-        ({"family": "llama"}, "llama", "LlamaForCausalLM"),
-        ({"family": "llama", "qkv_biases": True}, "qwen2", "Qwen2ForCausalLM"),
-        ({"family": "llama", "qk_norms": True}, "qwen3", "Qwen3ForCausalLM"),
+        ({"model_type": "qwen3", "model_class": "Qwen3ForCausalLM"}, "qwen3", "Qwen3ForCausalLM"),
     ],
 )
 async def test_a_model_says_its_family_and_all_its_ends_and_its_tokenizer_is_an_archive_with_a_digest(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppserve.core.architecture import Architecture, Cut, Rotary, StageLayout
+from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling_kernels
@@ -30,6 +30,9 @@ from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.sublayers import ACTIVATIONS
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import StepInputs, build_inputs
+from tests.architectures import changed
+from tests.architectures import gpt2 as gpt2_architecture
+from tests.architectures import llama as llama_architecture
 from tests.draws import a_draw
 from tests.model.cpu.guarded.memory import NOTHING, Guarded, GuardedTensors, Log, Withheld
 from tests.model.random_checkpoint import RandomCheckpoint
@@ -115,28 +118,25 @@ def _size(pick: Random) -> int:
 
 
 def _llama(pick: Random) -> Architecture:
-    kv_heads, readers = pick.choice([1, 1, 2, 3, 4]), pick.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
+    kv_heads, queries = pick.choice([1, 1, 2, 3, 4]), pick.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
     half = pick.choice([1, 2, 3, 4, 5, 8, 8, 10, 16, 16, 20, 32, 40])
-    frequencies = tuple(float(np.float32(10000 ** (-i / half))) for i in range(half))
-    return Architecture(
-        **_sizes(pick, 1 + _size(pick)),
-        width=_size(pick),
-        num_heads=kv_heads * readers,
-        kv_heads=kv_heads,
-        head_width=2 * half,
-        rotary=Rotary(frequencies),
-        family="llama",
-        activation=pick.choice(["silu", "silu", *ACTIVATIONS]),
-        is_gated=True,
-        biases=False,
-        qkv_biases=pick.random() < 0.3,
-        qk_norms=pick.random() < 0.3,
+    return changed(
+        llama_architecture(
+            **_sizes(pick, 1 + _size(pick)),
+            width=_size(pick),
+            heads=kv_heads * queries,
+            kv_heads=kv_heads,
+            head_width=2 * half,
+            qkv_biases=pick.random() < 0.3,
+            qk_norms=pick.random() < 0.3,
+        ),
+        mlp={"activation": pick.choice(["silu", "silu", *ACTIVATIONS])},
     )
 
 
 def _gpt2(pick: Random) -> Architecture:
     heads, size = pick.choice([1, 2, 3, 4, 5, 6, 7, 12]), pick.choice([1, 2, 3, 5, 8, 12, 15, 16, 17, 20, 33, 64])
-    return Architecture(
+    return gpt2_architecture(
         **_sizes(pick, 1 + _size(pick)),
         width=heads * size,
         num_heads=heads,

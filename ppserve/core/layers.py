@@ -1,0 +1,108 @@
+"""What a layer of a model computes: its attention, its MLP, the norms around them, and what multiplies what.
+
+A layer is two lines, in which a norm that the layer does not have changes nothing:
+
+    x = x + residual_multiplier * post_norm(attention(pre_norm(x)))
+    x = x + residual_multiplier * post_norm(mlp(pre_norm(x)))
+
+D width of the hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions: at position p, pair i of a head's features is rotated by the angle p * frequencies[i].
+
+    frequencies: float32 numbers, one for each half of a head's features.
+    magnitude: what queries and keys are multiplied with.
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm of the hidden states, or of each head's features."""
+
+    epsilon: float
+    is_rms: bool = False
+    """Whether the norm leaves the mean where it is."""
+    has_bias: bool = False
+
+    def num_params(self, size: int) -> int:
+        """Parameters of the norm of `size` numbers."""
+        return size * (1 + self.has_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """An attention: its heads, what it sees, and how its scores are made."""
+
+    num_heads: int
+    """Heads of queries."""
+    num_kv_heads: int
+    """Heads of keys and values, each of which as many heads of queries read."""
+    head_size: int
+    """Features of a head."""
+    scale: float
+    """The factor on Q·K."""
+    rotary: Rotary | None = None
+    """None: queries and keys are not rotated by their positions."""
+    window: int | None = None
+    """How many positions a row sees, its own included and the last ones before it; None: all before it."""
+    has_sinks: bool = False
+    """Whether each head has a learned score that takes weight and has no value."""
+    head_norm: NormSpec | None = None
+    """The norm of each head's queries and keys before they are rotated."""
+    has_qkv_biases: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of which a router chooses a few for each row."""
+
+    count: int
+    per_token: int
+    """How many of them compute a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """An MLP: dense, gated, or several of these as experts."""
+
+    inner_width: int
+    """Features between its matrices; of one expert."""
+    activation: str
+    """A key of `model.stock.ACTIVATIONS` (Hugging Face's names)."""
+    is_gated: bool = False
+    """Whether it multiplies what it activates with as many outputs that it does not."""
+    has_biases: bool = False
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer of a model. Layers that are equal share one object."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    pre_norm: NormSpec | None
+    """The norm of what each of the two sublayers gets."""
+    post_norm: NormSpec | None = None
+    """The norm of what each of the two gives, before it is added to the hidden states."""
+    residual_multiplier: float = 1.0
+    """What each of the two gives is multiplied with it before it is added."""
+
+    def num_norm_params(self, width: int) -> int:
+        """Parameters of the norms around one of its sublayers."""
+        return sum(norm.num_params(width) for norm in (self.pre_norm, self.post_norm) if norm is not None)

@@ -29,7 +29,7 @@ _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
     "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
     "ppserve.errors": "ConfigError InvalidRequest PpserveError RequestError UsageError",
-    "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Decoder Draw Frames
+    "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Computed Decoder DeviceSetup Draw Frames
         GPT2Config Ledger Pipeline SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Stream
         TensorPart Transport
         balance between connect create_transport decode_parts load_stage load_tokenizer open_checkpoint

@@ -121,7 +121,7 @@ class Loading(_Message, frozen=True, tag=True):
 class Loaded(_Message, frozen=True, tag=True):
     """The weights are in memory. block_bytes: of one KV block on this stage. kv_bytes: available for KV blocks.
 
-    why_not: the check of the self-test that failed, empty if all passed.
+    nondeterministic_reason: the check of the self-test that failed, or why it proves nothing; None if all passed.
     kernels: the kernel variants in use; different ones may compute different bits from the same numbers.
     variants: those that the CPU can run, weakest first.
     """
@@ -131,7 +131,7 @@ class Loaded(_Message, frozen=True, tag=True):
     weight_bytes: int
     block_bytes: int
     kv_bytes: int
-    why_not: str
+    nondeterministic_reason: str | None
     kernels: str = ""
     variants: tuple[str, ...] = ()
 

@@ -57,12 +57,12 @@ CARD = ModelDescription(
     max_context=64,
     has_tokenizer=True,
     deterministic=True,
-    why_not="",
+    nondeterministic_reason=None,
     version="0",
     chat_format=ChatFormat(tokens={"bos_token": "<eos>", "eos_token": "<eos>"}),
 )
 _HELLO = hello(0, 1, CARD.architecture)
-_LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, "")
+_LOADED = wire.Loaded("cpu", 12345, 4, 1, 8, None)
 _TIMES = (StageTimes(dict.fromkeys(BUSY, 1_000_000_000), dict.fromkeys(CAUSES, 500_000_000), 2_000_000_000),)
 READING = ReplicaReading(
     replica=0,

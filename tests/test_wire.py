@@ -61,7 +61,7 @@ MESSAGES: dict[Any, list[Any]] = {
     wire.FromStage: [
         hello(1, 2, ARCH, costs=COSTS),
         wire.Loading(1, 2),
-        wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
+        wire.Loaded("cpu", 10, 40, 100, 2**40, None),
         wire.StoreOpened(1, 5),
         wire.Ready(1),
         wire.Result(RESULT),

@@ -16,8 +16,8 @@ import torch
 from ppserve import (
     Architecture,
     Checkpoint,
-    Compute,
     Computed,
+    DeviceSetup,
     Draw,
     Frames,
     GPT2Config,
@@ -85,8 +85,8 @@ class TourStage:
     ) -> None:
         self.layout = layout
         self.device = device
-        compute = Compute(device, "float32", stages_here=1, threads=torch.get_num_threads())
-        backend = compute.backend()
+        setup = DeviceSetup(device, "float32", stages_here=1, threads=torch.get_num_threads())
+        backend = setup.backend()
         self.model = load_stage(checkpoint, layout, backend)
         self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE
         cache = backend.make_cache(self.model.arch, layout, MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE)

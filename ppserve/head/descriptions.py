@@ -33,7 +33,7 @@ class ModelDescription:
     max_context: int  # tokens of prompt and output together
     has_tokenizer: bool
     deterministic: bool
-    why_not: str  # empty when `deterministic`
+    nondeterministic_reason: str | None  # None when `deterministic`
     version: str
     limits: Limits = field(default_factory=Limits)
     kernels: str = ""  # those of all stages, in words
@@ -107,10 +107,11 @@ class Topology:
     replicas: tuple[ReplicaReading, ...] = ()
 
 
-def why_not_deterministic(members: Iterable[Member]) -> list[str]:
+def nondeterministic_reasons(members: Iterable[Member]) -> list[str]:
     """Why tokens may depend on more than the request; empty if they do not."""
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
-    reasons = list(dict.fromkeys(f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not))
+    found = ((stage, of.nondeterministic_reason) for stage, of in loaded)
+    reasons = list(dict.fromkeys(f"stage {stage}: {reason}" for stage, reason in found if reason is not None))
     kernels = dict.fromkeys(of.kernels for _, of in loaded)
     if len(kernels) > 1:
         problem = (
@@ -139,7 +140,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     tokenizer = load_tokenizer(checkpoint, arch.vocab_size)
     chats = read_chat_format(checkpoint)
     members = [member for replica in replicas for member in replica.in_use]
-    reasons = why_not_deterministic(members)
+    reasons = nondeterministic_reasons(members)
     path, names = config.model.path, config.model.served_model_name
     root = own_name(path)
     description = ModelDescription(
@@ -154,7 +155,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         max_context=decision.scheduling.max_model_len,
         has_tokenizer=tokenizer.vocab_size > 0,
         deterministic=not reasons,
-        why_not="; ".join(reasons),
+        nondeterministic_reason="; ".join(reasons) or None,
         version=__version__,
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),

@@ -19,7 +19,7 @@ from ppserve.model.checkpoint import Checkpoint, TensorPart
 from ppserve.model.checkpoint.gpt2 import GPT2Config
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.decoder import Decoder, load_stage
-from ppserve.stage.device import Compute
+from ppserve.stage.device import DeviceSetup
 from ppserve.stage.step import Computed, Stage
 from ppserve.stage.transport import Frames, Transport, connect, create_transport
 from ppserve.tokenizer import load_tokenizer

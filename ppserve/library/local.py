@@ -14,11 +14,11 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.head.engine.control import Disconnected, LossCause, Received
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.device import Compute
-from ppserve.stage.link import Link
+from ppserve.stage.connecting import ThreadConnector
+from ppserve.stage.device import DeviceSetup
+from ppserve.stage.link import HeadLink
 from ppserve.stage.loop import StageLoop
 from ppserve.stage.probe import probe
-from ppserve.stage.wiring import ThreadWiring
 
 log = logging.getLogger("ppserve.library")
 
@@ -28,7 +28,7 @@ class LocalControlPlane:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
-        self.links = {rank: Link(partial(self._receive, rank)) for rank in ranks}
+        self.links = {rank: HeadLink(partial(self._receive, rank)) for rank in ranks}
 
     def _receive(self, rank: int, message: wire.FromStage) -> None:
         self._arrived.put(Received(rank, time.monotonic_ns(), message))
@@ -58,21 +58,21 @@ class LocalControlPlane:
 def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
     """A thread for each rank. Raises UsageError."""
     grid = config.pipeline.grid(world_size)
-    wirings = [ThreadWiring() for _ in range(grid.data)]
+    connectors = [ThreadConnector() for _ in range(grid.data)]
     threads = []
     for rank, link in control.links.items():
         found = probe(config, RankEnvironment(rank, world_size, rank, world_size))
-        wiring = wirings[grid.place(rank).replica]
-        stage = StageLoop(wire.Start(config, rank, world_size), found, link, wiring)
-        args = stage, found.compute, link
+        connector = connectors[grid.place(rank).replica]
+        stage = StageLoop(wire.Start(config, rank, world_size), found, link, connector)
+        args = stage, found.setup, link
         threads.append(threading.Thread(target=_run_stage, args=args, name=grid.name(rank), daemon=True))
     return threads
 
 
-def _run_stage(stage: StageLoop, compute: Compute, link: Link) -> None:
+def _run_stage(stage: StageLoop, setup: DeviceSetup, link: HeadLink) -> None:
     """A stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
-        compute.occupy()
+        setup.bind_this_thread()
         stage.run()
     except BaseException as error:
         log.exception("a stage failed")

@@ -74,7 +74,7 @@ def _import(keeper_fd: int) -> None:
     thread.start()
     try:
         with contextlib.suppress(UsageError, PermissionError):
-            from ppserve.stage import link, loop, probe, wiring  # noqa: F401
+            from ppserve.stage import connecting, link, loop, probe  # noqa: F401
     finally:
         is_done.set()
         thread.join()
@@ -135,12 +135,12 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
-    from ppserve.stage.link import HeadLink
+    from ppserve.stage.connecting import ProcessConnector
+    from ppserve.stage.link import SocketHeadLink
     from ppserve.stage.loop import StageLoop
-    from ppserve.stage.wiring import ProcessGroupWiring
 
-    link = HeadLink(connection, end=os._exit)
-    stage = StageLoop(start, found, link, ProcessGroupWiring(start.config.network.stage_ports), route)
+    link = SocketHeadLink(connection, end=os._exit)
+    stage = StageLoop(start, found, link, ProcessConnector(start.config.network.stage_ports), route)
     return stage.run(report=lambda line: _write_line(keeper_fd, line))
 
 

@@ -32,8 +32,8 @@ REFERENCE = "PPSERVE_GPU_REFERENCE"
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """The device and arithmetic of one stage."""
+class DeviceSetup:
+    """The device and arithmetic of one stage, and what it shares with the other stages of its host."""
 
     device: torch.device
     dtype: str
@@ -70,14 +70,14 @@ class Compute:
         return variants.available(variants.features()) if ours else ()
 
     @property
-    def doubt(self) -> str:
-        """Why passing the self-test proves nothing here; empty where it does."""
+    def untestable_reason(self) -> str | None:
+        """Why passing the self-test proves nothing on this device; None where it proves something."""
         if self.device.type == "cpu" or self.options.batch_invariant:
-            return ""
+            return None
         return "torch's products choose a kernel by the number of rows, and few can be tried (--batch-invariant)"
 
-    def occupy(self) -> None:
-        """This process or thread is the stage: torch takes over its GPU and threads."""
+    def bind_this_thread(self) -> None:
+        """Bind this thread to the device, and torch's threads to its cores. Call it once, before computing."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # In torch's default stream, stages that share a GPU would wait for each other.
@@ -106,7 +106,7 @@ class Compute:
         return cpu_kv_bytes(available_bytes() // self.stages_here, sequence_bytes)
 
 
-def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
+def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> DeviceSetup:
     """The device, by its place among `devices_here`, and dtype. Raises ConfigError."""
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
@@ -130,7 +130,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
         log.warning("%s; every step waits for threads that have none", many)
     options = _options(config, kv_dtype)
     arithmetic = dtype, stages_here, threads, quantization, kv_dtype
-    return Compute(device, *arithmetic, options, reference, stages_on_gpu if on_gpu else 1)
+    return DeviceSetup(device, *arithmetic, options, reference, stages_on_gpu if on_gpu else 1)
 
 
 def _own_kv_dtype(config: ServeConfig, dtype: str, stored_dtype: str) -> str:

@@ -25,7 +25,7 @@ Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
 
 
-class Link:
+class HeadLink:
     """A stage's end of the control plane, and what all do with the head's messages.
 
     A Ping is answered at once, so that the head can tell busy from frozen.
@@ -62,7 +62,7 @@ class Link:
         self.inbox.put((now_ns, message))
 
 
-class HeadLink(Link):
+class SocketHeadLink(HeadLink):
     """A socket to the head, read from its start on by a thread that stamps each message.
 
     end: called with EXIT_HEAD_GONE, perhaps by both threads, when the head is gone, is silent for `silence_s` (it

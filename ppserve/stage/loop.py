@@ -33,12 +33,12 @@ from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine, this_user
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
+from ppserve.stage.connecting import Connector
 from ppserve.stage.device import in_words, lacks_memory
-from ppserve.stage.link import Link, Stamped
+from ppserve.stage.link import HeadLink, Stamped
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
-from ppserve.stage.wiring import Wiring
 
 log = logging.getLogger("ppserve.stage")
 
@@ -73,13 +73,13 @@ class StageLoop:
         self,
         start: wire.Start,
         found: ProbeResult,
-        link: Link,
-        wiring: Wiring,
+        link: HeadLink,
+        connector: Connector,
         route: Route = ONE_HOST,
     ) -> None:
         self._start = start
         self._found = found
-        self._wiring = wiring
+        self._connector = connector
         self._route = route
         self._part: LoadedPart | None = None
         self._epoch: Epoch | None = None
@@ -116,12 +116,12 @@ class StageLoop:
 
     def _hello(self) -> wire.Hello:
         start = self._start
-        compute, checkpoint = self._found.compute, self._found.checkpoint
+        setup, checkpoint = self._found.setup, self._found.checkpoint
         place = socket.gethostname(), this_machine(), self._route.own, self._route.head
         host = wire.StageHost(*place, user=this_user())
-        numbers = compute.dtype, compute.quantization, compute.kv_dtype
+        numbers = setup.dtype, setup.quantization, setup.kv_dtype
         model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
-        device = wire.StageDevice(compute.device.index, shares_gpu=compute.stages_on_gpu > 1)
+        device = wire.StageDevice(setup.device.index, shares_gpu=setup.stages_on_gpu > 1)
         return wire.Hello(start.rank, start.world_size, host, model, device, self._found.costs)
 
     def _receive_messages(self) -> None:
@@ -138,42 +138,42 @@ class StageLoop:
         if self._part is not None:
             self._part = None
             gc.collect()
-        layout, compute = assign.layout, self._found.compute
+        layout, setup = assign.layout, self._found.setup
         try:
             checkpoint, send = self._found.checkpoint, self._link.send
-            model = load_stage(checkpoint, layout, compute.backend(), lambda *of: send(wire.Loading(*of)))
-            why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
+            model = load_stage(checkpoint, layout, setup.backend(), lambda *of: send(wire.Loading(*of)))
+            reason = check_determinism(model, self._start.config.cache.block_size) or setup.untestable_reason
             with contextlib.suppress(AttributeError):  # glibc keeps what is free
                 ctypes.CDLL(None).malloc_trim(0)
         except Exception as error:
             # Of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)
             if not isinstance(error, UsageError | MemoryError):
-                compute.probe()
+                setup.probe()
                 log.exception("stage %d", layout.stage)
-                problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {problem}"
+                problem = f"it cannot compute on {setup.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
         else:
             self._part = LoadedPart(model, model)
-            self._link.send(self._loaded(model, why_not))
+            self._link.send(self._loaded(model, reason))
 
-    def _loaded(self, model: Decoder, why_not: str) -> wire.Loaded:
-        compute, cache = self._found.compute, self._start.config.cache
+    def _loaded(self, model: Decoder, nondeterministic_reason: str | None) -> wire.Loaded:
+        setup, cache = self._found.setup, self._start.config.cache
         layout, backend = model.layout, model.backend
         block_bytes = backend.block_bytes(model.arch, layout, cache.block_size)
         context = model.arch.context(self._start.config.model.max_model_len)
         sequence_bytes = sequence_blocks(context, cache.block_size) * block_bytes
         drawn_from = model.arch.vocab_size if layout.is_last else 0
         return wire.Loaded(
-            device=compute.name,
+            device=setup.name,
             params=model.num_params,
             weight_bytes=model.weight_bytes,
             block_bytes=block_bytes,
             kv_bytes=cache.kv_cache_memory
-            or compute.kv_budget_bytes(model.weight_bytes, drawn_from, sequence_bytes),
-            why_not=why_not,
+            or setup.kv_budget_bytes(model.weight_bytes, drawn_from, sequence_bytes),
+            nondeterministic_reason=nondeterministic_reason,
             kernels=backend.describe(),
-            variants=compute.kernel_variants,
+            variants=setup.kernel_variants,
         )
 
     # ---- epochs ----
@@ -224,11 +224,13 @@ class StageLoop:
             depth=form.layout.num_stages + 1,
             device=model.backend.device,
         )
-        wires = self._wiring.open_wires(form, frames, self._link)
+        connections = self._connector.connect(form, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.
-        self._epoch = epoch = Epoch(form.epoch, Stage(part.computing, part.cache, *wires))
+        self._epoch = epoch = Epoch(
+            form.epoch, Stage(part.computing, part.cache, connections.transport, connections.gather)
+        )
         if self._link.abandoned >= form.epoch:
-            # The link's thread may have looked before there were wires.
+            # The link's thread may have looked before there were connections.
             raise TransportError("the epoch was lost while it formed")
         epoch.stage.warm_up()
 
@@ -248,18 +250,18 @@ class StageLoop:
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """Closes the wires: neighbours wake up. Raises TransportError if only a new process helps."""
+        """Closes the connections: neighbours wake up. Raises TransportError if only a new process helps."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
             log.debug("epoch %d: left", self._epoch.number)
         self._epoch = None
-        self._wiring.leave_epoch()
+        self._connector.leave_epoch()
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
         """Keeps the weights for the next epoch. Raises if the device is lost."""
         # Errors do not tell: torch's may only lack memory, Triton's is a RuntimeError.
-        self._found.compute.probe()
+        self._found.setup.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
         # First: ending a group may take long, and the others hear of it from the head.
         self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))

@@ -34,7 +34,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
 from ppserve.model.decoder import load_stage
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.device import Compute, choose
+from ppserve.stage.device import DeviceSetup, choose
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 
@@ -50,7 +50,7 @@ class ProbeResult:
     """The model and the device of one stage."""
 
     checkpoint: Checkpoint
-    compute: Compute
+    setup: DeviceSetup
     weights: str = ""
     """The checkpoint's fingerprint."""
     costs: PartCosts | None = None
@@ -61,22 +61,22 @@ class ProbeResult:
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
     """Opens the checkpoint's headers and chooses the device. Raises UsageError."""
     stored = open_checkpoint(config.model.path)
-    compute = choose(config, environment, stored.stored_dtype)
-    checkpoint = stored.rounded_to(compute.dtype)
-    return ProbeResult(checkpoint, compute, fingerprint(checkpoint))
+    setup = choose(config, environment, stored.stored_dtype)
+    checkpoint = stored.rounded_to(setup.dtype)
+    return ProbeResult(checkpoint, setup, fingerprint(checkpoint))
 
 
 def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
     """`probe`, and what the head needs measured, on the device that this takes over."""
     found = probe(config, environment)
-    found.compute.occupy()
+    found.setup.bind_this_thread()
     grid = config.pipeline.grid(environment.world_size)
     tensor = grid.place(environment.rank).tensor
-    return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.compute))
+    return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.setup))
 
 
 def measure_costs(
-    config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, compute: Compute
+    config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, setup: DeviceSetup
 ) -> PartCosts | None:
     """Measure what the model's parts cost, if the head balances stages by it; else None.
     tensor: which of a stage's ranks this is."""
@@ -85,17 +85,17 @@ def measure_costs(
     if not has_choice:
         return None
     step = expected_step(checkpoint.architecture.max_positions)
-    return part_costs(checkpoint, compute, step, tensor, grid.tensor)
+    return part_costs(checkpoint, setup, step, tensor, grid.tensor)
 
 
 def part_costs(
-    checkpoint: Checkpoint, compute: Compute, step: StepPlan, tensor: int = 0, num_tensor: int = 1
+    checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
     """Seconds of each part in this step, measured once a machine. Waits for no other tensor rank."""
-    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
+    path = _memory_path(checkpoint, setup, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
-    costs = _measure(checkpoint, compute, step, (tensor, num_tensor))
+    costs = _measure(checkpoint, setup, step, (tensor, num_tensor))
     with contextlib.suppress(OSError):  # no cache costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -104,21 +104,21 @@ def part_costs(
     return costs
 
 
-def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path:
+def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Path:
     """One file per machine, model shape, arithmetic, operators and threads."""
-    numbers = compute.dtype, compute.quantization, compute.kv_dtype
-    operators = compute.reference, compute.options.batch_invariant, torch.__version__
-    machine = compute.name, compute.stages_here, platform.processor()
+    numbers = setup.dtype, setup.quantization, setup.kv_dtype
+    operators = setup.reference, setup.options.batch_invariant, torch.__version__
+    machine = setup.name, setup.stages_here, platform.processor()
     key = repr((_VERSION, checkpoint.architecture, numbers, operators, machine, what))
     return user_cache() / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _measure(checkpoint: Checkpoint, compute: Compute, step: StepPlan, rank: tuple[int, int]) -> PartCosts:
-    bare, attention, layer = _stages(checkpoint, compute, rank, step)
+def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: tuple[int, int]) -> PartCosts:
+    bare, attention, layer = _stages(checkpoint, setup, rank, step)
     undrawn = replace(step, slices=tuple(replace(piece, draw=None) for piece in step.slices))
     steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
     # CPU time where one thread computes: measuring ranks may share cores.
-    has_one_thread = compute.device.type == "cpu" and compute.threads == 1
+    has_one_thread = setup.device.type == "cpu" and setup.threads == 1
     clock = time.thread_time if has_one_thread else time.perf_counter
     bare_s, drawn_s, attention_s, layer_s = _time_by_turns(steps, clock)
     head_s = max(drawn_s - bare_s, _LEAST_SHARE * drawn_s)
@@ -142,14 +142,14 @@ def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], 
     return [quantiles(times_s, n=4)[0] for times_s in zip(*turns, strict=True)]
 
 
-def _stages(checkpoint: Checkpoint, compute: Compute, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
+def _stages(checkpoint: Checkpoint, setup: DeviceSetup, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
     """Lone stages with no sublayer, one and two, which share embedding and head."""
     layout = StageLayout(0, 1, 0, 2, *rank)
-    whole = load_stage(checkpoint, layout, compute.backend())
+    whole = load_stage(checkpoint, layout, setup.backend())
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
     cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
     # Memory that was never written reads as one cached page of zeros.
     cache.fill(0.01)
-    (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=compute.device),))
+    (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=setup.device),))
     models = (whole.computing(*whole.sublayers[:number]) for number in range(3))
     return [Stage(model, cache, alone) for model in models]

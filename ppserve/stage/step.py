@@ -14,7 +14,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.model.backend import StageModel
 from ppserve.model.inputs import KVCache, build_inputs
 from ppserve.stage.transport import Transport
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink
+from ppserve.stage.transport.gather import NoGather, StageGather
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Stage:
     """
 
     def __init__(
-        self, model: StageModel, cache: KVCache, transport: Transport, gather: TensorLink | None = None
+        self, model: StageModel, cache: KVCache, transport: Transport, gather: StageGather | None = None
     ) -> None:
         self.model = model
         self.layout = model.layout
         self.transport = transport
-        self._gather = gather or NoTensorLink()
+        self._gather = gather or NoGather()
         self._cache = cache
 
     def warm_up(self) -> None:

@@ -79,10 +79,10 @@ import ppserve.cli.main  # noqa: E402
 import ppserve.cli.serve  # noqa: E402
 import ppserve.head.app  # noqa: E402
 import ppserve.stage.__main__ as stage_main  # noqa: E402
+import ppserve.stage.connecting  # noqa: E402
 import ppserve.stage.link  # noqa: E402
 import ppserve.stage.loop  # noqa: E402
 import ppserve.stage.probe  # noqa: E402
-import ppserve.stage.wiring  # noqa: E402
 
 # What is imported stays: no collector writes to these pages, which all processes share.
 gc.freeze()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppserve.head.api.vllm_grpc.messages import load_message
-from ppserve.head.descriptions import own_name, why_not_deterministic
+from ppserve.head.descriptions import nondeterministic_reasons, own_name
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -37,18 +37,20 @@ def test_the_load_is_of_the_replicas_that_serve(
 
 
 def on(stage: int, kernels: str, *variants: str) -> Any:
-    return SimpleNamespace(stage=stage, loaded=SimpleNamespace(kernels=kernels, variants=variants, why_not=""))
+    return SimpleNamespace(
+        stage=stage, loaded=SimpleNamespace(kernels=kernels, variants=variants, nondeterministic_reason=None)
+    )
 
 
 def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:
     old = on(0, "fma", "portable", "avx2", "avx512")
     new = on(1, "dots", "portable", "avx2", "avx512", "avx512_bf16", "amx")
-    (told,) = why_not_deterministic((old, new))
+    (told,) = nondeterministic_reasons((old, new))
     assert "(fma; dots)" in told
     assert told.endswith("; set PPSERVE_CPU_KERNELS=avx512 on every host")
-    (told,) = why_not_deterministic((old, on(1, "torch")))
+    (told,) = nondeterministic_reasons((old, on(1, "torch")))
     assert "PPSERVE_CPU_KERNELS" not in told
-    assert not why_not_deterministic((old, on(1, "fma", "portable")))
+    assert not nondeterministic_reasons((old, on(1, "fma", "portable")))
 
 
 def test_a_model_is_called_by_its_hub_id_or_the_last_part_of_its_path(

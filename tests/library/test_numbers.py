@@ -67,7 +67,7 @@ def test_any_pipeline_among_others_answers_as_one_stage_alone(
         monkeypatch.setenv(REFERENCE, "1")
     requests = mixed_requests(8)
     with tiny(**numbers) as pipeline:
-        assert pipeline.model.deterministic, pipeline.model.why_not
+        assert pipeline.model.deterministic, pipeline.model.nondeterministic_reason
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
     for stages, settings in AS_GPU_SHAPES if numbers is AS_GPU else SHAPES + FURTHER_SHAPES * (not numbers):
         with tiny(stages, **numbers, **settings) as pipeline:

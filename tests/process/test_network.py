@@ -63,7 +63,7 @@ def test_the_address_that_reaches_the_head_is_the_stages_own(settings: NetworkSe
 def test_an_interface_of_gloos_that_is_not_there_is_refused_where_stages_leave_their_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not where they stay on it: `stage.wiring` takes loopback's."""
+    """Not where they stay on it: `stage.connecting` takes loopback's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
     with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as stage:
         assert find_route(stage, NetworkSettings()) == ONE_HOST

@@ -19,7 +19,7 @@ from ppserve.head.engine.control import Received
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import connect
 from ppserve.process.tls import read_files, stage_context
-from ppserve.stage.link import HeadLink
+from ppserve.stage.link import SocketHeadLink
 from tests.architectures import gpt2 as gpt2_architecture
 from tests.certificates import make_certificates, needs_openssl
 from tests.hellos import hello as hello_of
@@ -50,7 +50,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> NetworkSettings:
 
 def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: NetworkSettings) -> None:
     with head(tmp_path, tls=tls) as running, connect_to_head(running.meeting, 1, WITHIN_S) as connection:
-        link = HeadLink(connection, lambda _code: None)
+        link = SocketHeadLink(connection, lambda _code: None)
         link.start(lambda _: None)
         link.send(hello(1))
         assert running.next_event().message == hello(1)

@@ -21,21 +21,21 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.stage.device import Compute
-from ppserve.stage.link import Link
+from ppserve.stage.connecting import Connections, Connector
+from ppserve.stage.device import DeviceSetup
+from ppserve.stage.link import HeadLink
 from ppserve.stage.loop import StageLoop
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.transport import Frames
-from ppserve.stage.transport.gather import NoTensorLink
-from ppserve.stage.wiring import Wires, Wiring
+from ppserve.stage.transport.gather import NoGather
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 WITHIN_S = 60.0
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 8, 64
-CPU = Compute(torch.device("cpu"), "float32", stages_here=1)
+CPU = DeviceSetup(torch.device("cpu"), "float32", stages_here=1)
 
 
-class Poisoned(Compute):
+class Poisoned(DeviceSetup):
     """A GPU whose context is lost to this process, in which everything else may still look well."""
 
     def probe(self) -> None:
@@ -52,7 +52,7 @@ _Message = TypeVar("_Message")
 class OneStage:
     """The head's side. told: what the stage has told its keeper."""
 
-    link: Link
+    link: HeadLink
     said: queue.SimpleQueue[wire.FromStage]
     exit_code: Future[int]
     told: list[str] = field(default_factory=list)
@@ -95,14 +95,14 @@ class OneStage:
 
 @contextmanager
 def stages(
-    split: str, wiring: Wiring, checkpoint: Checkpoint | None = None, only: int | None = None
+    split: str, connector: Connector, checkpoint: Checkpoint | None = None, only: int | None = None
 ) -> Iterator[list[OneStage]]:
     """Loaded stages of a pipeline, or one of them. All end with the test."""
     checkpoint = checkpoint or RandomCheckpoint(architecture())
     layouts = stage_layouts(Split.parse(split))
     wanted = layouts if only is None else (layouts[only],)
     with ThreadPoolExecutor(len(wanted)) as threads:
-        running = [start(threads, each.stage, len(layouts), wiring, checkpoint) for each in wanted]
+        running = [start(threads, each.stage, len(layouts), connector, checkpoint) for each in wanted]
         try:
             for stage, layout in zip(running, wanted, strict=True):
                 stage.hear(wire.Hello)
@@ -121,15 +121,15 @@ def start(
     threads: ThreadPoolExecutor,
     stage: int,
     num_stages: int,
-    wiring: Wiring,
+    connector: Connector,
     checkpoint: Checkpoint,
-    compute: Compute = CPU,
+    compute: DeviceSetup = CPU,
 ) -> OneStage:
     """A stage that has just begun; its Hello is to be heard yet."""
     said: queue.SimpleQueue[wire.FromStage] = queue.SimpleQueue()
-    link = Link(said.put)
+    link = HeadLink(said.put)
     order = wire.Start(CONFIG, stage, num_stages)
-    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link, wiring)
+    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link, connector)
     told: list[str] = []
     return OneStage(link, said, threads.submit(loop.run, told.append), told)
 
@@ -200,17 +200,17 @@ class Obedient:
 
 
 class ByHand:
-    """A wiring whose transports the test keeps. on_open: called before a transport is made."""
+    """A connector whose transports the test keeps. on_open: called before a transport is made."""
 
     def __init__(self, on_open: Callable[[wire.Form], None] = lambda form: None) -> None:
         self.opened: list[Obedient] = []
         self.left = 0
         self.on_open = on_open
 
-    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+    def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
         self.on_open(form)
         self.opened.append(Obedient(frames))
-        return self.opened[-1], NoTensorLink()
+        return Connections(self.opened[-1], NoGather())
 
     def leave_epoch(self) -> None:
         self.left += 1

@@ -17,12 +17,12 @@ from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import FileCheckpoint
 from ppserve.model.cuda.backend import DeviceOptions
-from ppserve.stage.device import Compute
+from ppserve.stage.device import DeviceSetup
 from ppserve.stage.probe import measure_costs, part_costs
 
 pytestmark = pytest.mark.slow
 
-COMPUTE = Compute(torch.device("cpu"), "float32", 1)
+COMPUTE = DeviceSetup(torch.device("cpu"), "float32", 1)
 TINY = open_checkpoint("tiny")
 STEP = expected_step(128)
 

@@ -23,7 +23,7 @@ from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.limits import available_bytes, available_cores, available_tasks
 from ppserve.stage.device import (
-    Compute,
+    DeviceSetup,
     choose,
     devices_here,
     gpu_share,
@@ -69,11 +69,11 @@ class Gpu:
 def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, rows, vocabulary = torch.device("cuda", 0), 512, 50257
     Gpu(monkeypatch, free=70, kept=5)
-    assert Compute(gpu, "bfloat16", 1).kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
+    assert DeviceSetup(gpu, "bfloat16", 1).kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
     Gpu(monkeypatch, free=60)
-    shared = Compute(gpu, "bfloat16", 2, stages_on_gpu=2)
+    shared = DeviceSetup(gpu, "bfloat16", 2, stages_on_gpu=2)
     assert shared.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
-    draws = Compute(gpu, "bfloat16", 1, options=DeviceOptions(max_rows=rows))
+    draws = DeviceSetup(gpu, "bfloat16", 1, options=DeviceOptions(max_rows=rows))
     logits_bytes = draws.options.logits_bytes(vocabulary)
     assert draws.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - logits_bytes) * 0.85)
     assert DeviceOptions(max_rows=4).logits_bytes(vocabulary) == logits_bytes // 2, "the self-test reads 256 rows"
@@ -82,7 +82,7 @@ def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch
 def test_stages_of_one_host_share_its_memory() -> None:
     """Each of a thousand has a thousandth. Others may take or free some meanwhile, but hardly half of all."""
     bytes_now, count = available_bytes(), 1000
-    compute = Compute(CPU, "float32", stages_here=count)
+    compute = DeviceSetup(CPU, "float32", stages_here=count)
     for sequence_bytes in (0, GIB):
         kv_bytes = count * cpu_kv_bytes(bytes_now // count, sequence_bytes)
         assert kv_bytes / 2 <= count * compute.kv_budget_bytes(sequence_bytes=sequence_bytes) <= 2 * kv_bytes
@@ -91,9 +91,9 @@ def test_stages_of_one_host_share_its_memory() -> None:
 def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:
     """torch's products are tried with few of the numbers of rows that a step may have."""
     gpu = torch.device("cuda", 0)
-    assert "--batch-invariant" in Compute(gpu, "bfloat16", 1).doubt
-    assert Compute(gpu, "bfloat16", 1, options=DeviceOptions(batch_invariant=True)).doubt == ""
-    assert Compute(CPU, "float32", 1, reference=True).doubt == ""
+    assert "--batch-invariant" in DeviceSetup(gpu, "bfloat16", 1).untestable_reason
+    assert DeviceSetup(gpu, "bfloat16", 1, options=DeviceOptions(batch_invariant=True)).untestable_reason is None
+    assert DeviceSetup(CPU, "float32", 1, reference=True).untestable_reason is None
 
 
 OLD, NEW = (7, 5), (8, 0)
@@ -176,7 +176,7 @@ def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int
     """Beside our kernels its threads would spin after each of its operators, on the same cores."""
     num_threads = torch.get_num_threads()
     try:
-        Compute(torch.device("cpu"), "float32", 1, threads=2, reference=reference).occupy()
+        DeviceSetup(torch.device("cpu"), "float32", 1, threads=2, reference=reference).bind_this_thread()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(num_threads)

@@ -25,7 +25,7 @@ from ppserve.model.inputs import Gather
 from ppserve.model.stock import TorchBackend
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import create_gather
-from ppserve.stage.transport.gather import MemoryGather, NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather import MemoryGather, NoGather, StageGather, connect_ranks
 from tests.e2e.serving import wait_until
 from tests.worlds import Died, World
 
@@ -74,7 +74,7 @@ def test_ranks_exchange_a_row_before_their_first_step() -> None:
     """NCCL makes a group's communicator in its first exchange, which can take seconds."""
     warmed, exchanged = [], []
 
-    class Link(NoTensorLink):
+    class HeadLink(NoGather):
         def __init__(self) -> None:
             self.all = lambda own_Tn, cut: exchanged.append((tuple(own_Tn.shape), cut.widths)) or own_Tn  # type: ignore[func-returns-value]
 
@@ -82,7 +82,7 @@ def test_ranks_exchange_a_row_before_their_first_step() -> None:
     for count in (1, 2):
         layout, backend = StageLayout(0, 1, 0, 4, 0, count), TorchBackend(CPU, "float32")
         model: Any = SimpleNamespace(layout=layout, backend=backend)
-        Stage(model, None, transport, Link()).warm_up()  # type: ignore[arg-type]
+        Stage(model, None, transport, HeadLink()).warm_up()  # type: ignore[arg-type]
     assert warmed == [True, True]
     assert exchanged == [((1, 1), (1, 1))]
 
@@ -134,14 +134,14 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
 # ---- processes ----------------------------------------------------------------------------------------------
 
 
-def meet(rank: int, kind: str, path: str, count: int) -> TensorLink:
+def meet(rank: int, kind: str, path: str, count: int) -> StageGather:
     store = dist.FileStore(path, count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=WITHIN_S))
     parallel_state.initialize_model_parallel(count, 1)
     return create_gather(kind, parallel_state.get_tp_group())
 
 
-def part(gather: TensorLink) -> None:
+def part(gather: StageGather) -> None:
     gather.close()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

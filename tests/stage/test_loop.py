@@ -23,8 +23,8 @@ from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.cache import DeviceCache
 from ppserve.model.inputs import KVCache
-from ppserve.stage.device import Compute
-from ppserve.stage.wiring import ThreadWiring
+from ppserve.stage.connecting import ThreadConnector
+from ppserve.stage.device import DeviceSetup
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, Poisoned, plan, stages, start
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def wiring() -> ByHand:
+def connector() -> ByHand:
     return ByHand()
 
 
 @pytest.fixture
-def last(wiring: ByHand) -> Iterator[OneStage]:
+def last(connector: ByHand) -> Iterator[OneStage]:
     """The second of two stages, in epoch 1."""
-    with stages("1,1", wiring, only=1) as [stage]:
+    with stages("1,1", connector, only=1) as [stage]:
         stage.enter(1)
         yield stage
 
@@ -56,7 +56,7 @@ def serve(stage: OneStage, transport_of: ByHand, epoch: int, step_id: int) -> wi
 def test_threads_draw_what_the_model_draws(split: str) -> None:
     checkpoint = RandomCheckpoint(architecture(num_layers=3))
     expected = [drawn.token_id for drawn in Pipeline(checkpoint, "3", num_sequences=1).generate((1, 2, 3), 6)]
-    with stages(split, ThreadWiring(), checkpoint) as pipeline:
+    with stages(split, ThreadConnector(), checkpoint) as pipeline:
         for stage in pipeline:
             stage.form(1)
         for stage in pipeline:
@@ -74,7 +74,7 @@ def test_threads_draw_what_the_model_draws(split: str) -> None:
         assert all(stage.told == ["ready", "served"] for stage in pipeline), "each once: after the first step"
 
 
-class Scales(Compute):
+class Scales(DeviceSetup):
     """weighed: the weights, the vocabulary and the bytes of a sequence that it was asked about."""
 
     weighed: list[tuple[int, int, int]]
@@ -88,7 +88,7 @@ def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
     checkpoint, compute = RandomCheckpoint(architecture()), Scales(torch.device("cpu"), "float32", 1)
     Scales.weighed = []
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, ThreadWiring(), checkpoint, compute)
+        stage = start(threads, 0, 1, ThreadConnector(), checkpoint, compute)
         hello = stage.hear(wire.Hello)
         assert (hello.rank, hello.world_size) == (0, 1)
         assert (hello.model.architecture, hello.model.dtype) == (checkpoint.architecture, "float32")
@@ -96,22 +96,22 @@ def test_a_stage_says_what_it_found_what_it_holds_and_what_it_weighs() -> None:
         loaded = stage.load(StageLayout(0, 1, 0, 4))
         arch = checkpoint.architecture
         assert loaded.params == arch.num_params + arch.vocab_size * arch.width
-        assert loaded.why_not == ""
+        assert loaded.nondeterministic_reason is None
         sequence_bytes = arch.max_positions // 16 * loaded.block_bytes
         assert compute.weighed == [(loaded.weight_bytes, arch.vocab_size, sequence_bytes)]
         stage.tell(wire.Shutdown(7))
         assert stage.exit_code.result(WITHIN_S) == 7
 
 
-def test_a_plan_of_an_epoch_that_is_over_is_dropped(last: OneStage, wiring: ByHand) -> None:
+def test_a_plan_of_an_epoch_that_is_over_is_dropped(last: OneStage, connector: ByHand) -> None:
     last.enter(2)
     last.tell(wire.Plan(plan(1, 5)))
-    assert serve(last, wiring, epoch=2, step_id=0).result.epoch == 2
-    assert wiring.opened[-1].log == ["warm up", "expect 0", "receive 0"]
+    assert serve(last, connector, epoch=2, step_id=0).result.epoch == 2
+    assert connector.opened[-1].log == ["warm up", "expect 0", "receive 0"]
 
 
-def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneStage, wiring: ByHand) -> None:
-    transport = wiring.opened[0]
+def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneStage, connector: ByHand) -> None:
+    transport = connector.opened[0]
     last.tell(wire.Plan(plan(1, 0)))
     assert transport.waiting.wait(WITHIN_S)
     for step_id in (1, 2):
@@ -124,9 +124,9 @@ def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneSta
 
 
 @pytest.fixture
-def lone(wiring: ByHand) -> Iterator[OneStage]:
+def lone(connector: ByHand) -> Iterator[OneStage]:
     """The only stage, in epoch 1."""
-    with stages("2", wiring) as [stage]:
+    with stages("2", connector) as [stage]:
         stage.enter(1)
         yield stage
 
@@ -164,38 +164,38 @@ def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:
 
 
 @pytest.mark.parametrize("split", ["1,1", "1,1,1"])
-def test_buffers_hold_as_many_frames_as_steps_may_be_in_flight(split: str, wiring: ByHand) -> None:
+def test_buffers_hold_as_many_frames_as_steps_may_be_in_flight(split: str, connector: ByHand) -> None:
     """P + 1: with fewer, a stage would wait to hand one on."""
-    with stages(split, wiring, RandomCheckpoint(architecture(num_layers=3)), only=1) as [stage]:
+    with stages(split, connector, RandomCheckpoint(architecture(num_layers=3)), only=1) as [stage]:
         stage.enter(1)
-        assert wiring.opened[0].frames.depth == len(split.split(",")) + 1
+        assert connector.opened[0].frames.depth == len(split.split(",")) + 1
 
 
 @pytest.mark.parametrize(("only", "waits"), [(0, ["send 0"]), (1, ["expect 0", "receive 0"])])
-def test_abandon_ends_the_wait_for_a_neighbour(only: int, waits: list[str], wiring: ByHand) -> None:
-    with stages("1,1", wiring, only=only) as [stage]:
+def test_abandon_ends_the_wait_for_a_neighbour(only: int, waits: list[str], connector: ByHand) -> None:
+    with stages("1,1", connector, only=only) as [stage]:
         stage.enter(1)
         stage.tell(wire.Plan(plan(1, 0)))
-        assert wiring.opened[0].waiting.wait(WITHIN_S)
-        assert wiring.opened[0].log == ["warm up", *waits]
+        assert connector.opened[0].waiting.wait(WITHIN_S)
+        assert connector.opened[0].log == ["warm up", *waits]
         stage.tell(wire.Abandon(1))
         assert stage.hear(wire.Broken).epoch == 1
-        assert wiring.opened[0].closed
+        assert connector.opened[0].closed
         stage.enter(2)  # the weights are there: nothing is loaded again
 
 
-def test_abandon_between_steps(last: OneStage, wiring: ByHand) -> None:
+def test_abandon_between_steps(last: OneStage, connector: ByHand) -> None:
     last.tell(wire.Abandon(1))
     assert last.hear(wire.Broken).reason == "given up by the head"
     last.tell(wire.Abandon(1))  # said again: it has left, and says nothing more
     last.enter(2)
 
 
-def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, wiring: ByHand) -> None:
+def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, connector: ByHand) -> None:
     """Reported before it is left: the head ends the neighbours' waits, while a group takes its time to end."""
     for step_id in (0, 1):
         last.tell(wire.Plan(plan(1, step_id)))
-    transport = wiring.opened[0]
+    transport = connector.opened[0]
     transport.may_close.clear()
     transport.breaks = True
     transport.arrived.release()
@@ -207,29 +207,29 @@ def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, wiring: 
     last.enter(2)
     assert transport.closed
     assert "served" not in last.told, "no step was yet"
-    assert serve(last, wiring, epoch=2, step_id=2).result.step_id == 2
+    assert serve(last, connector, epoch=2, step_id=2).result.step_id == 2
 
 
-def test_an_epoch_that_is_lost_while_it_forms(wiring: ByHand) -> None:
-    with stages("1,1", wiring, only=1) as [stage]:
-        wiring.on_open = lambda form: stage.tell(wire.Abandon(1))
+def test_an_epoch_that_is_lost_while_it_forms(connector: ByHand) -> None:
+    with stages("1,1", connector, only=1) as [stage]:
+        connector.on_open = lambda form: stage.tell(wire.Abandon(1))
         stage.form(1)
         assert stage.hear(wire.Broken).reason == "TransportError: the epoch was lost while it formed"
-        assert wiring.opened[0].log == [], "it has not waited for a neighbour"
+        assert connector.opened[0].log == [], "it has not waited for a neighbour"
         stage.enter(2)
 
 
-def test_an_epoch_that_cannot_form_is_left(wiring: ByHand) -> None:
+def test_an_epoch_that_cannot_form_is_left(connector: ByHand) -> None:
     def fail_at_first(form: wire.Form) -> None:
         if form.epoch == 1:
             raise TransportError("no store")
 
-    wiring.on_open = fail_at_first
-    with stages("1,1", wiring, only=1) as [stage]:
-        left_before = wiring.left
+    connector.on_open = fail_at_first
+    with stages("1,1", connector, only=1) as [stage]:
+        left_before = connector.left
         stage.form(1)
         assert stage.hear(wire.Broken).reason == "TransportError: no store"
-        assert wiring.left > left_before
+        assert connector.left > left_before
         stage.enter(2)
 
 
@@ -240,7 +240,7 @@ class Damaged(RandomCheckpoint):
 
 def test_weights_that_cannot_be_read_are_final() -> None:
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, ThreadWiring(), Damaged(architecture()))
+        stage = start(threads, 0, 1, ThreadConnector(), Damaged(architecture()))
         stage.hear(wire.Hello)
         stage.tell(wire.Assign(StageLayout(0, 1, 0, 4)))
         assert "stage 0: random: ln_f.weight: truncated" in stage.hear(wire.Failed).reason
@@ -264,8 +264,8 @@ class FailingGpu(CudaBackend):
         return super().recorded(model, cache)
 
 
-class OnFailingGpu(Compute):
-    doubt = "of another kind"
+class OnFailingGpu(DeviceSetup):
+    untestable_reason = "of another kind"
 
     def backend(self) -> Backend:
         return FailingGpu(self.device, self.dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
@@ -290,7 +290,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: str, error: Exception) -> Itera
     monkeypatch.setattr(FailingGpu, "error", error)
     compute = OnFailingGpu(torch.device("cpu"), "float32", 1)
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
+        stage = start(threads, 0, 1, ThreadConnector(), RandomCheckpoint(architecture()), compute)
         try:
             stage.hear(wire.Hello)
             yield stage
@@ -304,7 +304,9 @@ def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
     at: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with failing(monkeypatch, at, error) as stage:
-        assert stage.load(StageLayout(0, 1, 0, 4)).why_not == "of another kind", "the self-test has passed"
+        assert stage.load(StageLayout(0, 1, 0, 4)).nondeterministic_reason == "of another kind", (
+            "the self-test has passed"
+        )
         stage.form(1)
         reason = stage.hear(wire.Failed).reason
         assert reason.startswith(f"rank 0: {error}; ")
@@ -344,9 +346,9 @@ def test_a_device_that_is_lost_while_loading_ends_the_stage(monkeypatch: pytest.
 
 @pytest.mark.parametrize("error", FULL, ids=str)
 def test_memory_that_is_not_enough_for_a_step_says_what_helps(
-    error: Exception, last: OneStage, wiring: ByHand
+    error: Exception, last: OneStage, connector: ByHand
 ) -> None:
-    wiring.opened[0].fails_at, wiring.opened[0].error = "expect 0", error
+    connector.opened[0].fails_at, connector.opened[0].error = "expect 0", error
     last.tell(wire.Plan(plan(1, 0)))
     reason = last.hear(wire.Broken).reason
     assert reason.startswith(f"{type(error).__name__}: {error}; ")
@@ -354,26 +356,26 @@ def test_memory_that_is_not_enough_for_a_step_says_what_helps(
 
 
 @pytest.mark.parametrize("is_kept", [False, pytest.param(True, id="the test can fail")])
-def test_nothing_keeps_the_wires_of_an_epoch_that_broke(is_kept: bool, last: OneStage, wiring: ByHand) -> None:
+def test_nothing_keeps_the_wires_of_an_epoch_that_broke(is_kept: bool, last: OneStage, connector: ByHand) -> None:
     """Else connections would stay, and a neighbour wait on. Python 3.12.1's `contextmanager` makes such cycles."""
     if is_kept:
-        cycle: list[object] = [wiring.opened[0]]
+        cycle: list[object] = [connector.opened[0]]
         cycle.append(cycle)
         del cycle
     last.tell(wire.Plan(plan(1, 0)))
-    wires = weakref.ref(wiring.opened[0])
-    wiring.opened[0].breaks = True
+    connections = weakref.ref(connector.opened[0])
+    connector.opened[0].breaks = True
     gc.disable()
     try:
-        wiring.opened.pop().arrived.release()
+        connector.opened.pop().arrived.release()
         last.hear(wire.Broken)
         last.enter(2)
-        assert (wires() is not None) == is_kept
+        assert (connections() is not None) == is_kept
     finally:
         gc.enable()
 
 
-def test_shutdown_leaves_the_epoch(last: OneStage, wiring: ByHand) -> None:
+def test_shutdown_leaves_the_epoch(last: OneStage, connector: ByHand) -> None:
     last.tell(wire.Shutdown(3))
     assert last.exit_code.result(WITHIN_S) == 3
-    assert wiring.opened[0].ends == ["interrupt", "close"]
+    assert connector.opened[0].ends == ["interrupt", "close"]

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
-from ppserve.stage.device import Compute
+from ppserve.stage.device import DeviceSetup
 from ppserve.stage.transport import Frames, Transport, connect
-from ppserve.stage.transport.nccl import AbortedPassage, StreamPassage
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.transport.nccl import NcclBackend, NcclStreamBackend
+from ppserve.stage.transport.point_to_point import GroupBackend, PointToPoint
 from tests.pipelines import (
     DEPTH,
     SHAPES,
@@ -117,7 +117,7 @@ def close_descriptors(transport: Transport, stage: int, kept: list[int]) -> None
     os.close(kept[stage])
 
 
-# Ends of waits.
+# QueuePair of waits.
 
 
 def leave_early(transport: Transport, stage: int) -> str:
@@ -197,7 +197,7 @@ def post_beside_a_frame_that_is_read(rank: int) -> list[int]:
     dist.init_process_group("counting", store=dist.HashStore(), rank=1, world_size=2)
     try:
         frames, neighbours = Frames(WIDTH, torch.float32, 512, DEPTH), ParallelGroup((0, 1), 1, group)
-        transport = PointToPoint("gloo", frames, neighbours, Passage())
+        transport = PointToPoint("gloo", frames, neighbours, GroupBackend())
         counts = []
         for step_id in range(3 * DEPTH):
             transport.post_receive(step(step_id, 4))
@@ -232,7 +232,7 @@ def interrupt_an_abortable_wait(rank: int) -> tuple[str, bool]:
     try:
         neighbours = ParallelGroup((0, 1), 1, group)
         frames = Frames(WIDTH, torch.float32, 512, DEPTH)
-        transport = PointToPoint("nccl", frames, neighbours, AbortedPassage())
+        transport = PointToPoint("nccl", frames, neighbours, NcclBackend())
         transport.post_receive(step(0, 4))
         link = threading.Thread(target=lambda: (group.waiting.wait(), transport.interrupt()))
         link.start()
@@ -261,13 +261,13 @@ def test_a_group_is_aborted_before_it_may_be_destroyed() -> None:
             assert may_end.wait(30)
             ended.set()
 
-    passage, group = AbortedPassage(), SlowGroup()
-    closing = threading.Thread(target=passage.close, args=(group,))  # nothing else has aborted it
+    backend, group = NcclBackend(), SlowGroup()
+    closing = threading.Thread(target=backend.close, args=(group,))  # nothing else has aborted it
     closing.start()
     assert begun.wait(30)
-    passage.interrupt(group)  # type: ignore[arg-type]
+    backend.interrupt(group)  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="not aborted within 0 s"):
-        passage.close(group, within_s=0.01)  # type: ignore[arg-type]
+        backend.close(group, within_s=0.01)  # type: ignore[arg-type]
     assert closing.is_alive()
     assert not ended.is_set()
     may_end.set()
@@ -338,7 +338,7 @@ def test_streams_hand_buffers_over_by_events(monkeypatch: pytest.MonkeyPatch, lo
     monkeypatch.setattr(threading.current_thread(), "name", "transfers")
     group = ParallelGroup((0, 1, 2), 1, None)  # type: ignore[arg-type]
     frames = Frames(WIDTH, torch.float32, 8, depth=1)
-    transport = PointToPoint("nccl", frames, group, StreamPassage(frames.device))
+    transport = PointToPoint("nccl", frames, group, NcclStreamBackend(frames.device))
     for number in range(3):
         transport.post_receive(step(number, 4))
     for number in range(2):
@@ -362,7 +362,7 @@ def test_stages_that_are_threads_have_streams_of_their_own(log: list[tuple[str, 
     def stage(number: int) -> torch.Tensor | None:
         threading.current_thread().name = f"stage {number}"
         with FakeTensorMode():
-            Compute(torch.device("cuda", 0), "float32", 2).occupy()
+            DeviceSetup(torch.device("cuda", 0), "float32", 2).bind_this_thread()
         if number == 0:
             ends[0].send(step(0, 3), hidden_TD)
             return None

@@ -120,7 +120,7 @@ class Members:
         self._draining = True
 
     def restart(self) -> None:
-        """Ends all stage processes. Their keepers start others."""
+        """QueuePair all stage processes. Their keepers start others."""
         for rank in self.ranks:
             self._control.drop(rank, LossCause.RESTART)
 

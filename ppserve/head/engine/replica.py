@@ -263,10 +263,10 @@ class Replica:
         assert self.members.num_blocks is not None
         config = replace(decision.scheduling, replica=self.number)
         loaded = [member.loaded for member in self.members.in_use if member.loaded is not None]
-        why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
-        if why_not and config.speculate != 0:
+        reason = next(filter(None, (of_rank.nondeterministic_reason for of_rank in loaded)), None)
+        if reason is not None and config.speculate != 0:
             # Without batch-invariance a draft token beside a row could change its token.
-            log.warning("%snothing is drafted: %s", self._prefix, why_not)
+            log.warning("%snothing is drafted: %s", self._prefix, reason)
             config = replace(config, speculate=0)
         blocks = BlockManager(self.members.num_blocks, config.block_size)
         scheduler = Scheduler(config, blocks, self._books.costs)

@@ -24,7 +24,7 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
         f" {topology.transport} transport, {counted(topology.microbatches, 'microbatch', 'es')} in flight",
     ]
     if not description.deterministic:
-        lines.append(f"  not deterministic here: {description.why_not}")
+        lines.append(f"  not deterministic here: {description.nondeterministic_reason}")
     lines += [f"  gRPC     {host}:{ports.grpc}", f"  HTTP     http://{host}:{ports.http}/v1"]
     lines += [f"  metrics  http://{host}:{ports.metrics}/metrics", "", "Try:"]
     if description.has_tokenizer:

@@ -21,9 +21,9 @@ from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError
 from ppserve.stage.transport import nccl
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
-from ppserve.stage.transport.gather import GroupGather, TensorLink, connect_shared_memory
+from ppserve.stage.transport.gather import GroupGather, StageGather, connect_shared_memory
 from ppserve.stage.transport.local import connect
-from ppserve.stage.transport.point_to_point import Passage, PinnedPassage, PointToPoint
+from ppserve.stage.transport.point_to_point import GroupBackend, PinnedGlooBackend, PointToPoint
 from ppserve.stage.transport.shm import SharedMemoryTransport
 
 __all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_gather", "create_transport", "kind_of"]
@@ -35,7 +35,7 @@ class TransportKind:
 
     create: Callable[[Frames, ParallelGroup], Transport]
     """Connects this stage to its neighbours. Collective over the pipeline's group. Raises TransportError."""
-    create_gather: Callable[[ParallelGroup], TensorLink]
+    create_gather: Callable[[ParallelGroup], StageGather]
     """Connects this rank to its stage's other tensor ranks. Collective over their group. Raises TransportError."""
     group_backend: str = "gloo"
     """The backend of torch.distributed for the epoch's groups, in which processes find each other."""
@@ -44,19 +44,19 @@ class TransportKind:
 
 
 def _gloo(frames: Frames, group: ParallelGroup) -> Transport:
-    passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
-    return PointToPoint("gloo", frames, group, passage)
+    backend = GroupBackend() if frames.device.type == "cpu" else PinnedGlooBackend(frames.device)
+    return PointToPoint("gloo", frames, group, backend)
 
 
 def _nccl(frames: Frames, group: ParallelGroup) -> Transport:
-    return PointToPoint("nccl", frames, group, nccl.StreamPassage(frames.device))
+    return PointToPoint("nccl", frames, group, nccl.NcclStreamBackend(frames.device))
 
 
 KINDS = {
     "shm": TransportKind(SharedMemoryTransport, connect_shared_memory),
-    "gloo": TransportKind(_gloo, lambda group: GroupGather("gloo", group, Passage())),
+    "gloo": TransportKind(_gloo, lambda group: GroupGather("gloo", group, GroupBackend())),
     "nccl": TransportKind(
-        _nccl, lambda group: GroupGather("nccl", group, nccl.AbortedPassage()), "nccl", nccl.quiet_watchdog
+        _nccl, lambda group: GroupGather("nccl", group, nccl.NcclBackend()), "nccl", nccl.quiet_watchdog
     ),
 }
 """The transports between processes, by the name that `--transport` gives them."""
@@ -84,7 +84,7 @@ def create_transport(name: str, frames: Frames, group: ParallelGroup | None) -> 
     return kind_of(name).create(frames, group)
 
 
-def create_gather(name: str, group: ParallelGroup) -> TensorLink:
+def create_gather(name: str, group: ParallelGroup) -> StageGather:
     """Create the gather `shm`, `gloo` or `nccl` for one of a stage's tensor ranks.
 
     group: these ranks (`parallel_state.get_tp_group()`).

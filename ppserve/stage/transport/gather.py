@@ -29,21 +29,21 @@ from ppserve.core.architecture import Cut
 from ppserve.errors import TransportError
 from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
 from ppserve.model.inputs import Alone, Gather
-from ppserve.stage.transport.point_to_point import GroupUser, Passage
+from ppserve.stage.transport.point_to_point import GroupBackend, GroupUser
 from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
-class TensorLink(Gather, Protocol):
+class StageGather(Gather, Protocol):
     """A stage's gather for one epoch, for one thread. After a TransportError only `close` is of use."""
 
     def interrupt(self) -> None:
         """Called by another thread, until `close`, which is still due: all waits end with TransportError."""
 
     def close(self) -> None:
-        """Ends the other ranks' waits. May be called twice."""
+        """QueuePair the other ranks' waits. May be called twice."""
 
 
-class NoTensorLink(Alone):
+class NoGather(Alone):
     """The link of a rank that is its whole stage, or computes as if it were."""
 
     def interrupt(self) -> None:
@@ -62,8 +62,8 @@ class GroupGather(GroupUser):
     gloo does not know all of torch's numbers, so bytes are gathered.
     """
 
-    def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
-        super().__init__(name, group, passage)
+    def __init__(self, name: str, group: ParallelGroup, backend: GroupBackend) -> None:
+        super().__init__(name, group, backend)
         self.waited_ns = 0
         self._on_device = name == "nccl"
 
@@ -83,15 +83,15 @@ class GroupGather(GroupUser):
         return whole_TN.to(own_Tn.device)
 
 
-def connect_ranks(count: int) -> tuple[TensorLink, ...]:
+def connect_ranks(count: int) -> tuple[StageGather, ...]:
     """The tensor ranks of one stage, for threads of this process."""
     if count == 1:
-        return (NoTensorLink(),)
+        return (NoGather(),)
     memory = torch.zeros(memory_bytes(count), dtype=torch.uint8)
     return tuple(MemoryGather(memory, (rank, count)) for rank in range(count))
 
 
-def connect_shared_memory(group: ParallelGroup) -> TensorLink:
+def connect_shared_memory(group: ParallelGroup) -> StageGather:
     """Connect the tensor ranks of one stage, processes of one host. Collective. Raise TransportError."""
     size = memory_bytes(group.world_size)
     connections: list[socket.socket] = []

@@ -42,11 +42,11 @@ class _Frame:
 
 _Queue = SimpleQueue[_Frame | None]
 """None: the other end is closed."""
-Ends = tuple[_Queue | None, _Queue | None]
+QueuePair = tuple[_Queue | None, _Queue | None]
 """Frames from the previous stage (None for the first), to the next (None for the last)."""
 
 
-def make_ends(num_stages: int) -> tuple[Ends, ...]:
+def make_queues(num_stages: int) -> tuple[QueuePair, ...]:
     """A queue between each two neighbours, as every stage sees them."""
     links: list[_Queue] = [SimpleQueue() for _ in range(num_stages - 1)]
     return tuple(pairwise([None, *links, None]))
@@ -55,7 +55,7 @@ def make_ends(num_stages: int) -> tuple[Ends, ...]:
 class LocalTransport:
     """One stage's links within this process. `frames` may differ in device."""
 
-    def __init__(self, frames: Frames, ends: Ends) -> None:
+    def __init__(self, frames: Frames, ends: QueuePair) -> None:
         self._frames = frames
         self._incoming, self._outgoing = ends
         self._order = ReceiveOrder()
@@ -107,4 +107,4 @@ class LocalTransport:
 
 def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
     """A pipeline's transports, first stage to last; `frames` differ only in device."""
-    return tuple(map(LocalTransport, frames, make_ends(len(frames))))
+    return tuple(map(LocalTransport, frames, make_queues(len(frames))))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames
-from ppserve.stage.transport.point_to_point import Passage
+from ppserve.stage.transport.point_to_point import GroupBackend
 
 _ABORT_WITHIN_S = 30.0
 """An abort may take the group's timeout, which is 20 s."""
@@ -39,7 +39,7 @@ def quiet_watchdog() -> None:
         os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
-class AbortedPassage(Passage):
+class NcclBackend(GroupBackend):
     """Waits end with an abort of the group, which is destroyed only after it."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class AbortedPassage(Passage):
             raise TransportError(f"nccl: the group was not aborted within {within_s:.0f} s")
 
 
-class StreamPassage(AbortedPassage):
+class NcclStreamBackend(NcclBackend):
     """Frames stay on the GPU; compute and transfer streams take turns with buffers."""
 
     def __init__(self, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
-class Passage:
+class GroupBackend:
     """How tensors get to the backend and back. Here both use host memory."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Passage:
         """Called before the group is destroyed. May be called twice."""
 
 
-class PinnedPassage(Passage):
+class PinnedGlooBackend(GroupBackend):
     """Takes frames of a GPU over gloo: they pass through pinned memory, by awaited copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,21 +72,21 @@ class PinnedPassage(Passage):
 class GroupUser:
     """An exchange of tensors in a group of `torch.distributed`, until closed."""
 
-    def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
+    def __init__(self, name: str, group: ParallelGroup, backend: GroupBackend) -> None:
         self.name = name
         self._group = group
-        self._passage = passage
+        self._backend = backend
         self._closed = False
 
     def interrupt(self) -> None:
         # In this order: an aborted wait may return as if all were well.
         self._closed = True
-        self._passage.interrupt(self._group.process_group)
+        self._backend.interrupt(self._group.process_group)
 
     def close(self) -> None:
         """What is under way ends with the group (`destroy_model_parallel`)."""
         self._closed = True
-        self._passage.close(self._group.process_group)
+        self._backend.close(self._group.process_group)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -114,15 +114,15 @@ class _Arriving:
 class PointToPoint(GroupUser):
     """A `Transport` over one group of `torch.distributed`."""
 
-    def __init__(self, name: str, frames: Frames, group: ParallelGroup, passage: Passage) -> None:
-        super().__init__(name, group, passage)
+    def __init__(self, name: str, frames: Frames, group: ParallelGroup, backend: GroupBackend) -> None:
+        super().__init__(name, group, backend)
         self._frames = frames
         self._order = ReceiveOrder()
         self._planned: deque[int] = deque()  # rows of steps without a buffer yet
         self._arriving: deque[_Arriving] = deque()
         # One more than may arrive ahead: the one that the stage reads.
         receives = group.prev_rank is not None
-        self._free = deque(passage.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
+        self._free = deque(backend.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
         self._in_use: torch.Tensor | None = None
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
@@ -134,7 +134,7 @@ class PointToPoint(GroupUser):
     def receive(self, plan: StepPlan) -> torch.Tensor:
         self._order.check_next(plan)
         if self._in_use is not None:
-            self._passage.release(self._in_use)
+            self._backend.release(self._in_use)
             self._free.append(self._in_use)
             self._in_use = None
         self._post()
@@ -142,7 +142,7 @@ class PointToPoint(GroupUser):
         frame = self._arriving.popleft()
         self._wait(frame.handle)
         self._in_use = frame.buffer
-        return self._passage.to_stage(frame.buffer[: frame.rows])
+        return self._backend.to_stage(frame.buffer[: frame.rows])
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         self._frames.check(plan, hidden_TD)
@@ -170,7 +170,7 @@ class PointToPoint(GroupUser):
 
     def _receive_into(self, buffer_TD: torch.Tensor) -> dist.Work:
         assert self._group.prev_rank is not None, "the first stage receives nothing"
-        with self._exchange(), self._passage.posting(buffer_TD):
+        with self._exchange(), self._backend.posting(buffer_TD):
             handle = dist.irecv(buffer_TD, self._group.prev_rank, group=self._group.process_group)
         assert handle is not None
         return handle
@@ -179,8 +179,8 @@ class PointToPoint(GroupUser):
         assert self._group.next_rank is not None, "the last stage sends nothing"
         if len(self._sending) == self._frames.depth:
             self._wait(self._sending.popleft()[0])
-        outgoing_TD = self._passage.to_backend(hidden_TD)
-        with self._exchange(), self._passage.posting(outgoing_TD):
+        outgoing_TD = self._backend.to_backend(hidden_TD)
+        with self._exchange(), self._backend.posting(outgoing_TD):
             handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
         assert handle is not None
         self._sending.append((handle, outgoing_TD))

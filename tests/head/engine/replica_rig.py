@@ -76,16 +76,16 @@ class Rig:
     def say(self, rank: int, *messages: wire.FromStage) -> list[SequenceEvent]:
         return self.hear(*[Received(rank, self.now_ns, message) for message in messages])
 
-    def greet(self, rank: int, why_not: str = "", weights: str = "") -> None:
-        """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
+    def greet(self, rank: int, reason: str | None = None, weights: str = "") -> None:
+        """A stage process of this rank connects and loads its weights. reason: what its self-test found."""
         self.say_hello(rank, weights)
-        self.say_loaded(rank, why_not)
+        self.say_loaded(rank, reason)
 
     def say_hello(self, rank: int, weights: str = "") -> None:
         self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here"), weights=weights))
 
-    def say_loaded(self, rank: int, why_not: str = "", num_blocks: int = NUM_BLOCKS) -> None:
-        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, why_not))
+    def say_loaded(self, rank: int, reason: str | None = None, num_blocks: int = NUM_BLOCKS) -> None:
+        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, reason))
 
     def join(self) -> list[SequenceEvent]:
         """All ranks join the epoch that the first was invited to."""
@@ -93,12 +93,12 @@ class Rig:
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
 
-    def form(self, why_not: str = "") -> list[SequenceEvent]:
+    def form(self, reason: str | None = None) -> list[SequenceEvent]:
         """The first epoch."""
         for rank in self.ranks:
             self.say_hello(rank)
         for rank in self.ranks:
-            self.say_loaded(rank, why_not)
+            self.say_loaded(rank, reason)
         return self.join()
 
     def submit(self, *names: str, max_tokens: int = 6) -> None:

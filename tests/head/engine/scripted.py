@@ -89,7 +89,7 @@ class MembersRig:
         return self.say(rank, hello(rank, self.members.grid.size, ARCH, host))
 
     def loaded(self, stage: int) -> MemberEvent | None:
-        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))
+        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, None))
 
     def tick(self, seconds: float) -> EpochLost | None:
         self.now_ns += int(seconds * SECOND)

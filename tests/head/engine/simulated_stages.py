@@ -18,7 +18,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import Reported, RestartPolicy
-from ppserve.stage.link import _SILENCE_S, Link
+from ppserve.stage.link import _SILENCE_S, HeadLink
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.scripted import ARCH, BLOCK_SIZE, NUM_BLOCKS, SECOND
 from tests.head.engine.simulated_world import Connection, Network, SimulatedControl, World
@@ -100,7 +100,7 @@ class StageProcess:
         self._groups = host.groups
         self._waiting: deque[Callable[[], None]] = deque()
         self._connection: Connection | None = None
-        self._link: Link | None = None
+        self._link: HeadLink | None = None
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
@@ -160,7 +160,7 @@ class StageProcess:
         self.reported.add("connected")
         self._groups = self._host.groups
         self._connection = self._host.control.connect(self.rank, lambda said: self.do(partial(self._read, said)))
-        self._link = Link(self._connection.up.send)
+        self._link = HeadLink(self._connection.up.send)
         self._heard_ns = self._world.now_ns
         self._watch_head()
         self._say(hello(self.rank, self._host.grid.size, ARCH, wire.StageHost("host", "here")))
@@ -192,7 +192,7 @@ class StageProcess:
             case wire.Shutdown(code):
                 self.end("told to end", code)
             case wire.Assign():
-                loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
+                loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, None)
                 self.later(self._world.between(0.05, 0.4), lambda: self._say(loaded))
             case wire.Form(epoch):
                 self._enter(epoch)

@@ -114,7 +114,7 @@ def test_the_number_of_blocks_stays_when_a_stage_comes_back_with_other_memory() 
         pipeline.lose(1, "exit")
         pipeline.leave(0)
         pipeline.hello(1)
-        pipeline.say(1, wire.Loaded("cpu", 1, 1, 100, room, ""))
+        pipeline.say(1, wire.Loaded("cpu", 1, 1, 100, room, None))
         pipeline.tick(1)
         epoch = pipeline.members.epoch
         assert {form.num_blocks for form in pipeline.forms().values()} == {10}

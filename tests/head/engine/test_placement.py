@@ -151,5 +151,5 @@ def test_a_stage_without_room_for_a_whole_sequence_is_named() -> None:
 
 def with_room_for(blocks: tuple[int, int]) -> tuple[Decision, list[wire.Loaded]]:
     scheduling = SchedulerConfig(2, max_num_seqs=4, max_model_len=100, block_size=16)
-    loaded = [wire.Loaded("cpu", 1, 1, 1000, 1000 * count + 999, "") for count in blocks]
+    loaded = [wire.Loaded("cpu", 1, 1, 1000, 1000 * count + 999, None) for count in blocks]
     return Decision(stage_layouts(Split((8, 8))), "shm", scheduling), loaded

@@ -355,15 +355,15 @@ def test_only_losses_in_a_row_with_a_request_and_without_a_token_end_the_server(
     assert losses_borne(100, **options) == ends_after
 
 
-@pytest.mark.parametrize(("why_not", "num_rows"), [("", 2), ("rows differ", 1)])
+@pytest.mark.parametrize(("reason", "num_rows"), [(None, 2), ("rows differ", 1)])
 def test_no_draft_tokens_where_the_self_test_failed(
-    why_not: str, num_rows: int, caplog: pytest.LogCaptureFixture
+    reason: str | None, num_rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(speculate=1)
-    rig.form(why_not)
+    rig.form(reason)
     rig.ask(Request("r", (3,) * 6, StopConditions(6, ignore_eos=True), SamplingParams()))
     (prompt,) = rig.refill()
     rig.compute(prompt)  # it draws token 3
     (plan,) = rig.refill()
     assert plan.num_tokens == num_rows
-    assert ("rows differ" in caplog.text) == bool(why_not)
+    assert ("rows differ" in caplog.text) == bool(reason)

@@ -103,7 +103,7 @@ def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
         eos_token_id=arch.eos_id,
         eos_token_ids=arch.eos_ids,
         limits=_copied(pb.Limits, description.limits, max_prompt_tokens=max_context),
-        nondeterministic_reason=description.why_not,
+        nondeterministic_reason=description.nondeterministic_reason or "",
     )
 
 

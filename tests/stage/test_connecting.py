@@ -23,12 +23,18 @@ from ppserve import wire
 from ppserve.config import TRANSPORTS
 from ppserve.core.architecture import Cut, Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError, TransportError
-from ppserve.stage.device import Compute
-from ppserve.stage.link import Link
+from ppserve.stage.connecting import (
+    Connections,
+    ProcessConnector,
+    join_epoch_store,
+    open_epoch_store,
+    wait_for_ranks,
+)
+from ppserve.stage.device import DeviceSetup
+from ppserve.stage.link import HeadLink
 from ppserve.stage.transport import KINDS, Frames, create_transport
 from ppserve.stage.transport.gather import GroupGather
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
-from ppserve.stage.wiring import ProcessGroupWiring, Wires, join_epoch_store, open_epoch_store, wait_for_ranks
+from ppserve.stage.transport.point_to_point import GroupBackend, PointToPoint
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
 
@@ -46,20 +52,20 @@ class FailsOnce(ByHand):
         super().__init__()
         self._at, self._error = at, error
 
-    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
-        wires = super().open_wires(form, frames, link)
+    def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
+        connections = super().connect(form, frames, link)
         transport = self.opened[-1]
         if len(self.opened) == 1:
             transport.fails_at, transport.error, transport.breaks = self._at, self._error, True
             transport.arrived.release()
-        return wires
+        return connections
 
 
 @contextmanager
-def failing_stage(wiring: FailsOnce, compute: Compute) -> Iterator[OneStage]:
+def failing_stage(connector: FailsOnce, compute: DeviceSetup) -> Iterator[OneStage]:
     """The last of two stages, which has been asked to compute a step of epoch 1."""
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 1, 2, wiring, RandomCheckpoint(architecture(num_layers=2)), compute)
+        stage = start(threads, 1, 2, connector, RandomCheckpoint(architecture(num_layers=2)), compute)
         stage.hear(wire.Hello)
         stage.load(stage_layouts(Split.parse("1,1"))[1])
         stage.form(1)
@@ -85,14 +91,14 @@ def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str, error: Ex
 def test_any_other_error_is_reported_and_the_epoch_left(at: str) -> None:
     """The control, where the device is well. The wait of a group that is destroyed without an interrupt would have
     no end."""
-    wiring = FailsOnce(at, TRITON)
-    with failing_stage(wiring, CPU) as stage:
+    connector = FailsOnce(at, TRITON)
+    with failing_stage(connector, CPU) as stage:
         if at != "warm up":
             stage.hear(wire.Ready)
         assert "Triton" in stage.hear(wire.Broken).reason
         stage.enter(2)
         stage.enter(3)  # a new epoch ends the one before in the same way
-        assert [transport.ends for transport in wiring.opened[:2]] == [["interrupt", "close"]] * 2
+        assert [transport.ends for transport in connector.opened[:2]] == [["interrupt", "close"]] * 2
 
 
 # ---- what a group's errors become --------------------------------------------------------------------------
@@ -116,8 +122,8 @@ def ways(monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]
     for name in ("isend", "irecv", "all_gather"):
         monkeypatch.setattr(dist, name, fails)
     group = ParallelGroup((0, 1, 2), 1, None)  # type: ignore[arg-type]
-    pipe = PointToPoint("nccl", Frames(4, torch.float32), group, Passage())
-    gather = GroupGather("nccl", group, Passage())
+    pipe = PointToPoint("nccl", Frames(4, torch.float32), group, GroupBackend())
+    gather = GroupGather("nccl", group, GroupBackend())
     return {
         "send": lambda: pipe.send(plan(1, 0), torch.zeros(3, 4)),
         "post": lambda: pipe.post_receive(plan(1, 0)),
@@ -145,9 +151,9 @@ def test_the_watchdog_of_nccl_is_told_before_there_is_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(dist, "init_process_group", start_group)
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
     form = wire.Form(1, StageLayout(0, 1, 0, 4), 8, 64, transport, "127.0.0.1", None, "127.0.0.1")
-    link = Link(queue.SimpleQueue[wire.FromStage]().put)
+    link = HeadLink(queue.SimpleQueue[wire.FromStage]().put)
     with pytest.raises(RuntimeError, match="no group here"):
-        ProcessGroupWiring()._join(form, link)
+        ProcessConnector()._join(form, link)
     ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     assert at_start == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(ours if transport == "nccl" else {})}
 

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -20,36 +21,43 @@ import parallel_state
 from ppserve import wire
 from ppserve.errors import TransportError
 from ppserve.process.network import GLOO_INTERFACE, family_of, interface_of, interfaces, is_loopback
-from ppserve.stage.link import Link
+from ppserve.stage.link import HeadLink
 from ppserve.stage.transport import Frames, Transport, create_gather, create_transport, kind_of
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
-from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
+from ppserve.stage.transport.gather import NoGather, StageGather, connect_ranks
+from ppserve.stage.transport.local import LocalTransport, QueuePair, make_queues
 
 _FORM_TIMEOUT = timedelta(seconds=20)
 _POLL_S = 0.005
 
-Wires = tuple[Transport, TensorLink]
-"""What joins a stage to its neighbours, and to its other tensor ranks."""
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a rank sends and receives by, for one epoch."""
+
+    transport: Transport
+    """Hidden states, from the stage before and to the stage after."""
+    gather: StageGather
+    """Slices of rows, of this stage's other tensor ranks."""
 
 
-class Wiring(Protocol):
-    """The maker of a stage's wires, those of one epoch at a time."""
+class Connector(Protocol):
+    """The maker of a stage's connections, those of one epoch at a time."""
 
-    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+    def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
         """Collective. Raises TransportError or RuntimeError; even then `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
-        """Releases what the newest wires were made from. May be called twice."""
+        """Releases what the newest connections were made from. May be called twice."""
 
 
-class ProcessGroupWiring:
-    """The wiring of a stage that is a process. The ranks meet in the epoch's store and form groups. ports: the
+class ProcessConnector:
+    """The connector of a stage that is a process. The ranks meet in the epoch's store and form groups. ports: the
     first and last that the store may have; None: any."""
 
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
 
-    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+    def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
         layout = form.layout
         is_alone = layout.num_places == 1
         if not is_alone:
@@ -59,14 +67,14 @@ class ProcessGroupWiring:
             gather = (
                 create_gather(form.transport, parallel_state.get_tp_group())
                 if layout.num_tensor > 1
-                else NoTensorLink()
+                else NoGather()
             )
         except (TransportError, RuntimeError):
             transport.close()
             raise
-        return transport, gather
+        return Connections(transport, gather)
 
-    def _join(self, form: wire.Form, link: Link) -> None:
+    def _join(self, form: wire.Form, link: HeadLink) -> None:
         layout = form.layout
         if form.store_port is None:
             store, port = open_epoch_store(form.store_host, _FORM_TIMEOUT, self._ports)
@@ -153,16 +161,16 @@ def _name_interface(address: str) -> None:
                 os.environ[variable] = value
 
 
-class ThreadWiring:
-    """The wiring of stages that are threads: one object for all ranks of a replica."""
+class ThreadConnector:
+    """The connector of stages that are threads: one object for all ranks of a replica."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()
         self._epoch = 0
-        self._columns: tuple[tuple[Ends, ...], ...] = ()
-        self._gathers: tuple[tuple[TensorLink, ...], ...] = ()
+        self._columns: tuple[tuple[QueuePair, ...], ...] = ()
+        self._gathers: tuple[tuple[StageGather, ...], ...] = ()
 
-    def open_wires(self, form: wire.Form, frames: Frames, link: Link) -> Wires:
+    def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
         layout = form.layout
         if form.store_port is None:
             # The head invites the others once it has heard of a store.
@@ -170,10 +178,10 @@ class ThreadWiring:
         with self._opening:
             if form.epoch != self._epoch:
                 self._epoch = form.epoch
-                self._columns = tuple(make_ends(layout.num_stages) for _ in range(layout.num_tensor))
+                self._columns = tuple(make_queues(layout.num_stages) for _ in range(layout.num_tensor))
                 self._gathers = tuple(connect_ranks(layout.num_tensor) for _ in range(layout.num_stages))
             transport = LocalTransport(frames, self._columns[layout.tensor][layout.stage])
-            return transport, self._gathers[layout.stage][layout.tensor]
+            return Connections(transport, self._gathers[layout.stage][layout.tensor])
 
     def leave_epoch(self) -> None:
         """Nothing to do: queues go with their transports."""

@@ -11,8 +11,6 @@ import asyncio
 import json
 import re
 import secrets
-import subprocess
-import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from typing import Any
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.template_process import parse
+from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
 
 MAX_RENDERERS = 4
 MAX_REASON = 500
@@ -42,11 +41,11 @@ class ChatTemplate:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source = source
-        self._begin = json.dumps([source, [*special], {**tokens}])
+        begin = json.dumps([source, [*special], {**tokens}])
+        self._processes = LimitedProcesses(parse.__module__, begin)
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
         self.roles = {*ROLES, *re.findall(r"""(?<=['"])\w+(?=['"])""", source)}
         """OpenAI's, and what stands in quotes: its own are among them."""
-        self._idle: list[subprocess.Popen[str]] = []
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
@@ -82,42 +81,18 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the idle processes; the others end with the head."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in [*self._idle]:
-            _end(process)
+        self._processes.close()
 
     def _ask(self, variables: Mapping[str, Any]) -> list[str]:
         try:
-            process = self._idle.pop()
-        except IndexError:
-            process = _start(self._begin)
-        try:
-            assert process.stdout is not None
-            print(json.dumps(variables), file=process.stdin, flush=True)
-            answer = json.loads(process.stdout.readline())
-            self._idle.append(process)
-        except (OSError, ValueError):
-            _end(process)
+            answer = json.loads(self._processes.ask(json.dumps(variables)))
+        except (OutOfTime, OutOfMemory):
             answer = {"error": "it takes too long"}
         if "error" in answer:
             start = answer["error"][:MAX_REASON]
             why = "".join(char if char.isprintable() else " " for char in start)
             raise InvalidRequest([Violation("messages", f"the chat template refuses them: {why}")])
         return [*map(str, answer["parts"])]
-
-
-def _start(begin: str) -> subprocess.Popen[str]:
-    # A session of its own: Ctrl-C is for the head, with which it ends.
-    process = subprocess.Popen(
-        [sys.executable, "-m", parse.__module__], text=True, start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    print(begin, file=process.stdin)
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def _extended(content: Any, end: str) -> Any:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -25,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from ppserve.head.api.traced import Traced, formatted, joined, own_text, traced
+from ppserve.process.limited import serve
 
 MAX_SOURCE = 1 << 20
 MAX_MEMORY_BYTES = 1 << 30
@@ -174,17 +172,14 @@ def render(
         return {"error": str(error) if isinstance(error, TemplateError) else type(error).__name__}
 
 
+def _begin(line: str) -> Callable[[str], str]:
+    source, special, tokens = json.loads(line)
+    return lambda question: json.dumps(render(source, special, tokens, json.loads(question)))
+
+
 def main() -> None:
     """Until standard input ends, with the head."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, special, tokens = json.loads(sys.stdin.readline())
-    for line in sys.stdin:
-        variables = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = json.dumps(render(source, special, tokens, variables))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+    serve(_begin, MAX_CPU_S, MAX_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

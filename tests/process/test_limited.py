@@ -1,0 +1,61 @@
+"""A process that takes too much ends, its parent learns why, and the next question gets another process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime, serve
+
+
+def _begin(line: str) -> Callable[[str], str]:
+    return lambda question: _answer(line.strip(), question.strip())
+
+
+def _answer(begun: str, question: str) -> str:
+    while question == "run on":
+        pass
+    if question == "grow":
+        return str(len(bytearray(4 << 30)))
+    if question == "exit":
+        sys.exit(0)
+    return f"{begun} {question}"
+
+
+@pytest.fixture
+def processes() -> Iterator[LimitedProcesses]:
+    made = LimitedProcesses(__name__, "hello")
+    yield made
+    made.close()
+
+
+def test_questions_are_answered_by_one_process(processes: LimitedProcesses) -> None:
+    assert processes.ask("a") == "hello a\n"
+    idle = [*processes._idle]
+    assert processes.ask("b") == "hello b\n"
+    assert processes._idle == idle
+
+
+@pytest.mark.parametrize(
+    ("question", "error"), [("run on", OutOfTime), ("grow", OutOfMemory), ("exit", OutOfMemory)]
+)
+def test_a_process_that_takes_too_much_ends(
+    processes: LimitedProcesses, question: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        processes.ask(question)
+    assert processes._idle == []
+    assert processes.ask("a") == "hello a\n"
+
+
+def test_closing_ends_the_idle_processes(processes: LimitedProcesses) -> None:
+    processes.ask("a")
+    [process] = processes._idle
+    processes.close()
+    assert process.returncode is not None
+
+
+if __name__ == "__main__":
+    serve(_begin, 0.2, 1 << 30)

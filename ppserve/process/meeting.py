@@ -1,9 +1,8 @@
 """Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
 
-Each rank finds address and secret by itself. On one host the address is a Unix socket without a file, whose name
-is made from the launcher's variables; both ends must belong to one user. On several hosts it is a port of
-MASTER_ADDR, and the secret is in --secret-file. The launcher's store is not used, because everyone who can reach
-it may read and write it.
+Each rank finds address and secret by itself. On one host: a Unix socket without a file, named for the launcher;
+both ends must be of one user. On several hosts: a port of MASTER_ADDR, and --secret-file.
+Not by the launcher's store: everyone who can reach it may read and write it.
 
 In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both.
 A recorded answer fits no other connection. The two sides' answers differ, so neither can be sent back.
@@ -94,18 +93,18 @@ def read_secret(meeting: Meeting) -> bytes:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """Connect to the head and prove the secret. Raises OSError after `within_s`, UsageError if secrets differ."""
+    """A proved connection. Raises OSError after `within_s`, UsageError for other secrets."""
     until_s = time.monotonic() + within_s
-    was_warned = False
+    told = False
     while True:
         try:
             return _connect(meeting, rank, max(_RETRY_EVERY_S, until_s - time.monotonic()))
         except (OSError, WireError) as error:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"{meeting.address}: {error}") from error
-            if not was_warned:
+            if not told:
                 log.warning("cannot reach the head at %s yet: %s", meeting.address, error)
-            was_warned = True
+            told = True
         time.sleep(_RETRY_EVERY_S)
 
 
@@ -127,7 +126,7 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    """Do the rank's side of the handshake. Raises OSError or WireError, or UsageError if no retry helps."""
+    """A rank's side. Raises OSError, WireError; UsageError if no retry helps."""
     reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
     nonce = new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
@@ -158,7 +157,7 @@ def new_nonce() -> bytes:
 
 
 def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """This side's proof: a keyed hash of its name, the rank and both sides' random numbers."""
+    """This side's answer to the other's number: the challenge, or the nonce."""
     # Lengths keep the messages of different inputs apart.
     message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
     return hmac.digest(secret, message, "sha256")

@@ -1,0 +1,9 @@
+"""Answers of a given form: which tokens may follow those that an answer has. Never a request, a clock or a tensor.
+
+The only room that imports llguidance.
+
+StructuredOutput   the form that a request asks for; FormRefused says why it is not served, and where
+Vocabulary         the bytes of each token of a model
+Grammars           compiles forms, first in a process with limits, and keeps them
+GrammarFilter      the tokens that one sequence may have next: a mask, the length of a good draft, forced tokens
+"""

@@ -1,0 +1,93 @@
+"""Forms are compiled once: first in a process with limits, then, as they are known to keep them, here in a
+thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+from llguidance import LLTokenizer
+
+from ppserve.grammar import compiling_process
+from ppserve.grammar.state import Grammar
+from ppserve.grammar.structured_output import FormRefused, StructuredOutput
+from ppserve.grammar.vocabulary import Vocabulary
+from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
+
+MAX_COMPILERS = 2
+MAX_ENTRIES = 64
+MAX_BYTES = 4 << 20
+"""The texts of the forms that are kept compiled have at most so many."""
+
+
+class Grammars:
+    """The compiled forms of one model, the most recently used of them kept. For any threads."""
+
+    def __init__(self, vocabulary: Vocabulary, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
+        self._vocabulary = vocabulary
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._threads = ThreadPoolExecutor(MAX_COMPILERS)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+
+    @cached_property
+    def _processes(self) -> LimitedProcesses:
+        return LimitedProcesses(compiling_process.__name__, self._vocabulary.to_json())
+
+    @cached_property
+    def _library(self) -> LLTokenizer:
+        return self._vocabulary.for_library()
+
+    async def compiled(self, output: StructuredOutput) -> Grammar:
+        """The event loop is free meanwhile. Raises FormRefused."""
+        if (kept := self._take(output.digest())) is not None:
+            return kept
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, output)
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """Blocks for up to seconds. Raises FormRefused."""
+        digest = output.digest()
+        if (kept := self._take(digest)) is not None:  # another request may have asked for it meanwhile
+            return kept
+        grammar = Grammar(self._tried(output), self._library, len(output.source.encode()))
+        self._keep(digest, grammar)
+        return grammar
+
+    def close(self) -> None:
+        """Ends the idle processes; the others end with this one."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+    def _tried(self, output: StructuredOutput) -> str:
+        """What llguidance compiles, from a process that has done so within its limits."""
+        try:
+            answer = json.loads(self._processes.ask(json.dumps([output.kind, output.source])))
+        except OutOfTime:
+            problem = f"compiling it takes more time than the limit, {compiling_process.MAX_CPU_S:.0f} s"
+            raise FormRefused(problem) from None
+        except OutOfMemory:
+            limit = compiling_process.MAX_MEMORY_BYTES >> 20
+            raise FormRefused(f"compiling it takes more memory than the limit, {limit} MiB") from None
+        if "text" not in answer:
+            raise FormRefused(**answer)
+        return str(answer["text"])
+
+    def _take(self, digest: str) -> Grammar | None:
+        with self._lock:
+            if (kept := self._kept.get(digest)) is not None:
+                self._kept.move_to_end(digest)
+            return kept
+
+    def _keep(self, digest: str, grammar: Grammar) -> None:
+        with self._lock:
+            self._kept[digest] = grammar
+            while len(self._kept) > self._max_entries or self._bytes() > self._max_bytes:
+                self._kept.popitem(last=False)
+
+    def _bytes(self) -> int:
+        return sum(grammar.source_bytes for grammar in self._kept.values())

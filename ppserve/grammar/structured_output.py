@@ -1,0 +1,48 @@
+"""What a request may ask of its answer's form, and what a refused form raises."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from ppserve.errors import PpserveError
+
+MAX_SOURCE_BYTES = 1 << 18
+"""The most that a form may have, as UTF-8 text."""
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an answer must have.
+
+    kind: `json_object` is any JSON object, and has no source. `json_schema` has a schema as JSON text. `regex`
+    has an expression that the whole answer matches, in the syntax of a schema's `pattern`. `choice` has a list
+    of strings as JSON text. `grammar` has a Lark grammar as llguidance reads it, or one in GBNF (`root ::=
+    ...`).
+    """
+
+    kind: Kind
+    source: str = ""
+
+    def digest(self) -> str:
+        """The same for the same form, on every host."""
+        return hashlib.sha256(f"{self.kind}\0{self.source}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class FormRefused(PpserveError):
+    """A form that is not served: it is no form of its kind, has what is not enforced here, or exceeds a limit."""
+
+    def __init__(self, problem: str, pointer: str = "", keyword: str = "") -> None:
+        """pointer: the place within a schema, as a JSON pointer. keyword: what is refused there, if it is one."""
+        place = f"at {pointer}: " if pointer else ""
+        super().__init__(place + problem)
+        self.problem = problem
+        self.pointer = pointer
+        self.keyword = keyword
+
+
+class GrammarFailed(PpserveError):
+    """The answer cannot go on: its grammar's state exceeds a limit, or no token may follow."""

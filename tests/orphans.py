@@ -11,7 +11,7 @@ from pathlib import Path
 _DIE_WITH_PARENT = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from ppserve.process.environment import die_with_parent
+from ppserve.process.lifetime import die_with_parent
 die_with_parent(int(sys.argv[2]))
 os.execvp(sys.argv[3], sys.argv[3:])
 """

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.answers", "ppserve.__version__"),
     },
     "ppserve.head.app": {"ppserve.process"},
-    "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
+    "ppserve.head.engine": {"ppserve.wire", "ppserve.process.identity", "ppserve.process.lifetime"},
     "ppserve.head.engine.placement": {"ppserve.process.network"},
     "ppserve.head.servers": {"ppserve.process.network"},
     "ppserve.head.engine.control_sockets": {"ppserve.process.network", "ppserve.process.tls"},

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from ppserve import __version__
 from ppserve.errors import LauncherError, PpserveError, UsageError
-from ppserve.process.environment import EXIT_USAGE
+from ppserve.process.lifetime import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
 _EXIT_BROKEN_PIPE = 141  # as a shell has it

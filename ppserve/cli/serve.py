@@ -13,8 +13,10 @@ from ppserve.cli.flags import FLAGS, ServeCommand, removed
 from ppserve.cli.machine import check_machine
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
-from ppserve.process.environment import HEAD_SIGNALS, RankEnvironment, ignore_signals, open_many_files
+from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_rank
+from ppserve.process.lifetime import HEAD_SIGNALS, ignore_signals
+from ppserve.process.limits import open_many_files
 from ppserve.process.log import never_wait_for_readers
 from ppserve.process.stage_process import ForkServer
 

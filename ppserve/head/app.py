@@ -30,12 +30,9 @@ from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.starting import WaitLimit, find_missing
-from ppserve.process.environment import (
-    EXIT_USAGE,
-    RankEnvironment,
-    die_with_launcher,
-)
+from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import Keeper
+from ppserve.process.lifetime import EXIT_USAGE, die_with_launcher
 from ppserve.process.log import flush_streams, on_dropped, set_up_logging
 from ppserve.process.meeting import find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
@@ -92,7 +89,24 @@ class HeadProcess:
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
         self._keeper_failed: Future[StagesLost] = Future()
+        grid = config.pipeline.grid(self._world_size)
+        self._metrics = Metrics(grid.pipeline, grid.data)
+        on_dropped(self._metrics.log_lines_dropped)
+        self._trace = Trace(grid, config.server.trace)
+        self._spans = RecentSpans(grid.pipeline, grid.data)
         loop = asyncio.get_running_loop()
+        self._engine = build_engine(
+            config,
+            self._world_size,
+            self._control,
+            hand_over=loop.call_soon_threadsafe,
+            on_output=self._metrics.requests.on_output,
+            step_observers=(self._metrics.steps, self._trace, self._spans),
+        )
+        self._members = tuple(replica.members for replica in self._engine.replicas)
+        self._formed = asyncio.wrap_future(self._engine.formed)
+        self._failed = asyncio.wrap_future(self._engine.failed)
+        self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
         self._stop: asyncio.Future[None] = loop.create_future()  # done at the first signal to end
         self._stop_now: asyncio.Future[None] = loop.create_future()  # at the second one
 
@@ -100,11 +114,6 @@ class HeadProcess:
         """Until a signal; returns the exit code. Raises UsageError, StagesLost."""
         self._listen_to_signals()
         self._keeper_thread.start()
-        self._make_engine()
-        await self._run_engine()
-        return 0
-
-    async def _run_engine(self) -> None:
         self._engine.start()
         try:
             await self._await_pipeline()
@@ -116,22 +125,7 @@ class HeadProcess:
             self._engine.stop()
             await self._end_stages()
             self._trace.stop()
-
-    def _make_engine(self) -> None:
-        config = self._config
-        grid = self._config.pipeline.grid(self._world_size)
-        self._metrics = Metrics(grid.pipeline, grid.data)
-        on_dropped(self._metrics.log_lines_dropped)
-        self._trace = Trace(grid, config.server.trace)
-        self._spans = RecentSpans(grid.pipeline, grid.data)
-        on_output = self._metrics.requests.on_output
-        steps = (self._metrics.steps, self._trace, self._spans)
-        hand_over = asyncio.get_running_loop().call_soon_threadsafe
-        self._engine = build_engine(config, self._world_size, self._control, hand_over, on_output, steps)
-        self._members = tuple(replica.members for replica in self._engine.replicas)
-        self._formed = asyncio.wrap_future(self._engine.formed)
-        self._failed = asyncio.wrap_future(self._engine.failed)
-        self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
+        return 0
 
     async def _await_pipeline(self) -> None:
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())

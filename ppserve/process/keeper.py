@@ -16,7 +16,8 @@ from collections.abc import Callable
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
+from ppserve.process.environment import RankEnvironment
+from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, die_with_launcher
 from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageLine, StageProcess
 

@@ -12,6 +12,9 @@ import psutil
 
 _ROOT = Path("/")
 
+# Enough for all; programs that close every possible descriptor stay fast.
+_OPEN_FILES = 65_536
+
 
 def available_cores(root: Path = _ROOT) -> int:
     """Cores for this process: beyond its share, a container's threads are held back."""
@@ -53,6 +56,15 @@ def available_tasks(root: Path = _ROOT) -> float:
         )
         available.append(own - sum(used))
     return max(0, min(available))
+
+
+def open_many_files() -> None:
+    """Raise the soft limit of open files: clients must not take a stage's descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _groups(root: Path, controller: str) -> list[Path]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from ppserve import wire
-from ppserve.process.environment import signals_blocked
+from ppserve.process.lifetime import signals_blocked
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
 # What the fork server is asked, and its answer to REAP: an exit code (-9: killed).

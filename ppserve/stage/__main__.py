@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ppserve import wire
 from ppserve.errors import UsageError
-from ppserve.process.environment import (
-    ENDING_SIGNALS,
-    EXIT_HEAD_GONE,
-    EXIT_USAGE,
-    RankEnvironment,
-    die_with_parent,
-    ignore_signals,
-    name_process,
-)
+from ppserve.process.environment import RankEnvironment
+from ppserve.process.identity import name_process
+from ppserve.process.lifetime import ENDING_SIGNALS, EXIT_HEAD_GONE, EXIT_USAGE, die_with_parent, ignore_signals
 from ppserve.process.log import flush_streams, never_wait_for_readers, set_up_logging
 from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import find_route

@@ -12,7 +12,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.process.environment import EXIT_HEAD_GONE
+from ppserve.process.lifetime import EXIT_HEAD_GONE
 
 # Longer than the head's patience with a silent stage: the head decides.
 _SILENCE_S = 15.0

@@ -30,7 +30,7 @@ from ppserve.model.backend import StageModel
 from ppserve.model.decoder import Decoder, load_stage
 from ppserve.model.inputs import KVCache
 from ppserve.model.selftest import check_determinism
-from ppserve.process.environment import this_machine, this_user
+from ppserve.process.identity import this_machine, this_user
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
 from ppserve.stage.connecting import Connector
@@ -59,9 +59,8 @@ class Epoch:
 class LoadedPart:
     """The stage's part of the model in one shape of the pipeline, from its `Assign` to the next one."""
 
-    model: Decoder
-    computing: StageModel
-    """The model as it computes with the cache; without one, the model itself."""
+    model: StageModel
+    """The stage's layers; once there is a cache, as the backend has recorded them for it."""
     cache: KVCache | None = None
     """The KV cache, once an epoch has told its number of blocks. The next epochs of the shape use it too."""
 
@@ -154,7 +153,7 @@ class StageLoop:
                 problem = f"it cannot compute on {setup.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
         else:
-            self._part = LoadedPart(model, model)
+            self._part = LoadedPart(model)
             self._link.send(self._loaded(model, reason))
 
     def _loaded(self, model: Decoder, nondeterministic_reason: str | None) -> wire.Loaded:
@@ -196,7 +195,7 @@ class StageLoop:
         self._link.send(wire.Ready(form.epoch))
         return True
 
-    def _make_cache(self, model: Decoder, num_blocks: int) -> KVCache:
+    def _make_cache(self, model: StageModel, num_blocks: int) -> KVCache:
         """Make the KV cache of this shape's epochs: each of them overwrites what the one before has written."""
         backend, cache = model.backend, self._start.config.cache
         asked = cache.kv_cache_memory
@@ -215,8 +214,7 @@ class StageLoop:
         assert model.layout == form.layout, "an epoch is of the layers that are loaded"
         if part.cache is None:
             cache = self._make_cache(model, form.num_blocks)
-            part.computing = model.backend.recorded(model, cache)
-            part.cache = cache
+            part.model, part.cache = model.backend.recorded(model, cache), cache
         frames = Frames(
             width=model.arch.width,
             dtype=model.backend.precision.hidden,
@@ -227,7 +225,7 @@ class StageLoop:
         connections = self._connector.connect(form, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.
         self._epoch = epoch = Epoch(
-            form.epoch, Stage(part.computing, part.cache, connections.transport, connections.gather)
+            form.epoch, Stage(part.model, part.cache, connections.transport, connections.gather)
         )
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there were connections.

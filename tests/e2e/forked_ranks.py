@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ppserve.process import stage_process
-from ppserve.process.environment import die_with_parent
+from ppserve.process.lifetime import die_with_parent
 
 assert "ppserve.process.keeper" not in sys.modules, "its stages would be fresh interpreters"
 

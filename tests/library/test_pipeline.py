@@ -290,17 +290,8 @@ def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:
 def test_the_public_names_are_these() -> None:
     assert ppserve.__all__ == [
         *("Architecture", "AsyncClient", "BUSY", "CAUSES", "CallFailed", "Checkpoint", "Chunk", "Client"),
-        *(
-            "Completion",
-            "Computed",
-            "ConfigError",
-            "Decoder",
-            "DeviceSetup",
-            "Draw",
-            "Frames",
-            "GPT2Config",
-            "IDLE",
-        ),
+        *("Completion", "Computed", "ConfigError", "Decoder", "DeviceSetup", "Draw", "Frames"),
+        *("GPT2Config", "IDLE"),
         *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError"),
         *("RequestError", "RetryPolicy"),
         *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream"),

@@ -7,7 +7,8 @@ import resource
 import pytest
 
 from ppserve.errors import LauncherError
-from ppserve.process.environment import RankEnvironment, open_many_files
+from ppserve.process.environment import RankEnvironment
+from ppserve.process.limits import open_many_files
 
 NO_LIMIT = resource.RLIM_INFINITY
 

@@ -10,8 +10,8 @@ import pytest
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import FROZEN_AFTER_S, FROZEN_WHILE_PREPARING_S, HEADLESS_FOR_S, MAX_DEATHS, Keeper
+from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from tests.process.heads import head
 
 KILLED = -9

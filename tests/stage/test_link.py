@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ppserve import wire
-from ppserve.process.environment import EXIT_HEAD_GONE
+from ppserve.process.lifetime import EXIT_HEAD_GONE
 from ppserve.stage.link import SocketHeadLink
 from tests.stage.one_stage import WITHIN_S, plan
 

@@ -30,7 +30,8 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import decide, difference
 from ppserve.head.engine.replica import Replica, ReplicaReading, StepObserver
 from ppserve.head.engine.streams import HandOver, OnOutput, OpenRequest, OpenStreams
-from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, this_machine
+from ppserve.process.identity import this_machine
+from ppserve.process.lifetime import EXIT_FAILED, EXIT_USAGE
 
 log = logging.getLogger("ppserve.engine")
 

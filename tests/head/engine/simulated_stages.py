@@ -16,8 +16,8 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.scheduling.slots import PROBE
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import Reported, RestartPolicy
+from ppserve.process.lifetime import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.stage.link import _SILENCE_S, HeadLink
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.scripted import ARCH, BLOCK_SIZE, NUM_BLOCKS, SECOND

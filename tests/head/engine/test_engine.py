@@ -13,7 +13,7 @@ from ppserve import wire
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, InvalidRequest, Overloaded, StagesLost
 from ppserve.head.engine.streams import OpenRequest
-from ppserve.process.environment import EXIT_FAILED
+from ppserve.process.lifetime import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
 from tests.head.engine.replica_rig import EngineRig, Reader, a_request
 from tests.head.engine.scripted import ARCH

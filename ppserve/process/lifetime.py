@@ -1,0 +1,56 @@
+"""When a process of the server ends: with whom, by which signals, and what its exit code means."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+EXIT_USAGE = 2
+"""The operator's configuration is at fault."""
+EXIT_HEAD_GONE = 75
+"""The stage lost the head: its keeper restarts it."""
+EXIT_FAILED = 76
+"""The head told the stage to end because the server fails: no restart."""
+
+HEAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
+"""They go to all ranks and must not end one. The head installs its handlers later."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HEAD_SIGNALS)
+"""Signals that a child ignores if its parent decides when it ends."""
+
+_PR_SET_PDEATHSIG = 1  # Linux's number
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """End this process when the thread that started it ends; at once if the process `parent_pid` has ended. Only
+    on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(EXIT_HEAD_GONE)
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank when torchrun dies, even by SIGKILL."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """A child started in the block gets no signal until it calls `ignore_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals(signals: Sequence[signal.Signals]) -> None:
+    """Also those that `signals_blocked` holds back."""
+    for signum in signals:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

@@ -99,7 +99,7 @@ class TlsConnection(socket.socket):
         self._lock = threading.Lock()  # of all above
 
     def handshake(self) -> None:
-        """For a stage, before anything else. Raises OSError (SSLError is one)."""
+        """Complete the handshake, as a stage does before anything else. Raises OSError, such as SSLError."""
         try:
             while not self._continue_handshake():
                 super().sendall(self._leaving.read())
@@ -111,7 +111,8 @@ class TlsConnection(socket.socket):
             super().sendall(self._leaving.read())  # where it failed, the head is told why
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. For a whole record, a stage waits, the head raises BlockingIOError."""
+        """Receive decrypted bytes; empty at the end. While a record is incomplete, a stage waits and the head
+        raises BlockingIOError."""
         while received := super().recv(size, flags):
             with self._lock:
                 self._arrived.write(received)
@@ -132,7 +133,7 @@ class TlsConnection(socket.socket):
             return self._leaving.read()
 
     def sendall(self, frame: bytes, flags: int = 0) -> None:  # type: ignore[override]
-        """For one thread at a time. Raises OSError."""
+        """Encrypt a frame and send it. One thread at a time may call this. Raises OSError."""
         super().sendall(self.seal(frame), flags)
 
     def _decrypt(self) -> tuple[bytes, bool]:
@@ -148,7 +149,7 @@ class TlsConnection(socket.socket):
         return bytes(text), True
 
     def _continue_handshake(self) -> bool:
-        """Whether the handshake is complete."""
+        """Do the next part of the handshake. Return whether it is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:

@@ -121,9 +121,10 @@ def test_an_address_is_listened_to_and_no_other(host: str) -> None:
 def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
     """As behind a load balancer: 192.0.2.1 is nobody's."""
     port = free_port("127.0.0.1")
-    with listen(f"192.0.2.1:{port}"):
+    with listen(f"192.0.2.1:{port}") as listener:
         for host in ("127.0.0.1", "[::1]"):
-            connect(f"{host}:{port}", WITHIN_S).close()
+            with connect(f"{host}:{port}", WITHIN_S) as connection, listener.accept()[0] as accepted:
+                assert accepted.getpeername()[1] == connection.getsockname()[1], f"{host} is another listener's"
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:

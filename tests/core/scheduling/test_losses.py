@@ -30,6 +30,8 @@ def test_a_prompt_that_was_scored_in_part_is_scored_once() -> None:
     rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
     for _ in range(2):
         rig.turn()
+    scored = [len(piece.targets) for plan in rig.pipeline.plans for piece in plan.slices]
+    assert scored == [4, 4], "in part: eight of the eleven tokens that have one before them"
     rig.lose_stage()
     rig.finish()
 

@@ -184,8 +184,11 @@ def test_zero_is_not_the_default() -> None:
 
 @pytest.mark.parametrize(("given", "_named"), REFUSED)
 def test_errors_name_fields_of_the_message(given: dict[str, object], _named: str) -> None:
-    for field in fields_refused(**given):
+    refused = fields_refused(**given)
+    assert refused
+    for field in refused:
         descriptor = pb.GenerateRequest.DESCRIPTOR
         for name in field.partition("[")[0].split("."):
-            found = descriptor.fields_by_name.get(name) or descriptor.oneofs_by_name[name]
+            found = descriptor.fields_by_name.get(name) or descriptor.oneofs_by_name.get(name)
+            assert found is not None, f"the message has no field {field}"
             descriptor = getattr(found, "message_type", None)

@@ -6,7 +6,7 @@ from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.scheduling.slots import SlotCount
+from ppserve.core.scheduling.slot_count import SlotCount
 
 
 class StepBooks:

@@ -6,7 +6,7 @@ import pytest
 
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.plan import StepResult, StepStamps
-from ppserve.core.scheduling.slots import HELD_STEPS, MEASURED_STEPS, SlotCount
+from ppserve.core.scheduling.slot_count import HELD_STEPS, MEASURED_STEPS, SlotCount
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 

@@ -106,14 +106,14 @@ def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() ->
 
 
 def test_limits_themselves_are_accepted() -> None:
-    """And they are what the request has then: none is clamped."""
+    """And the request has them as they were given; only max_tokens is cut to what the context has room for."""
     least = made(temperature=1e-4, repetition_penalty=0.01).sampling
     assert (least.temperature, least.repetition_penalty) == pytest.approx((1e-4, 0.01))
     sampling = {"top_p": 1.0, "min_p": 1.0, "repetition_penalty": 10.0, "seed": 2**64 - 1, "top_k": 2**32 - 1}
     most = made(n=128, **sampling)
     assert (most.num_sequences, {name: getattr(most.sampling, name) for name in sampling}) == (128, sampling)
     stop = made(stop=["x" * 256] * 32, stop_token_ids=[256] * 64, max_tokens=2**32 - 1).stop
-    assert (len(stop.stop), stop.stop_token_ids, stop.max_tokens) == (32, (256,) * 64, 63)
+    assert (len(stop.stop), stop.stop_token_ids, stop.max_tokens) == (32, (256,), 63)
     output = made(logprobs=20, prompt_logprobs=20, stream_interval=2**32 - 1).output
     assert (output.logprobs, output.prompt_logprobs, output.stream_interval) == (20, 20, 2**32 - 1)
 

@@ -66,7 +66,7 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
 
 
 def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The operator's, the model's own, or None. Raises ConfigError."""
+    """Return the operator's chat template, else the model's own, else None. Raise ConfigError."""
     if path is not None:
         return ChatTemplate.read(path, own.tokens, tokenizer.special_ids)
     try:
@@ -111,7 +111,7 @@ class HeadProcess:
         self._stop_now: asyncio.Future[None] = loop.create_future()  # at the second one
 
     async def run(self) -> int:
-        """Until a signal; returns the exit code. Raises UsageError, StagesLost."""
+        """Run until a signal, and return the exit code. Raise UsageError or StagesLost."""
         self._listen_to_signals()
         self._keeper_thread.start()
         self._engine.start()
@@ -135,7 +135,7 @@ class HeadProcess:
                 self._engine.give_up(reason)
 
     async def _serve(self) -> None:
-        """Until a signal, and then its running streams' end, or a lost pipeline."""
+        """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""
         handler = self._make_handler()
         pages = self._pages(handler.description)
         servers = Servers(self._config.server, handler, self._metrics.http_answered, pages)
@@ -155,7 +155,8 @@ class HeadProcess:
         return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 
     async def _report_health(self, handler: RequestHandler) -> None:
-        """Until a signal or the pipeline's end. Without a replica: not SERVING."""
+        """Tell the health service, until a signal or the pipeline's end: without a replica the server is not
+        SERVING."""
         while not await _any_done(_HEALTH_EVERY_S, self._stop, self._failed):
             healthy = self._engine.is_healthy
             if healthy != handler.is_serving:
@@ -196,7 +197,7 @@ class HeadProcess:
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
 
     def _keep_stage(self) -> None:
-        """The keeper's thread. Stage 0 ends with it."""
+        """Keep stage 0 alive, in the keeper's thread: the stage ends with this thread."""
         try:
             self._keeper.run()
         except Exception as error:
@@ -204,7 +205,7 @@ class HeadProcess:
             self._keeper_failed.set_result(StagesLost(f"stage 0 cannot be kept alive: {error}"))
 
     async def _end_stages(self) -> None:
-        """The engine has told the stages to exit. Else the keeper kills stage 0."""
+        """Wait for the stages, which the engine has told to exit. The keeper kills stage 0 if it does not."""
         self._keeper.stop(_STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)

@@ -50,7 +50,7 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints: the same request and seed has the same tokens and log-probabilities."""
+        """Servers with equal fingerprints give the same request and seed the same tokens and log-probabilities."""
         kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
         return f"{self.root}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
@@ -123,13 +123,13 @@ def nondeterministic_reasons(members: Iterable[Member]) -> list[str]:
 
 
 def _remedy(variants: Sequence[Sequence[str]]) -> str:
-    """What gives all ranks the same kernels; empty where one is no CPU."""
+    """Return, in words, what gives all ranks the same kernels; an empty text where one of them is no CPU."""
     common = [name for name in variants[0] if all(name in others for others in variants)]
     return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[ModelDescription, Tokenizer]:
-    """The model as served, and its tokenizer. Every rank is loaded."""
+    """Describe the model as it is served, and load its tokenizer. Call it when every rank has loaded."""
     decision, hello = replicas[0].decision, replicas[0].first.hello
     assert decision is not None
     assert hello is not None
@@ -181,7 +181,7 @@ def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
-    """Its advice may take long to find: not for the engine's thread."""
+    """Describe the pipelines. The advice may take long to find, so the engine's thread must not call this."""
     return Topology(
         stages=tuple(_describe_stage(each, stage) for each in readings for stage in range(len(each.ranks))),
         replicas=tuple(readings),

@@ -23,7 +23,7 @@ _CLOSES_WITHIN_S = 5.0
 
 
 class Servers:
-    """The servers of all protocols."""
+    """Owns the servers of all protocols."""
 
     def __init__(
         self,

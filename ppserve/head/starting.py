@@ -24,7 +24,7 @@ _WHAT = {
 
 
 class WaitLimit:
-    """The time in which something must happen, and when the log says what is missing."""
+    """Limits how long nothing may happen at the start, and tells the log what is missing."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
         self._limit_s = limit_s
@@ -32,7 +32,8 @@ class WaitLimit:
         self._since_s = self._told_s = now_s
 
     def check(self, seen: object, missing: str, now_s: float) -> StagesLost | None:
-        """Why the server must end, if it must. seen: changes when something happens."""
+        """Return why the server must end; None if it need not. seen: a value that changes when something
+        happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
@@ -46,7 +47,7 @@ class WaitLimit:
 
 
 def find_missing(replicas: Sequence[Members]) -> tuple[object, str]:
-    """What the ranks have done, and in words what is missing."""
+    """Return what the ranks have done so far, to be compared, and in words what is missing."""
     members = [(replica.grid.name(member.rank), member) for replica in replicas for member in replica.all]
     missing = "; ".join(
         f"{name} (rank {member.rank}), which {_WHAT[member.state]}{_amount(member)}"

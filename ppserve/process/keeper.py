@@ -40,7 +40,7 @@ _CHECK_EVERY_S = 0.5
 
 
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The life of a rank other than 0; returns its exit code. Raises UsageError."""
+    """Live the life of a rank other than 0, and return its exit code. Raise UsageError."""
     die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
@@ -62,7 +62,7 @@ class RestartPolicy:
         self._deaths, self._had_head_s = 0, now_s
 
     def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
-        """A stage process ended. Returns why no other is started, else None."""
+        """Note that a stage process has ended. Return why no other is started; None if one is."""
         if StageLine.CONNECTED in reported or code != EXIT_HEAD_GONE:
             # One that was ready and lost the head counts as serving: it may have had no work.
             would_serve = StageLine.SERVED in reported or (StageLine.READY in reported and code == EXIT_HEAD_GONE)
@@ -186,7 +186,7 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """The rank's exit code: 0 if other replicas may serve, as torchrun ends all if one fails."""
+        """Return the rank's exit code: 0 if other replicas may serve, as torchrun ends all ranks if one fails."""
         pipeline = self._config.pipeline
         if self._was_ready and pipeline.replicas > 1:
             return 0

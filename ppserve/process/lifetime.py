@@ -41,7 +41,7 @@ def die_with_launcher() -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A child started in the block gets no signal until it calls `ignore_signals`."""
+    """Block signals: a child that is started meanwhile gets none until it calls `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -50,7 +50,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals(signals: Sequence[signal.Signals]) -> None:
-    """Also those that `signals_blocked` holds back."""
+    """Ignore these signals, also those that `signals_blocked` has held back."""
     for signum in signals:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

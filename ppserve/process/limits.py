@@ -17,7 +17,7 @@ _OPEN_FILES = 65_536
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Cores for this process: beyond its share, a container's threads are held back."""
+    """Count the cores that this process may use. A container's threads are held back beyond its share."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root, "cpu"):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit
@@ -68,7 +68,8 @@ def open_many_files() -> None:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """This process's cgroups that may limit this, and those around them. In a container its own is the mount."""
+    """List this process's cgroups that may limit a controller, and those around them. In a container its own
+    cgroup is the mount."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -40,7 +40,7 @@ _ANSWER_WITHIN_S = 10.0
 
 
 def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
-    """The same for all ranks of a launcher. Raises UsageError."""
+    """Find where the ranks of a launcher meet: each finds the same. Raise UsageError."""
     if environment.local_world_size == environment.world_size and sys.platform == "linux":
         # Only this launcher tells its ranks all of these. The name is of a network namespace, as ports are.
         told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
@@ -93,7 +93,8 @@ def read_secret(meeting: Meeting) -> bytes:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """A proved connection. Raises OSError after `within_s`, UsageError for other secrets."""
+    """Connect to the head, and prove each other's secret. Raise OSError after `within_s`, UsageError for another
+    secret."""
     until_s = time.monotonic() + within_s
     told = False
     while True:
@@ -126,7 +127,7 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    """A rank's side. Raises OSError, WireError; UsageError if no retry helps."""
+    """Greet the head, for a rank. Raise OSError or WireError; UsageError if no retry helps."""
     reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
     nonce = new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
@@ -157,7 +158,7 @@ def new_nonce() -> bytes:
 
 
 def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """This side's answer to the other's number: the challenge, or the nonce."""
+    """Make one side's proof, by which it answers the other side's random number."""
     # Lengths keep the messages of different inputs apart.
     message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
     return hmac.digest(secret, message, "sha256")

@@ -37,7 +37,7 @@ ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """The head's address, and this stage's for others. Raises ConfigError for --interface."""
+    """Find the head's address, and this stage's address for others. Raise ConfigError for --interface."""
     if connection.family == socket.AF_UNIX:
         return ONE_HOST  # the head says by which address
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(name: str, known: Interfaces, version: int, flag: str = "--interface") -> str:
-    """An interface's address, of this IP version if possible. Raises ConfigError for `flag`."""
+    """Return an interface's address, of this IP version if possible. Raise ConfigError for `flag`."""
     found = map(ipaddress.ip_address, known.get(name, ()))
     # A link-local IPv6 address is valid only with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
@@ -85,7 +85,7 @@ def address_of(name: str, known: Interfaces, version: int, flag: str = "--interf
 
 
 def interface_of(address: str, known: Interfaces) -> str | None:
-    """The name of the interface that has this address."""
+    """Find the name of the interface that has this address."""
     wanted = ipaddress.ip_address(address)
     return next((name for name, own in known.items() if wanted in map(ipaddress.ip_address, own)), None)
 

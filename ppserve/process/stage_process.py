@@ -56,7 +56,7 @@ class ForkServer:
         self._prepared = StageProcess(self)
 
     def fork(self) -> StageProcess:
-        """The next stage process, after the last one's end. Raises OSError."""
+        """Start the next stage process, after the last one's end. Raise OSError."""
         prepared, self._prepared = self._prepared, None
         return prepared or StageProcess(self)
 
@@ -97,7 +97,7 @@ class ForkServer:
         return EXIT_CODE.unpack(code)[0] if code else self.close()
 
     def kill(self) -> None:
-        """SIGKILL, if it lives, with its stage. Safe in a signal handler."""
+        """Kill it, if it lives, with its stage. Safe in a signal handler."""
         if (process := self._process) is not None:
             process.kill()
 
@@ -138,7 +138,7 @@ class StageProcess:
             self._stage.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
-        """Lines that arrived, waiting up to `timeout_s` for the first; None at the end."""
+        """Return the lines that have arrived, after waiting up to `timeout_s` for the first; None at the end."""
         waiting = select.poll()  # unlike `select`, also for descriptors from 1024 on
         waiting.register(self._stage, select.POLLIN)
         if not waiting.poll(1e3 * timeout_s):
@@ -157,7 +157,7 @@ class StageProcess:
         return [line.decode() for line in lines]
 
     def kill(self) -> None:
-        """SIGKILL; harmless when it has ended. Safe in a signal handler."""
+        """Kill it. Does nothing when it has ended. Safe in a signal handler."""
         if self._pid is None:
             self._server.kill()  # it may still import
         elif not self._has_ended:
@@ -166,7 +166,7 @@ class StageProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """The exit code of a process whose socket has ended (-9: killed)."""
+        """Return the exit code of a process whose socket has ended (-9: killed)."""
         self._has_ended = True
         self._stage.close()
         return self._server.reap_stage()

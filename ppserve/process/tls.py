@@ -124,7 +124,7 @@ class TlsConnection(socket.socket):
         return b""
 
     def seal(self, frame: bytes) -> bytes:
-        """The bytes to send now: the handshake's and, once that is done, the frame."""
+        """Return the bytes to send now: the handshake's and, once that is done, the frame."""
         with self._lock:
             if self._is_open:
                 self._encrypt(frame)
@@ -137,7 +137,7 @@ class TlsConnection(socket.socket):
         super().sendall(self.seal(frame), flags)
 
     def _decrypt(self) -> tuple[bytes, bool]:
-        """All decrypted bytes, and whether the other end has closed its side."""
+        """Return all decrypted bytes, and whether the other end has closed its side."""
         text = bytearray()
         if not self._is_open and not self._continue_handshake():
             return b"", False

@@ -27,7 +27,7 @@ _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def _make_rendezvous(parameters: Any) -> Any:
-    """A handler whose store is memory: `--standalone` opens one to the network."""
+    """Make a handler whose store is memory. `--standalone` would open one to the network."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous

@@ -59,8 +59,8 @@ def main() -> int:
 
 
 def _import(keeper_fd: int) -> None:
-    """All that a stage needs, for seconds. No thread is left to survive a fork. What the machine does not allow,
-    each stage finds out again, and tells the head."""
+    """Import all that a stage needs, which takes seconds. No thread is left to survive a fork. What the machine
+    does not allow, each stage finds out again, and tells the head."""
     # The collector need not look at imports, nor write to pages that stages share.
     gc.disable()
     is_done = threading.Event()

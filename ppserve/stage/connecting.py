@@ -41,18 +41,19 @@ class Connections:
 
 
 class Connector(Protocol):
-    """The maker of a stage's connections, those of one epoch at a time."""
+    """Makes a stage's connections, those of one epoch at a time."""
 
     def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
-        """Collective. Raises TransportError or RuntimeError; even then `leave_epoch` is due."""
+        """Connect this rank to the others of the epoch. Collective. Raise TransportError or RuntimeError; even
+        then `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
         """Releases what the newest connections were made from. May be called twice."""
 
 
 class ProcessConnector:
-    """The connector of a stage that is a process. The ranks meet in the epoch's store and form groups. ports: the
-    first and last that the store may have; None: any."""
+    """Connects a stage that is a process: the ranks meet in the epoch's store and form groups. ports: the first
+    and last that the store may have; None: any."""
 
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
@@ -95,7 +96,7 @@ class ProcessConnector:
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
-        """Further stages, blocked on this one, wake up as its connections end."""
+        """Leave the groups. Stages that wait for this one wake up as its connections end."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -104,7 +105,7 @@ class ProcessConnector:
 def open_epoch_store(
     host: str, timeout: timedelta, ports: tuple[int, int] | None = None
 ) -> tuple[dist.TCPStore, int]:
-    """Stage 0: a store on a free port of `host`; the port. Raises TransportError."""
+    """Open a store on a free port of `host`, for stage 0, and return it with its port. Raise TransportError."""
     listener = _listen(host, ports)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -125,8 +126,8 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """The other stages: connect to it. Raises TransportError. It listens before any stage is told, so if it
-    refuses, its stage is gone; torch would try on for longer than `timeout`."""
+    """Connect to the store, for the other stages. Raise TransportError. The store listens before any stage is told
+    of it, so if it refuses, its stage is gone; torch would try on for longer than `timeout`."""
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -152,8 +153,8 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
 
 
 def _name_interface(address: str) -> None:
-    """gloo and NCCL would take the host name's interface, often the loopback. The operator's word wins, but not
-    within a host: an interface for others need not be there."""
+    """Tell gloo and NCCL the interface of this address: they would take the host name's, often the loopback. What
+    the operator has set is kept, but not within a host, where an interface for others need not exist."""
     name = interface_of(address, interfaces())
     if name is not None:
         for variable, value in ((GLOO_INTERFACE, name), ("NCCL_SOCKET_IFNAME", f"={name}")):
@@ -162,7 +163,7 @@ def _name_interface(address: str) -> None:
 
 
 class ThreadConnector:
-    """The connector of stages that are threads: one object for all ranks of a replica."""
+    """Connects stages that are threads, by queues: one object for all ranks of a replica."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()

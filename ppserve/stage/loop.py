@@ -34,8 +34,8 @@ from ppserve.process.identity import this_machine, this_user
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
 from ppserve.stage.connecting import Connector
-from ppserve.stage.device import in_words, lacks_memory
 from ppserve.stage.link import HeadLink, Stamped
+from ppserve.stage.memory_errors import in_words, lacks_memory
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -124,7 +124,7 @@ class StageLoop:
         return wire.Hello(start.rank, start.world_size, host, model, device, self._found.costs)
 
     def _receive_messages(self) -> None:
-        """At least one message, and all that is there."""
+        """Receive what has arrived, after waiting for the first message if there is none."""
         while not self._arrived or not self._link.inbox.empty():
             self._arrived.append(self._link.inbox.get())
 
@@ -178,7 +178,8 @@ class StageLoop:
     # ---- epochs ----
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """`Ready`; else `Broken`, or `Failed` without memory. Returns whether it could."""
+        """Enter an epoch and report `Ready`; else `Broken`, or `Failed` where there is no memory. Return whether
+        it is ready."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
@@ -270,7 +271,7 @@ class StageLoop:
     # ---- steps ----
 
     def _expect_plans(self) -> None:
-        """Every known plan: hidden states travel during earlier steps."""
+        """Let hidden states of every known plan arrive during earlier steps."""
         for _, message in self._arrived:
             if (epoch := self._epoch) is None or not isinstance(message, wire.Plan):
                 return
@@ -283,7 +284,7 @@ class StageLoop:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
     def _step(self, plan: StepPlan, planned_ns: int) -> bool:
-        """One step; whether it has a result. Drops plans of epochs that were left."""
+        """Compute one step, and return whether it has a result. Plans of epochs that were left have none."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
         if plan.is_ahead:

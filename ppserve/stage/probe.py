@@ -34,7 +34,8 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
 from ppserve.model.decoder import load_stage
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.device import DeviceSetup, choose
+from ppserve.stage.device import DeviceSetup
+from ppserve.stage.device_choice import choose
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 
@@ -67,7 +68,7 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
 
 
 def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """`probe`, and what the head needs measured, on the device that this takes over."""
+    """Probe, take over the device, and measure on it what the head needs."""
     found = probe(config, environment)
     found.setup.bind_this_thread()
     grid = config.pipeline.grid(environment.world_size)

@@ -59,12 +59,13 @@ class Stage:
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Once per plan, in order, before its `step`: it may arrive during another. Raises TransportError."""
+        """Prepare for a plan's hidden states, which may arrive during another step. Called once per plan, in
+        order, before its `step`. Raise TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
-        """Receive, compute, hand on. planned_ns: the plan's. Raises TransportError."""
+        """Receive, compute, and send on. planned_ns: when the plan arrived. Raise TransportError."""
         clock = time.monotonic_ns
         layout = self.layout
         model = self.model

@@ -22,13 +22,12 @@ from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.limits import available_bytes, available_cores, available_tasks
-from ppserve.stage.device import (
-    DeviceSetup,
+from ppserve.stage.device import DeviceSetup, gpu_share
+from ppserve.stage.device_choice import (
     choose,
     devices_here,
-    gpu_share,
 )
-from tests.model.random_checkpoint import architecture
+from tests.architectures import llama
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
@@ -261,7 +260,7 @@ def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], 
 
 
 # Keys and values have 3 heads of 64, as in SmolLM2 135M: 15 layers take 22.5 KiB for a token in float32.
-SMOL = architecture(num_layers=30, width=576, num_heads=9, kv_heads=3, max_positions=8192)
+SMOL = llama(30, 576, 9, 3, 64, 8192, 49152, 1536)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @dataclass
-class QueuePair:
+class Ends:
     """A link, the head's end of its socket, and what the link told its owner."""
 
     link: SocketHeadLink
@@ -42,17 +42,17 @@ class QueuePair:
 
 
 @pytest.fixture
-def ends() -> Iterator[QueuePair]:
+def ends() -> Iterator[Ends]:
     head, stage = socket.socketpair()
     head.settimeout(WITHIN_S)
     ended, abandoned = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, int, bool]]()
     with head, stage:
         link = SocketHeadLink(stage, ended.put, end_within_s=0.1)
         link.start(lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())))
-        yield QueuePair(link, head, ended, abandoned)
+        yield Ends(link, head, ended, abandoned)
 
 
-def test_a_ping_is_answered_at_once_and_plans_wait_in_order_with_their_times(ends: QueuePair) -> None:
+def test_a_ping_is_answered_at_once_and_plans_wait_in_order_with_their_times(ends: Ends) -> None:
     """The inbox is not read here, as during a long step."""
     plans = [wire.Plan(plan(1, step_id)) for step_id in range(3)]
     ends.head.sendall(b"".join(map(wire.encode, [*plans, wire.Ping(42)])))
@@ -66,13 +66,13 @@ def test_a_ping_is_answered_at_once_and_plans_wait_in_order_with_their_times(end
     assert ends.link.inbox.empty()
 
 
-def test_an_abandoned_epoch_is_known_before_the_message_is_taken(ends: QueuePair) -> None:
+def test_an_abandoned_epoch_is_known_before_the_message_is_taken(ends: Ends) -> None:
     ends.tell(wire.Abandon(3))
     assert ends.inbox() == wire.Abandon(3)
     assert ends.abandoned.get(timeout=WITHIN_S) == (3, 3, True)
 
 
-def test_a_cancel_overtakes_the_plans_before_it_and_is_never_seen(ends: QueuePair) -> None:
+def test_a_cancel_overtakes_the_plans_before_it_and_is_never_seen(ends: Ends) -> None:
     ends.tell(wire.Plan(plan(1, 7)))
     ends.tell(wire.Cancel((7, 8)))
     ends.tell(wire.Plan(plan(1, 9)))
@@ -93,7 +93,7 @@ def test_a_cancel_overtakes_the_plans_before_it_and_is_never_seen(ends: QueuePai
     ],
     ids=["none, and the end of the connection", "no MessagePack", "of the other direction", "too large"],
 )
-def test_a_frame_that_breaks_the_schema_is_the_end(ends: QueuePair, frame: bytes) -> None:
+def test_a_frame_that_breaks_the_schema_is_the_end(ends: Ends, frame: bytes) -> None:
     ends.head.sendall(frame)
     if not frame:
         ends.head.close()
@@ -105,7 +105,7 @@ def test_a_frame_that_breaks_the_schema_is_the_end(ends: QueuePair, frame: bytes
 
 
 def test_after_shutdown_the_end_of_the_connection_means_nothing_and_a_stage_that_goes_on_is_ended(
-    ends: QueuePair,
+    ends: Ends,
 ) -> None:
     ends.tell(wire.Shutdown(76))
     assert ends.inbox() == wire.Shutdown(76)
@@ -114,7 +114,7 @@ def test_after_shutdown_the_end_of_the_connection_means_nothing_and_a_stage_that
     assert ends.ended.empty()
 
 
-def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: QueuePair) -> None:
+def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> None:
     """A head that reads nothing for a while: results wait in the socket, messages arrive, frames stay whole."""
     count = 20
     result = wire.Broken(1, "x" * 300_000)

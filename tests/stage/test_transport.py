@@ -117,7 +117,7 @@ def close_descriptors(transport: Transport, stage: int, kept: list[int]) -> None
     os.close(kept[stage])
 
 
-# QueuePair of waits.
+# Ends of waits.
 
 
 def leave_early(transport: Transport, stage: int) -> str:

@@ -59,7 +59,7 @@ class ControlPlane(Protocol):
         """Makes a `poll` in progress return. Safe in any thread."""
 
     def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        """If a rank does not read any more, the next `poll` returns `Disconnected`."""
+        """Send a message to ranks. If one does not read any more, the next `poll` returns `Disconnected`."""
 
     def drop(self, rank: int, cause: LossCause) -> None:
         """Ends a rank's connection: its stage exits, and its keeper starts another."""

@@ -151,7 +151,7 @@ class SocketControlPlane:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _challenge(self, connection: socket.socket) -> None:
-        """The connection is a stranger's, who must prove to know the secret."""
+        """Begin a connection: it is a stranger's, who must prove to know the secret."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # some systems refuse options of a connection that has ended
             prepare(connection)

@@ -52,7 +52,7 @@ def build_engine(
     on_output: OnOutput = lambda opened, output, now_s: None,
     step_observers: Sequence[StepObserver] = (),
 ) -> Engine:
-    """An engine of the configured replicas. Its thread is not started."""
+    """Build an engine of the configured replicas. Its thread is not started."""
     grid = config.pipeline.grid(world_size)
     machine = this_machine()
     rules = partial(decide, config)
@@ -100,14 +100,15 @@ class Engine(threading.Thread):
         self._call(lambda: self._streams.add_events(abort(), self._now_s()))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """Every replica's state. Raises Draining without an engine that answers."""
+        """Read every replica's state. Raise Draining if the engine does not answer."""
         try:
             return self._call(lambda: tuple(each.read() for each in self.replicas)).result(_ANSWER_WITHIN_S)
         except TimeoutError:
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stages. pauses: even if no other serves. The future has the ended epoch."""
+        """Restart a replica's stages. pauses: do so even if no other replica serves, and streams have to wait. The
+        future has the number of the epoch that ended."""
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def reshape(self, replica: int, split: Split) -> Future[int]:
@@ -123,7 +124,7 @@ class Engine(threading.Thread):
         return self._call(lambda: self._serves_after(replica, epoch))
 
     def drain(self) -> None:
-        """The server stops: streams may finish; a lost stage must come back sooner."""
+        """Note that the server stops: streams may finish, and a lost stage must come back sooner."""
         for replica in self.replicas:
             self._call(replica.members.start_draining)
 
@@ -218,7 +219,7 @@ class Engine(threading.Thread):
                 future.set_exception(error)
 
     def _drive(self, replica: Replica, handle: Callable[[], list[SequenceEvent]]) -> None:
-        """Does what the replica has to do. If it will not form again, it ends."""
+        """Let a replica handle something. If it will not form again, it ends."""
         try:
             self._streams.add_events(handle(), self._now_s())
         except (UsageError, StagesLost) as error:
@@ -247,7 +248,7 @@ class Engine(threading.Thread):
     # ---- replicas ----
 
     def _begin_serving(self) -> None:
-        """Every replica has formed: serves if all compute the same."""
+        """Begin to serve, as every replica has formed, unless they would compute different tokens."""
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if found := difference(hellos[0], hello):
@@ -259,7 +260,7 @@ class Engine(threading.Thread):
         self.formed.set_result(None)
 
     def _end_replica(self, replica: Replica, reason: UsageError | StagesLost) -> None:
-        """Others compute its requests; without another, the engine ends."""
+        """End a replica. Others compute its requests; without another one the engine ends."""
         if not self.formed.done() or self._living == [replica]:
             self._fail(reason)
             return
@@ -281,7 +282,8 @@ class Engine(threading.Thread):
         return replica.serves and replica.members.epoch > epoch
 
     def _restart_replica(self, number: int, pauses: bool) -> int:
-        """Others compute its requests. Returns the ended epoch. Raises InvalidRequest."""
+        """Restart a replica's stages, and let others compute its requests. Return the number of the ended epoch.
+        Raise InvalidRequest."""
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:

@@ -22,38 +22,12 @@ from ppserve.core.architecture import Split, StageLayout
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult
 from ppserve.errors import StagesLost, UsageError, WireError
+from ppserve.head.engine import patience
 from ppserve.head.engine.control import ControlPlane, LossCause
 from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent, StageState
 from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
-
-_PING_EVERY_NS = 500_000_000
-_HEALTHY_WITHIN_NS = 2_000_000_000
-# A silent stage ends the epoch, but keeps its weights for longer.
-_SILENT_NS = 2_500_000_000
-_CUT_OFF_NS = 10_000_000_000
-# A stage that compiles or reads may be silent for seconds.
-_SILENT_BEFORE_NS = 30_000_000_000
-_FORM_WITHIN_NS = 30_000_000_000
-# Long enough for a host that restarts. A deadline still ends streams.
-_REJOIN_WITHIN_NS = 600_000_000_000
-# When a keeper dies, torchrun stops all ranks, so the head drains; that one never returns.
-_REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
-_LEAVE_WITHIN_NS = 25_000_000_000
-# One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster.
-_LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# From a loss to the next epoch; each failed attempt doubles it: ten outlast a minute without a link.
-_SETTLE_NS = 200_000_000
-_SETTLE_AT_MOST_NS = 20_000_000_000
-# After so many failed attempts in a row all processes restart, or the server ends.
-_RESTART_EVERY = 3
-_MAX_ATTEMPTS = 10
-# With longer between two ticks the head itself did not run.
-_PAUSE_NS = 1_000_000_000
-# Round trips of 10 s, in which clocks drift by less than 1 ms.
-_NUM_ROUND_TRIPS = 20
 
 # In these states a stage answers within milliseconds.
 _QUICK = (StageState.READY, StageState.LEAVING)
@@ -116,11 +90,11 @@ class Members:
     # ---- commands ----
 
     def start_draining(self) -> None:
-        """The server is stopping: a lost rank must come back sooner."""
+        """Note that the server stops: a lost rank must come back sooner."""
         self._draining = True
 
     def restart(self) -> None:
-        """QueuePair all stage processes. Their keepers start others."""
+        """End all stage processes. Their keepers start others."""
         for rank in self.ranks:
             self._control.drop(rank, LossCause.RESTART)
 
@@ -142,7 +116,7 @@ class Members:
     # ---- events ----
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
-        """A message that asks for an invalid change of state ends the connection."""
+        """Handle a rank's message. One that asks for an invalid change of state ends the connection."""
         self._heard_ns[rank] = now_ns
         try:
             return self._handle(self[rank], now_ns, message)
@@ -176,7 +150,7 @@ class Members:
         return None
 
     def handle_disconnect(self, rank: int, cause: LossCause, now_ns: int) -> EpochLost | None:
-        """A stage process died, and its keeper starts another."""
+        """Note that a stage process has died. Its keeper starts another."""
         member = self[rank]
         self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
@@ -194,7 +168,7 @@ class Members:
         if self.head_paused(now_ns):
             self._heard_ns = dict.fromkeys(self.ranks, now_ns)
         self._ticked_ns = now_ns
-        if now_ns - self._pinged_ns >= _PING_EVERY_NS:
+        if now_ns - self._pinged_ns >= patience.PING_EVERY_NS:
             self._pinged_ns = now_ns
             self._control.send(self.ranks, wire.Ping(now_ns))
         lost = None
@@ -203,20 +177,20 @@ class Members:
                 self._check_absence(member, now_ns)
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
-            elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > _SILENT_NS:
+            elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > patience.SILENT_NS:
                 lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns) or lost
         self._form_if_complete(now_ns)
         return lost
 
     def _check_absence(self, member: Member, now_ns: int) -> None:
         # Before the first epoch a rank may download for long; its keeper says if it dies.
-        patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
+        patience_ns = patience.REJOIN_WHILE_DRAINING_NS if self._draining else patience.REJOIN_WITHIN_NS
         if self.epoch and self._is_in_use(member) and now_ns - member.since_ns > patience_ns:
             raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
 
     def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
         """Return why a connected rank must be cut off; None if it need not be."""
-        limit_ns = _CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS
+        limit_ns = patience.CUT_OFF_NS if member.state in _QUICK else patience.SILENT_BEFORE_NS
         if now_ns - self._heard_ns[member.rank] > limit_ns:
             return LossCause.FROZEN
         if member.due_ns is not None and now_ns > member.due_ns:
@@ -225,12 +199,12 @@ class Members:
 
     def head_paused(self, now_ns: int) -> bool:
         """Whether the head did not run, so silence says nothing about ranks."""
-        return now_ns - self._ticked_ns > _PAUSE_NS
+        return now_ns - self._ticked_ns > patience.PAUSE_NS
 
     def is_healthy(self, now_ns: int) -> bool:
         """Whether every rank serves and was heard lately: by a hanging engine, none."""
         oldest_ns = min(self._heard_ns[rank] for rank in self.ranks_in_use)
-        return self.formed and now_ns - oldest_ns < _HEALTHY_WITHIN_NS
+        return self.formed and now_ns - oldest_ns < patience.HEALTHY_WITHIN_NS
 
     # ---- changes of state ----
 
@@ -240,7 +214,8 @@ class Members:
     def _move(
         self, rank: int, state: StageState, now_ns: int, within_ns: int | None = None, **changes: Any
     ) -> None:
-        """within_ns: after so long in this state it is cut off. Raises WireError, and then changes nothing."""
+        """Change a rank's state. within_ns: how long it may stay in the new one before it is cut off; None = for
+        ever. Raise WireError, and then change nothing."""
         self[rank].check_move(state)
         due_ns = None if within_ns is None else now_ns + within_ns
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
@@ -328,7 +303,7 @@ class Members:
         assert self.num_blocks is not None
         # Anew: a stage that was replaced may have another address.
         addresses = stage_addresses(self._hellos(self.in_use), self.grid)
-        self._move(member.rank, StageState.FORMING, now_ns, _FORM_WITHIN_NS)
+        self._move(member.rank, StageState.FORMING, now_ns, patience.FORM_WITHIN_NS)
         form = wire.Form(
             epoch=self.epoch,
             layout=member.layout,
@@ -363,7 +338,9 @@ class Members:
         return None
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
-        """rank: as in `EpochLost`. is_error: not a death, which its keeper counts."""
+        """End the epoch, if there is one, and decide when the next one may form. rank: as in `EpochLost`.
+        is_error: a rank reported an error or never finished a step; deaths are counted by keepers. Raise
+        StagesLost."""
         was_forming = self._forming
         if not (self.formed or was_forming):
             return None
@@ -371,12 +348,12 @@ class Members:
         is_fruitless = was_formed and is_error and not self._worked
         self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
         self._attempts = self._attempts + 1 if was_forming else self._fruitless
-        self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
+        self._settled_ns = now_ns + min(patience.SETTLE_NS << self._attempts, patience.SETTLE_AT_MOST_NS)
         log.warning("epoch %d %s: %s", self.epoch, "was lost" if was_formed else "did not form", cause)
-        if self._attempts == _MAX_ATTEMPTS:
-            problem = f"the pipeline did not compute a step in {_MAX_ATTEMPTS} attempts"
+        if self._attempts == patience.MAX_ATTEMPTS:
+            problem = f"the pipeline did not compute a step in {patience.MAX_ATTEMPTS} attempts"
             raise StagesLost(f"{problem}; the last one: {cause}")
-        if (was_forming or is_fruitless) and self._attempts % _RESTART_EVERY == 0:
+        if (was_forming or is_fruitless) and self._attempts % patience.RESTART_EVERY == 0:
             self.restart()
         return EpochLost(rank) if was_formed else None
 
@@ -384,7 +361,7 @@ class Members:
         """Tell the surviving ranks to leave in time, or they are cut off. Return whether the epoch had formed."""
         was_formed = self.formed
         self.formed = self._forming = False
-        within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
+        within_ns = patience.LEAVE_WITHIN_NS if was_formed else patience.LEAVE_FORMING_WITHIN_NS
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send((member.rank,), wire.Abandon(self.epoch))
@@ -396,4 +373,4 @@ class Members:
         if member.hello is not None and member.hello.host.machine != self._machine:
             offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
             trips = (*member.round_trips, (now_ns - beat.echo_ns, offset_ns))
-            self._update(member.rank, round_trips=trips[-_NUM_ROUND_TRIPS:])
+            self._update(member.rank, round_trips=trips[-patience.NUM_ROUND_TRIPS :])

@@ -83,8 +83,10 @@ def count_blocks(decision: Decision, loaded: Sequence[wire.Loaded]) -> int:
 
 
 def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
-    """The address by which others reach each rank. A stage that found the head by loopback is on its host: others
-    reach it where they found the head. grid: the world's. Raises ConfigError."""
+    """Find the address by which others reach each rank. grid: the world's. Raise ConfigError.
+
+    A stage that found the head by loopback is on the head's host, so others reach it where they found the head.
+    """
     if len({hello.host.machine for hello in hellos}) == 1:
         return (local_address(),) * len(hellos)
     heads = [hello.host.head_address for hello in hellos if not is_loopback(hello.host.head_address)]
@@ -99,7 +101,7 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
 
 
 def scheduler_config(config: ServeConfig, hellos: Sequence[wire.Hello], num_stages: int) -> SchedulerConfig:
-    """The scheduler's configuration for these ranks of one replica. Raises ConfigError."""
+    """Make the scheduler's configuration for these ranks of one replica. Raise ConfigError."""
     arch = hellos[0].model.architecture
     check_microbatches(config, num_stages)
     on_cpus = any(hello.device.gpu is None for hello in hellos)
@@ -128,7 +130,7 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
 
 
 def _transport(asked: str, hellos: Sequence[wire.Hello]) -> str:
-    """The transport for these ranks. Raises ConfigError where the one that was asked for lacks something."""
+    """Choose the transport for these ranks. Raise ConfigError where the one that was asked for lacks something."""
     if len(hellos) == 1 or asked == "local":
         return "local"
     if asked == "auto":
@@ -157,7 +159,7 @@ def _what_it_lacks(transport: str, hellos: Sequence[wire.Hello]) -> str | None:
 
 
 def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
-    """The first difference that changes tokens: its flag, and what the other has."""
+    """Find the first difference that changes tokens. Return its flag, and what the other rank has."""
     if ours.model.architecture != theirs.model.architecture:
         return "--model", f"another model in {theirs.model.checkpoint}"
     if ours.model.weights != theirs.model.weights:
@@ -170,7 +172,7 @@ def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
 
 
 def what_changed(before: wire.Hello, now: wire.Hello) -> str | None:
-    """What a stage has now that was not decided for; else None."""
+    """Say what a stage that came back has now and had not when the shape was decided; None if nothing."""
     if found := difference(before, now):
         return found[1]
     if (now.device.gpu is None) != (before.device.gpu is None):

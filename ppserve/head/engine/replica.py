@@ -120,7 +120,7 @@ class Replica:
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
     def note_demand(self, exists: bool) -> None:
-        """exists: the server has work, so waiting stages have bubbles; else they are idle."""
+        """Note whether the server has work: then stages that wait have bubbles, else they are idle."""
         if exists:
             self._account.demand_began(self._clock())
         else:
@@ -128,7 +128,7 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """All requests wait for the next epoch. Returns the ids of those in flight."""
+        """Let all requests wait for the next epoch. Return the ids of those in flight."""
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:
@@ -178,7 +178,7 @@ class Replica:
             observer.on_step_sent(self.number, step)
 
     def report_load(self) -> None:
-        """Also while the pipeline is lost."""
+        """Tell the observers that a turn has ended, also while the pipeline is lost."""
         if self.scheduler is not None:
             for observer in self._observers:
                 num_waiting = self.request_queue.num_waiting
@@ -274,7 +274,7 @@ class Replica:
         return scheduler
 
     def lose_epoch(self) -> None:
-        """Steps in flight will not return. Requests wait for another replica or epoch."""
+        """Forget the steps in flight, which will not return. Requests wait for another replica or epoch."""
         self._account_for_result()
         self._books.lose()
         self._account.stage_lost(self._clock())
@@ -302,7 +302,7 @@ class Replica:
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
     def read(self) -> ReplicaReading:
-        """The pipeline now. Raises Draining before the first epoch."""
+        """Read the pipeline's state now. Raise Draining before the first epoch."""
         self._account_for_result()
         scheduler = self.scheduler
         decision = self.members.decision

@@ -16,7 +16,7 @@ MAX_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of one pipeline; every stage must be given the same (but for the device).
+    """The shape of the frames of one pipeline: every stage is given the same, but for the device.
 
     max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them.
     depth: frames that a link holds ahead, at least 1. With fewer than the microbatches in flight, a fast sender
@@ -39,7 +39,7 @@ class Frames:
         )
 
     def check(self, plan: StepPlan, hidden_TD: torch.Tensor | None = None) -> int:
-        """Rows of a step's frame. One that does not fit is our defect."""
+        """Return the number of rows of a step's frame. Assert that the frame fits."""
         rows = plan.num_tokens
         assert 1 <= rows <= self.max_rows, f"step {plan.step_id}: {rows} rows; buffers hold {self.max_rows}"
         if hidden_TD is not None:
@@ -52,7 +52,7 @@ class Frames:
 
 
 class ReceiveOrder:
-    """Steps are received in the order of posting, once, or it is our defect."""
+    """Asserts that steps are received once each, in the order in which they were posted."""
 
     def __init__(self) -> None:
         self._posted: deque[int] = deque()
@@ -67,7 +67,7 @@ class ReceiveOrder:
 
 
 class Transport(Protocol):
-    """One stage's two ends: from the previous stage, to the next. Used by one thread, except `interrupt`.
+    """Carries hidden states from the previous stage and to the next. Used by one thread, except `interrupt`.
 
     Stages receive and send the steps of an epoch in the same order, each once.
     The first never receives, the last never sends.
@@ -78,7 +78,7 @@ class Transport(Protocol):
         """Prepares for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
-        """The hidden states (T, D) of this step, which was posted, once they are there.
+        """Return the hidden states (T, D) of this step, which was posted, once they are there.
 
         Valid until the next `receive`: the tensor is the transport's.
         Raises TransportError when the neighbour is gone or the transport is interrupted.

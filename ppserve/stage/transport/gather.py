@@ -40,11 +40,11 @@ class StageGather(Gather, Protocol):
         """Called by another thread, until `close`, which is still due: all waits end with TransportError."""
 
     def close(self) -> None:
-        """QueuePair the other ranks' waits. May be called twice."""
+        """End the other ranks' waits. May be called twice."""
 
 
 class NoGather(Alone):
-    """The link of a rank that is its whole stage, or computes as if it were."""
+    """The gather of a rank that is its whole stage, or computes as if it were."""
 
     def interrupt(self) -> None:
         pass
@@ -84,7 +84,7 @@ class GroupGather(GroupUser):
 
 
 def connect_ranks(count: int) -> tuple[StageGather, ...]:
-    """The tensor ranks of one stage, for threads of this process."""
+    """Connect the tensor ranks of one stage that are threads of this process."""
     if count == 1:
         return (NoGather(),)
     memory = torch.zeros(memory_bytes(count), dtype=torch.uint8)
@@ -109,7 +109,7 @@ def connect_shared_memory(group: ParallelGroup) -> StageGather:
 
 
 def _hand_out(group: ParallelGroup, size: int, connections: list[socket.socket]) -> int:
-    """The descriptor of the memory, which all others get too."""
+    """Make the memory, and hand it to the other ranks. Return its descriptor."""
     listener, name = listen(group.world_size)
     with listener:
         dist.broadcast(name, group.first_rank, group=group.process_group)

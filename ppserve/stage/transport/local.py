@@ -30,7 +30,7 @@ class _Frame:
         return cls(step_id, hidden_TD, torch.cuda.current_stream(hidden_TD.device).record_event())
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """On the receiving thread's device; its stream waits, the thread does not."""
+        """Return the tensor on the receiving thread's device. Its stream waits, the thread does not."""
         if self.made is not None:
             # A copy to another device is made on this one.
             stream = torch.cuda.current_stream(self.hidden_TD.device)
@@ -47,13 +47,13 @@ QueuePair = tuple[_Queue | None, _Queue | None]
 
 
 def make_queues(num_stages: int) -> tuple[QueuePair, ...]:
-    """A queue between each two neighbours, as every stage sees them."""
+    """Make a queue between each two neighbours. Return every stage's two."""
     links: list[_Queue] = [SimpleQueue() for _ in range(num_stages - 1)]
     return tuple(pairwise([None, *links, None]))
 
 
 class LocalTransport:
-    """One stage's links within this process. `frames` may differ in device."""
+    """A `Transport` between threads of this process. `frames` may differ in device."""
 
     def __init__(self, frames: Frames, ends: QueuePair) -> None:
         self._frames = frames
@@ -106,5 +106,6 @@ class LocalTransport:
 
 
 def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
-    """A pipeline's transports, first stage to last; `frames` differ only in device."""
+    """Connect the stages of a pipeline within this process. frames: of each stage; they differ only in device.
+    Return a transport for each stage."""
     return tuple(map(LocalTransport, frames, make_queues(len(frames))))

@@ -25,10 +25,11 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class GroupBackend:
-    """How tensors get to the backend and back. Here both use host memory."""
+    """What differs between backends of torch.distributed: where buffers are, and how waits end. This one is
+    gloo's, with frames in host memory."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
-        """A receive buffer (max_rows, D) where the backend can write."""
+        """Make a receive buffer (max_rows, D) where the backend can write."""
         return frames.empty()
 
     def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
@@ -36,15 +37,15 @@ class GroupBackend:
         return nullcontext()
 
     def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """The tensor to send: hidden_TD, or a copy where the backend can read."""
+        """Return the tensor to send: hidden_TD, or a copy where the backend can read."""
         return hidden_TD
 
     def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
-        """The tensor for the stage, from a buffer that has been received."""
+        """Return the tensor for the stage, from a buffer that has been received."""
         return buffer_TD
 
     def release(self, buffer: torch.Tensor) -> None:
-        """The stage has enqueued its last use of this buffer."""
+        """Note that the stage has enqueued its last use of this buffer."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
         """Called by another thread: ends the group's work, where a neighbour's end does not."""
@@ -84,7 +85,7 @@ class GroupUser:
         self._backend.interrupt(self._group.process_group)
 
     def close(self) -> None:
-        """What is under way ends with the group (`destroy_model_parallel`)."""
+        """Close. What is under way ends with the group (`destroy_model_parallel`)."""
         self._closed = True
         self._backend.close(self._group.process_group)
 
@@ -94,7 +95,7 @@ class GroupUser:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """The backend's error is a TransportError, unless the device is lost."""
+        """Raise the backend's error as a TransportError, unless the device is lost."""
         self._check_open()
         try:
             yield
@@ -193,6 +194,6 @@ class PointToPoint(GroupUser):
 
 
 def first_line(name: str, error: RuntimeError) -> str:
-    """The backend's words without its stack trace and source path."""
+    """Return the backend's words without its stack trace and source path."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{name}: {text.rpartition('] ')[2] if text.startswith('[') else text}"

@@ -97,7 +97,7 @@ class _Incoming:
         self._arrived = 0
 
     def receive(self, rows: int) -> torch.Tensor:
-        """The next frame; after `give_back` the sender overwrites it."""
+        """Return the next frame, which the sender overwrites after `give_back`."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1
@@ -124,7 +124,7 @@ class SharedMemoryTransport:
             raise TransportError(f"shm: cannot connect to the neighbours: {error}") from error
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Nothing to prepare: frames are put where they will be read."""
+        """Check the order. There is nothing to prepare: frames are put where they will be read."""
         assert self._incoming is not None, "the first stage receives nothing"
         self._frames.check(plan)
         self._order.post(plan)
@@ -197,7 +197,7 @@ class SharedMemoryTransport:
 
 
 def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
-    """A listening socket, and its random name for those that connect."""
+    """Listen on a socket. Return it with its random name, for those that connect."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.socket(socket.AF_UNIX)
     listener.settimeout(_MEET_TIMEOUT_S)
@@ -207,7 +207,7 @@ def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
 
 
 def no_name() -> torch.Tensor:
-    """Room for a name."""
+    """Make room for a name."""
     return torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
 
 
@@ -219,7 +219,7 @@ def dial(name: torch.Tensor) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection of this user."""
+    """Accept the next connection of this user."""
     while True:
         connection, _ = listener.accept()
         if is_of_this_user(connection):
@@ -232,7 +232,7 @@ def _address(token: bytes) -> bytes:
 
 
 def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
-    """How many one-byte signals have come, at least one."""
+    """Wait for one-byte signals, and return how many have come."""
     count = len(connection.recv(64))
     if count == 0:
         raise TransportError(f"shm: the {neighbour} stage is gone")

@@ -1,0 +1,30 @@
+"""How long the head waits for ranks, and how often it tries again. Times are nanoseconds."""
+
+from __future__ import annotations
+
+PING_EVERY_NS = 500_000_000
+HEALTHY_WITHIN_NS = 2_000_000_000
+# A silent stage ends the epoch, but keeps its weights for longer.
+SILENT_NS = 2_500_000_000
+CUT_OFF_NS = 10_000_000_000
+# A stage that compiles or reads may be silent for seconds.
+SILENT_BEFORE_NS = 30_000_000_000
+FORM_WITHIN_NS = 30_000_000_000
+# Long enough for a host that restarts. A deadline still ends streams.
+REJOIN_WITHIN_NS = 600_000_000_000
+# When a keeper dies, torchrun stops all ranks, so the head drains; that one never returns.
+REJOIN_WHILE_DRAINING_NS = 10_000_000_000
+# A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
+LEAVE_WITHIN_NS = 25_000_000_000
+# One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster.
+LEAVE_FORMING_WITHIN_NS = 2_000_000_000
+# From a loss to the next epoch; each failed attempt doubles it: ten outlast a minute without a link.
+SETTLE_NS = 200_000_000
+SETTLE_AT_MOST_NS = 20_000_000_000
+# After so many failed attempts in a row all processes restart, or the server ends.
+RESTART_EVERY = 3
+MAX_ATTEMPTS = 10
+# With longer between two ticks the head itself did not run.
+PAUSE_NS = 1_000_000_000
+# Round trips of 10 s, in which clocks drift by less than 1 ms.
+NUM_ROUND_TRIPS = 20

@@ -17,7 +17,7 @@ import yaml
 
 from ppserve.cli.serve import serve
 from ppserve.config import ServerSettings
-from ppserve.head.api.http.server import OPEN_PATHS
+from ppserve.head.api.http.server import PATHS
 from tools.run_dockerfile import is_ignored, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,7 +143,7 @@ def test_the_pipeline_s_command_ports_and_probes(tmp_path: Path) -> None:
     assert {port["name"]: port["port"] for port in found["Service"]["spec"]["ports"]} == PORTS
     for probe in ("startupProbe", "readinessProbe"):
         assert leader[probe]["httpGet"]["port"] in PORTS
-        assert leader[probe]["httpGet"]["path"] in OPEN_PATHS
+        assert leader[probe]["httpGet"]["path"] in {each.path for each in PATHS if each.is_open}
     assert "httpGet" not in leader["livenessProbe"], "a head that replaces a stage must not be killed"
     grace_s = template["leaderTemplate"]["spec"]["terminationGracePeriodSeconds"]
     assert grace_s > leader["lifecycle"]["preStop"]["sleep"]["seconds"] + SETTINGS.shutdown_timeout_s

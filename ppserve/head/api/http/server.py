@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -24,6 +24,7 @@ from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
+from ppserve.head.api.http.openapi import Endpoint, HttpPath, describe_paths
 from ppserve.head.api.http.responses import HttpError, JsonResponse, TooManyConnections, error_json, error_response
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
 MAX_TIMEOUT_S = 86_400.0
-OPEN_PATHS = ("/health",)
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 # The caller hung up before its answer: nginx's number.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
@@ -44,20 +43,24 @@ EXPOSED_HEADERS = (
     "www-authenticate",
 )
 
-Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
-
-ENDPOINTS: list[tuple[str, str, Endpoint]] = [
-    ("POST", "/v1/completions", partial(generate, kind=CompletionBody, form=Answers)),
-    ("POST", "/v1/chat/completions", partial(generate, kind=ChatBody, form=ChatAnswers)),
-    ("GET", "/v1/models", describing.models),
-    ("GET", "/v1/models/{name:path}", describing.model),
-    ("GET", "/health", describing.health),
-    ("GET", "/version", describing.version),
-    ("GET", "/tokenizer_info", describing.tokenizer_info),
-    ("POST", "/tokenize", describing.tokenize),
-    ("POST", "/detokenize", describing.detokenize),
-]
-_PATHS = frozenset(path for _, path, _ in ENDPOINTS if "{" not in path)
+PATHS = [
+    HttpPath(
+        "POST", "/v1/completions", "Go on with a prompt.",
+        partial(generate, kind=CompletionBody, form=Answers), CompletionBody, generates=True,
+    ),
+    HttpPath(
+        "POST", "/v1/chat/completions", "Answer the messages of a chat.",
+        partial(generate, kind=ChatBody, form=ChatAnswers), ChatBody, generates=True,
+    ),
+    HttpPath("GET", "/v1/models", "List the model under each of its names.", describing.models),
+    HttpPath("GET", "/v1/models/{name:path}", "Describe the model of this name.", describing.model),
+    HttpPath("GET", "/health", "Say whether a replica has all its stages.", describing.health, is_open=True),
+    HttpPath("GET", "/version", "Tell ppserve's version and the system fingerprint.", describing.version),
+    HttpPath("GET", "/tokenizer_info", "Tell what tokenizer_config.json holds.", describing.tokenizer_info),
+    HttpPath("POST", "/tokenize", "Make tokens of a text.", describing.tokenize, describing.TokenizeBody),
+    HttpPath("POST", "/detokenize", "Make a text of tokens.", describing.detokenize, describing.DetokenizeBody),
+]  # fmt: skip
+"""The paths of every server; `HttpServer` adds those that describe itself."""
 
 
 class HttpServer(Listener):
@@ -75,10 +78,13 @@ class HttpServer(Listener):
         may read answers; "*" for all."""
         self._handler = handler
         self._count_answer = count_answer
+        described = HttpPath("GET", "/openapi.json", "Describe these paths.", self._describe)
+        self._served = [*PATHS, described]
+        self._by_path = {each.path: each for each in self._served if "{" not in each.path}
         app = Starlette(
             routes=[
-                Route(path, partial(self._answer, endpoint), methods=[method])
-                for method, path, endpoint in ENDPOINTS
+                Route(each.path, partial(self._answer, each.answer), methods=[each.method])
+                for each in self._served
             ],
             exception_handlers={HTTPException: self._missing},
         )
@@ -123,16 +129,20 @@ class HttpServer(Listener):
             response.headers["x-ignored-fields"] = ignored
         if state.is_surplus:
             response.headers["connection"] = "close"
-        self._count_answer(path if path in _PATHS else _OTHER_PATHS, response.status_code)
+        self._count_answer(path if path in self._by_path else _OTHER_PATHS, response.status_code)
         return response
+
+    async def _describe(self, _request: Request, handler: RequestHandler) -> Response:
+        """GET /openapi.json."""
+        return JsonResponse(describe_paths(self._served, handler.description.version, handler.keys is not None))
 
     def _admit(self, request: Request, path: str) -> float | None:
         """How long the caller waits. Raises InvalidRequest, TooManyConnections, Unauthenticated."""
-        handler, state = self._handler, request.state
-        with handler.counting_refusals(path in GENERATING_PATHS):
+        handler, state, served = self._handler, request.state, self._by_path.get(path)
+        with handler.counting_refusals(served is not None and served.generates):
             if state.is_surplus:
                 raise TooManyConnections
-            if handler.keys is not None and path not in OPEN_PATHS:
+            if handler.keys is not None and not (served is not None and served.is_open):
                 handler.keys.check(request.headers)
             # The caller, or a proxy, may have named the call.
             state.call = state.call.named(request.headers.get("x-request-id", ""), "x-request-id")

@@ -32,6 +32,7 @@ from tests.hellos import hello
 
 ARCH = gpt2_architecture(8, 160, 5, 1024, 1500, 1504, 640)
 COSTS = PartCosts(1.0, 2.0, 3.0, 4.0)
+LONG_DRAW = Draw(SamplingParams(2**64 - 1), 2, 5, (9,), 99, packed_biases([(3, -100.0)]), packed_ids([2**30]))
 PLAN = StepPlan(
     epoch=3,
     step_id=2**40,
@@ -42,9 +43,19 @@ PLAN = StepPlan(
             100,
             (5,),
             (1, 2),
-            Draw(SamplingParams(2**64 - 1), 2, 5, (9,), 99, packed_biases([(3, -100.0)]), packed_ids([2**30])),
+            Draw(
+                SamplingParams(2**64 - 1),
+                2,
+                5,
+                (9,),
+                99,
+                packed_biases([(3, -100.0)]),
+                packed_ids([2**30]),
+                b"",
+                b"\xff\0",
+            ),
         ),
-        Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_draft_tokens=2),
+        Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_draft_tokens=2, draft_masks=(None, b"\1")),
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
 )

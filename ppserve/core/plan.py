@@ -48,6 +48,8 @@ class Draw:
     """`prompt_ids + output_ids` are the tokens before the draw as `packed_ids`; empty unless
     `params.needs_history`."""
     output_ids: bytes = b""
+    mask: bytes | None = None
+    """The ids that may be drawn, a bit each, as `scheduling.token_filter` packs them; None = all."""
 
     def __post_init__(self) -> None:
         assert not self.params.logit_bias, "biases travel packed"
@@ -77,6 +79,8 @@ class Slice:
     """How many others are scored per target."""
     num_draft_tokens: int = 0
     """How many of the last token_ids are draft tokens, which follow a known one; then there is a draw."""
+    draft_masks: tuple[bytes | None, ...] = ()
+    """The draw's masks after each draft token in place of its own; empty where nothing is filtered."""
 
     @property
     def end(self) -> int:
@@ -94,7 +98,10 @@ class Slice:
             return
         first = len(self.token_ids) - self.num_draws
         for row in range(first, len(self.token_ids)):
-            yield self.start + row + 1, self.draw.after(self.token_ids[first + 1 : row + 1])
+            draw = self.draw.after(self.token_ids[first + 1 : row + 1])
+            if row > first and self.draft_masks:
+                draw = replace(draw, mask=self.draft_masks[row - first - 1])
+            yield self.start + row + 1, draw
 
 
 @dataclass(frozen=True, slots=True)

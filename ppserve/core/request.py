@@ -23,8 +23,8 @@ class SamplingParams:
     """How the next token is drawn from its logits.
 
     Applied in this order, as Hugging Face does: logit_bias; repetition, frequency and presence penalties; banned
-    ids (`min_tokens`); temperature; top_k; top_p; min_p. `temperature` 0 is greedy. `top_k` 0, `top_p` 1.0 and
-    `min_p` 0.0 mean no limit.
+    ids (`min_tokens`) and those that a token filter forbids; temperature; top_k; top_p; min_p. `temperature` 0 is
+    greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
     """
 
     seed: int = 0

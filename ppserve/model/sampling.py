@@ -4,9 +4,9 @@ There is no generator state: a draw's one uniform number is a hash of its key, a
 distribution over the surviving ids, in id order, gives the token.
 So a token does not depend on other draws, the stage, or what is drawn again after a loss.
 
-Order of application: logit_bias; repetition, frequency and presence penalties; banned ids; temperature; top_k;
-top_p; min_p. The surviving set is that of transformers' logits processors. If probabilities tie at the edge of
-top_p, or for greedy, the lower id wins (transformers leaves that to its sort).
+Order of application: logit_bias; repetition, frequency and presence penalties; banned ids and those that a mask
+forbids; temperature; top_k; top_p; min_p. The surviving set is that of transformers' logits processors. If
+probabilities tie at the edge of top_p, or for greedy, the lower id wins (transformers leaves that to its sort).
 Log-probabilities are the model's own: of the raw logits.
 
 Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id.
@@ -157,10 +157,10 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from, with bias, penalties and bans. logits_v: of ids from `first` on."""
+    """The scores to draw from, with bias, penalties, bans and mask. logits_v: of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
-    if not (wanted.biases or params.needs_history or banned):
+    if not (wanted.biases or params.needs_history or banned or wanted.mask is not None):
         return logits_v
     scores_v, size = logits_v.copy(), len(logits_v)
     if wanted.biases:
@@ -172,6 +172,8 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
         output = _within(unpacked_ids(wanted.output_ids), first, size)
         _penalize(scores_v, params, prompt, output)
     scores_v[_within(np.asarray(banned, np.int64), first, size)] = -math.inf
+    if wanted.mask is not None:
+        scores_v[unpacked_mask(wanted.mask, first + size)[first:] == 0] = -math.inf
     return scores_v
 
 
@@ -184,6 +186,12 @@ def unpacked_biases(packed: bytes) -> tuple[NDArray[np.int64], Floats]:
     """The ids and the biases of `plan.packed_biases`."""
     pairs = np.frombuffer(packed, _BIAS)
     return pairs["id"].astype(np.int64), pairs["bias"].astype(np.float32)
+
+
+def unpacked_mask(mask: bytes, vocab_size: int) -> NDArray[np.uint8]:
+    """(vocab_size,): 1 for each id that `Draw.mask` allows, else 0."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
+    return np.pad(bits, (0, vocab_size - len(bits)))
 
 
 _BIAS = np.dtype([("id", "<i4"), ("bias", "<f4")])

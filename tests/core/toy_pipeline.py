@@ -12,6 +12,7 @@ point it is stricter than a stage: a slice does not see what other slices of its
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from ppserve.core.plan import (
@@ -27,6 +28,7 @@ from ppserve.core.plan import (
     packed_ids,
 )
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.token_filter import is_allowed, packed_mask
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -44,13 +46,29 @@ def mix(*values: int) -> int:
 
 
 def draw_token(digest: int, position: int, draw: Draw) -> int:
-    """The token at `position`: a pure function of the numbers before it, the seed, the index and the banned
-    ids."""
+    """The token at `position`: a pure function of the numbers before it, the seed, the index and the ids that are
+    banned or that a mask forbids."""
     history = mix(*draw.prompt_ids, 1, *draw.output_ids) if draw.params.needs_history else 0
     token = mix(digest, draw.params.seed, draw.index, position, history) % VOCAB_SIZE
-    while position < draw.banned_before and token in draw.banned:
+    banned = draw.banned if position < draw.banned_before else ()
+    while token in banned or not is_allowed(draw.mask, token):
         token = (token + 1) % VOCAB_SIZE
     return token
+
+
+@dataclass(frozen=True)
+class MadeUpFilter:
+    """A `TokenFilter` that looks at the whole answer: about half of the ids may follow, or all of them."""
+
+    salt: int = 0
+
+    def ids(self, output_ids: Seq[int]) -> list[int]:
+        state = mix(self.salt, 1, *output_ids)
+        return [i for i in range(VOCAB_SIZE) if state % 5 == 0 or mix(state, i) % 2]
+
+    def allowed(self, output_ids: Seq[int]) -> bytes | None:
+        ids = self.ids(output_ids)
+        return None if len(ids) == VOCAB_SIZE else packed_mask(ids, VOCAB_SIZE)
 
 
 def logprob_of(digest: int, token_id: int) -> float:
@@ -66,7 +84,9 @@ class Answer:
     prompt_logprobs: tuple[float, ...] = ()
 
 
-def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_ID) -> Answer:
+def expected_answer(
+    request: Request, index: int = 0, eos_id: int | None = EOS_ID, token_filter: MadeUpFilter | None = None
+) -> Answer:
     """A sequential run without blocks, steps or a scheduler; resumed tokens are drawn again."""
     digest, scores = 0, []
     for position, token_id in enumerate(request.prompt_ids):
@@ -92,6 +112,9 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
             prompt_ids=packed_ids(prompt_ids),
             output_ids=packed_ids(output_ids),
         )
+        if token_filter is not None:
+            forbidden = {*range(VOCAB_SIZE)}.difference(token_filter.ids(output))
+            draw = replace(draw, banned=(*banned, *forbidden))
         token_id = draw_token(digest, position, draw)
         output.append(token_id)
         if token_id == eos_id and not stop.ignore_eos:

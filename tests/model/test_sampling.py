@@ -12,6 +12,7 @@ import transformers
 
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.model import sampling
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.sampling import ReadRow, draw_token, token_logprobs, uniform
@@ -187,6 +188,19 @@ def test_banned_ids_are_banned_at_every_position_before_the_bound_and_at_no_othe
     assert [token(logits, wanted, position) for position in range(5, 9)] == [second, second, first, first]
     rows = [ReadRow(0, wanted, position) for position in range(5, 9)]
     assert Draws.from_rows(rows, VOCABULARY).adjustments["adjusted_rows"].tolist() == [0, 1]
+
+
+def test_a_mask_leaves_what_transformers_leaves_without_the_other_ids() -> None:
+    """Equal to a ban of all other ids, with and without options, and where the mask ends early."""
+    logits, chance = scores(5), np.random.default_rng(1)
+    for number, params in enumerate([GREEDY, SamplingParams(seed=3, temperature=1.5, top_k=20, top_p=0.9)] * 20):
+        bound = 8 if number % 3 == 0 else VOCABULARY
+        allowed = chance.choice(bound, 5, replace=False).tolist()
+        banned = tuple(set(range(VOCABULARY)).difference(allowed))
+        found = token(logits, Draw(params, mask=packed_mask(allowed, bound)), number)
+        assert found == token(logits, Draw(params, banned=banned), number)
+        assert found in allowed
+    assert token(logits, Draw(GREEDY, mask=b"")) is None
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

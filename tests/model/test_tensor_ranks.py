@@ -17,6 +17,7 @@ import torch
 from ppserve.core.architecture import Architecture, Cut, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.errors import TransportError
 from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
@@ -258,7 +259,7 @@ def test_draws_are_those_of_whole_rows(count: int, ties: bool) -> None:
     for trial in range(20):
         draws = [
             a_draw(params, num_logprobs=None if trial % 3 else trial % 4, banned=(0, 50, 100), prompt_ids=seen,
-                 output_ids=(*seen[:4], 55, 55))
+                 output_ids=(*seen[:4], 55, 55), mask=packed_mask(range(trial, 97, 2), 97) if trial % 2 else None)
             for params in (PARAMS if trial else PARAMS[:1])
         ]  # fmt: skip
         logits_RV = 2 * torch.randn(len(draws) + 1, vocabulary)

@@ -26,6 +26,7 @@ from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
 from ppserve.core.scheduling.throughput import Throughput
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
@@ -87,13 +88,14 @@ class RequestQueue:
 
     # Requests
 
-    def submit(self, request: Request, now: float) -> None:
-        """Admit or queue a request. Raises InvalidRequest, DeadlinePassed or Overloaded."""
+    def submit(self, request: Request, now: float, token_filter: TokenFilter | None = None) -> None:
+        """Admit or queue a request. Raises InvalidRequest, DeadlinePassed or Overloaded. token_filter: the rule
+        that its answers must obey."""
         config = self._schedulers[0].config
         num_blocks = min(scheduler.num_blocks for scheduler in self._schedulers)
         check_possible(request, config, num_blocks)
         self.admit(now)
-        group = SequenceGroup(request, self._next_sequence_id, config, now)
+        group = SequenceGroup(request, self._next_sequence_id, config, now, token_filter)
         tokens_ahead = self.queue.tokens_ahead(request)
         self.queue.push(group)
         self._retry_admission()

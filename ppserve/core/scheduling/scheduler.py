@@ -219,7 +219,9 @@ class Scheduler:
         drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
         makes_room = others_wait and len(drawing) < len(parts)
         has_drafts = any(piece.num_draft_tokens for _, piece in parts)
-        if self._ready or makes_room or has_drafts:
+        # What may follow a token that is not drawn yet is not known, so neither is the mask of the draw after it.
+        is_filtered = any(s.token_filter is not None for s in drawing)
+        if self._ready or makes_room or has_drafts or is_filtered:
             return None
         if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
             return None

@@ -25,6 +25,7 @@ from enum import StrEnum
 from ppserve.core.plan import DRAWN, Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import RequestError
 
 
@@ -85,8 +86,16 @@ class SequenceEvent:
 class Sequence:
     """The progress of one answer. Its attributes are set in this module only."""
 
-    def __init__(self, sequence_id: int, request: Request, index: int, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        index: int,
+        config: SchedulerConfig,
+        token_filter: TokenFilter | None = None,
+    ) -> None:
         self.id = sequence_id
+        self.token_filter = token_filter
         self.request = request
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
@@ -194,23 +203,33 @@ class Sequence:
         end = start + num_tokens
         token_ids = (*self.token_ids[start:end], *draft_ids)
         draws = end == len(self.token_ids) and self.known_end is None
-        draw = self._next_draw if draws else None
+        draw, draft_masks = self._next_draw if draws else None, tuple[bytes | None, ...]()
+        if draw is not None and self.token_filter is not None:
+            draw = replace(draw, mask=self.mask_after(()))
+            draft_masks = tuple(self.mask_after(draft_ids[:count]) for count in range(1, len(draft_ids) + 1))
         targets = self.request.prompt_ids[start + 1 : end + 1] if self.wants_scores else ()
         num_scored = self.request.output.prompt_logprobs or 0
         self.scheduled = end
         self.leader = None
         table = self._blocks_until(start + len(token_ids))
-        return Slice(self.id, start, token_ids, table, draw, targets, num_scored, len(draft_ids))
+        return Slice(self.id, start, token_ids, table, draw, targets, num_scored, len(draft_ids), draft_masks)
 
     def schedule_ahead(self) -> Slice:
         """Put the token that follows the known ones into a step, before it is drawn."""
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
+        assert self.token_filter is None, "the mask depends on the token before"
         self.scheduled += 1
         return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), self._next_draw)
 
     def _blocks_until(self, position: int) -> tuple[int, ...]:
         return self.block_table[: -(-position // self._block_size)]
+
+    def mask_after(self, draft_ids: tuple[int, ...]) -> bytes | None:
+        """The ids that may follow the known tokens and these draft tokens (`token_filter`); None: all may."""
+        if self.token_filter is None:
+            return None
+        return self.token_filter.allowed((*self.token_ids[len(self.request.prompt_ids) :], *draft_ids))
 
     def cancel_ahead(self) -> None:
         self.scheduled = min(self.scheduled, len(self.token_ids))
@@ -257,10 +276,19 @@ class Sequence:
 class SequenceGroup:
     """The sequences of one request, and where it is computed."""
 
-    def __init__(self, request: Request, first_id: int, config: SchedulerConfig, submitted_s: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        first_id: int,
+        config: SchedulerConfig,
+        submitted_s: float,
+        token_filter: TokenFilter | None = None,
+    ) -> None:
         """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
         self.request = request
-        self.sequences = [Sequence(first_id + i, request, k, config) for i, k in enumerate(request.indices)]
+        self.sequences = [
+            Sequence(first_id + i, request, index, config, token_filter) for i, index in enumerate(request.indices)
+        ]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time
         self.replica: int | None = None  # the latest to compute it

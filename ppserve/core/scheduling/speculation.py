@@ -23,6 +23,7 @@ from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.scheduling.composer import Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
+from ppserve.core.scheduling.token_filter import is_allowed
 
 # Most draft tokens of a sequence in one step.
 MAX_DRAFT_TOKENS = 15
@@ -79,6 +80,8 @@ class Speculation:
             pays = probability >= MIN_PROBABILITY and probability * step_s > num_expected * row_s
             if self._forced is None and not pays:
                 break
+            if not is_allowed(sequence.mask_after(tuple(draft_ids)), found.token_id):
+                break  # it cannot be drawn there
             draft_ids.append(found.token_id)
             step_s += row_s
             num_expected += probability

@@ -80,12 +80,12 @@ class DeviceCache:
         bucket = self._bucket(rows)
         draws = self._draws(rows, bucket or 0)
         if bucket is None:
-            arrays = self._staging.copy({**draws.arrays(), **step_arrays(rows, self._turns), **draws.adjustments})
+            arrays = self._staging.copy({**draws.arrays(), **step_arrays(rows, self._turns), **draws.changes})
         else:
             whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout), self._turns)}
             arrays = self._staging.copy(whole, self._buffers[bucket])
-            if draws.adjustments:
-                arrays |= self._staging.copy(draws.adjustments)
+            if draws.changes:
+                arrays |= self._staging.copy(draws.changes)
         tiles = Tiles(arrays["tiles"].view(-1, 4), arrays["tables"], self._arch.max_positions)
         turns_Tf = arrays["turns"].view(-1, self._arch.head_size) if self._turns is not None else None
         return DeviceInputs(

@@ -33,6 +33,9 @@ class Draws:
     """Whether any draw leaves ids out by top_k, top_p or min_p."""
     adjustments: dict[str, NDArray[Any]]
     """`ADJUSTMENTS` by name, rows ascending; empty without any."""
+    masks: dict[str, NDArray[Any]]
+    """`masked_rows`, ascending, and in `masks` a byte for 8 ids of each of them, as in `Draw.mask`; empty without
+    any."""
     num_top: int | None
     """The most that any row asks for; None without log-probabilities."""
 
@@ -43,13 +46,23 @@ class Draws:
             rows=rows,
             filters=any(row.draw is not None and _filters(row.draw.params) for row in rows),
             adjustments=_adjustments(rows, vocab_size),
+            masks=_masks(rows, vocab_size),
             num_top=max(asked, default=None),
         )
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is asked for but a draw from all ids."""
-        return not self.filters and not self.adjustments and self.num_top is None
+        return not self.filters and not self.changes and self.num_top is None
+
+    @property
+    def changes(self) -> dict[str, NDArray[Any]]:
+        """All arrays that change scores before drawing; empty in a step without any."""
+        return {**self.adjustments, **self.masks}
+
+    def masks_of(self, rows: slice) -> slice:
+        """Where these rows' are in `masks`."""
+        return slice(*np.searchsorted(self.masks["masked_rows"], (rows.start, rows.stop)).tolist())
 
     def adjustments_of(self, rows: slice) -> slice:
         """Where these rows' are in `adjustments`."""
@@ -130,6 +143,18 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
     types = (np.int32, np.int32, *[np.float32] * 4)
     columns = (of_n[known_n].astype(of_type) for of_n, of_type in zip(columns_n, types, strict=True))
     return dict(zip(ADJUSTMENTS, columns, strict=True))
+
+
+def _masks(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
+    """See `Draws.masks`."""
+    masked = [
+        (n, row.draw.mask) for n, row in enumerate(rows) if row.draw is not None and row.draw.mask is not None
+    ]
+    if not masked:
+        return {}
+    num_bytes = -(-vocab_size // 8)
+    whole = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for _, mask in masked)
+    return {"masked_rows": np.array([n for n, _ in masked], np.int32), "masks": np.frombuffer(whole, np.uint8)}
 
 
 def _keys(lists: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:

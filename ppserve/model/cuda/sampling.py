@@ -118,17 +118,31 @@ def _survivors(
 
 
 def _adjusted(logits_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> torch.Tensor:
-    """Scores after biases, penalties and bans; without any, the logits."""
-    if not draws.adjustments:
-        return logits_RV
+    """Scores after biases, penalties, bans and masks; without any, the logits."""
+    scores_RV = logits_RV.clone() if draws.changes else logits_RV
+    if draws.adjustments:
+        _adjust(scores_RV, arrays, draws, rows)
+    if draws.masks:
+        _mask(scores_RV, arrays, draws, rows)
+    return scores_RV
+
+
+def _adjust(scores_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> None:
     own = draws.adjustments_of(rows)
     row_n, id_n, bias_n, repetition_n, frequency_n, presence_n = (arrays[name][own] for name in ADJUSTMENTS)
     at = row_n.long() - rows.start, id_n.long()
-    scores_n = logits_RV[at] + bias_n
+    scores_n = scores_RV[at] + bias_n
     repeated_n = torch.where(scores_n < 0, scores_n * repetition_n, scores_n / repetition_n)
-    scores_RV = logits_RV.clone()
     scores_RV[at] = repeated_n.clamp(-GREATEST, GREATEST) - frequency_n - presence_n
-    return scores_RV
+
+
+def _mask(scores_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> None:
+    """Nothing is drawn that a row's mask forbids."""
+    own, vocabulary = draws.masks_of(rows), scores_RV.shape[1]
+    masks_MB = arrays["masks"].view(len(arrays["masked_rows"]), -1)[own]
+    bits_MB8 = (masks_MB[:, :, None] >> torch.arange(8, device=masks_MB.device, dtype=torch.uint8)) & 1
+    at_M = arrays["masked_rows"][own].long() - rows.start
+    scores_RV[at_M] = scores_RV[at_M].masked_fill(bits_MB8.flatten(1)[:, :vocabulary] == 0, -torch.inf)
 
 
 def _logprobs(

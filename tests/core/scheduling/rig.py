@@ -20,7 +20,7 @@ from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.core.scheduling.speculation import DraftToken, PromptLookup
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_ends, check_scheduler
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, MadeUpFilter, ToyPipeline, expected_answer, mix
 
 CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
 
@@ -37,6 +37,7 @@ class SchedulerRig:
     request_queue: RequestQueue = field(default_factory=RequestQueue)
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
+    filters: dict[str, MadeUpFilter] = field(default_factory=dict)  # by request
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
     num_draft_tokens: int = 0  # sent
     num_ahead: int = 0  # steps sent ahead
@@ -57,11 +58,13 @@ class SchedulerRig:
             self.events[event.request_id, event.index].append(event)
         return events
 
-    def submit(self, request: Request) -> bool:
+    def submit(self, request: Request, token_filter: MadeUpFilter | None = None) -> bool:
         try:
-            self.request_queue.submit(request, self.now)
+            self.request_queue.submit(request, self.now, token_filter)
         except Overloaded:
             return False
+        if token_filter is not None:
+            self.filters[request.id] = token_filter
         self.requests[request.id] = request
         return True
 
@@ -137,7 +140,7 @@ class SchedulerRig:
 
     def _check_answer(self, request: Request, index: int) -> None:
         events = self.events[request.id, index]
-        right = expected_answer(request, index)
+        right = expected_answer(request, index, token_filter=self.filters.get(request.id))
         ends = [e for e in events if e.is_terminal]
         first = len(request.resume_ids)
         tokens = [e.token_id for e in events if e.token_id is not None]
@@ -159,7 +162,9 @@ class Oracle:
 
     def __init__(self, sequence: Sequence, rate: float, probability: float | None = None) -> None:
         self._first = len(sequence.request.prompt_ids)
-        self._answer = expected_answer(sequence.request, sequence.index).token_ids
+        token_filter = sequence.token_filter
+        assert token_filter is None or isinstance(token_filter, MadeUpFilter)
+        self._answer = expected_answer(sequence.request, sequence.index, token_filter=token_filter).token_ids
         self._rng = random.Random(sequence.index)
         self._rate, self._probability = rate, rate if probability is None else probability
 

@@ -169,7 +169,7 @@ def test_a_row_that_is_not_finite_counts_where_its_draft_token_was_right(
     fill(rig)
     result = rig.pipeline.run_one()
     drawn = [replace(one, token_id=None) if place == row else one for place, one in enumerate(result.drawn)]
-    events = rig.scheduler.commit(replace(result, drawn=tuple(drawn)), 0.0)
+    events = rig.request_queue.commit(rig.scheduler, replace(result, drawn=tuple(drawn)), 0.0)
     assert len(events) == min(row, accepted) + 1
     assert [event.error is None for event in events] == [True] * min(row, accepted) + [row > accepted]
 

@@ -14,7 +14,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import PromptLookup
 from tests.core.scheduling.rig import Oracle, SchedulerRig
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_answer
 from tests.slow import quick_first
 
 
@@ -100,7 +100,9 @@ def walk(
         rig.now += rng.choice((0.0, 0.01, 1.0))
         action = rng.random()
         if action < 0.16:
-            rig.submit(random_request(rng, f"r{i}", rig.now, shared_prompt))
+            request = random_request(rng, f"r{i}", rig.now, shared_prompt)
+            is_filtered = rng.random() < 0.2 and not request.resume_ids
+            rig.submit(request, MadeUpFilter(i) if is_filtered else None)
         elif action < 0.20 and rig.requests:
             rig.tell(rig.request_queue.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
         elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly

@@ -13,6 +13,7 @@ import torch
 from ppserve.core.architecture import Cut, Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.model import sampling
 from ppserve.model.cuda.draws import uniforms
 from ppserve.model.inputs import ALONE, build_inputs
@@ -57,6 +58,9 @@ def any_draw(chance: random.Random) -> Draw:
     for option in chance.sample(options, 2):
         params = replace(params, **option)
     history = {"prompt_ids": ids[:10], "output_ids": (*ids[10:], *ids[12:15])}
+    if chance.random() < 0.4:
+        bound = chance.choice([VOCABULARY, VOCABULARY - 20])
+        history["mask"] = packed_mask(chance.sample(range(bound), bound // 2), bound)
     if chance.random() < 0.4:
         history["banned"] = tuple(chance.sample(range(VOCABULARY), 40))
     return a_draw(params, chance.randrange(4), chance.choice([None, None, 0, 5]), **history)

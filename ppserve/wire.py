@@ -17,7 +17,7 @@ import msgspec
 from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.plan import RankResult, StepPlan
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -151,7 +151,7 @@ class Ready(_Message, frozen=True, tag=True):
 
 
 class Result(_Message, frozen=True, tag=True):
-    result: StepResult
+    result: RankResult
 
 
 class Heartbeat(_Message, frozen=True, tag=True):

@@ -16,10 +16,10 @@ from ppserve.core.partition import PartCosts
 from ppserve.core.plan import (
     Draw,
     Drawn,
+    RankResult,
     Scored,
     Slice,
     StepPlan,
-    StepResult,
     StepStamps,
     TokenLogprobs,
     packed_biases,
@@ -59,10 +59,10 @@ PLAN = StepPlan(
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
 )
-RESULT = StepResult(
+RESULT = RankResult(
     epoch=3,
     step_id=9,
-    stage=1,
+    place=1,
     stamps=StepStamps(1, 2, 3, 4, 5, 2**62),
     bytes_sent=1024,
     drawn=(Drawn(7, 11, TokenLogprobs(-0.1, ((11, -0.1), (12, -3.0)))), Drawn(8, None)),

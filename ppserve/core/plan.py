@@ -184,20 +184,38 @@ class StepStamps:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores."""
+class RankResult:
+    """One rank's result of one step. Every rank sends one for every step; only the last stage draws and scores."""
 
     epoch: int
     step_id: int
-    stage: int
-    """Whose result this is. A rank sends its place in the replica, stage * T + tensor; `TensorRanks` makes one
-    result of those of a stage's ranks, with the stage's number."""
+    place: int
+    """The rank's place in its replica, stage * T + tensor."""
     stamps: StepStamps
     bytes_sent: int = 0
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     gathered_ns: int = 0
     """How long of the time from begun to ended the rank waited for the other tensor ranks of its stage."""
+
+    @property
+    def computed_ns(self) -> int:
+        return self.stamps.ended - self.stamps.begun - self.gathered_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One stage's result of one step, which `TensorRanks` makes of those of the stage's ranks."""
+
+    epoch: int
+    step_id: int
+    stage: int
+    stamps: StepStamps
+    bytes_sent: int = 0
+    drawn: tuple[Drawn, ...] = ()
+    scored: tuple[Scored, ...] = ()
+    gathered_ns: int = 0
+    """How long of the time from begun to ended the ranks waited for each other, on average."""
 
     @property
     def computed_ns(self) -> int:

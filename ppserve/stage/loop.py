@@ -24,7 +24,7 @@ import torch
 from ppserve import wire
 from ppserve.core.figures import size
 from ppserve.core.kv_memory import sequence_blocks
-from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import StageModel
 from ppserve.model.decoder import Decoder, load_stage
@@ -291,7 +291,7 @@ class StageLoop:
             plan = plan.with_drawn(epoch.drawn)
         if plan.is_ahead and plan.step_id in self._link.cancelled:
             now_ns = time.monotonic_ns()
-            self._link.send(wire.Result(StepResult(plan.epoch, plan.step_id, 0, StepStamps(*(now_ns,) * 6))))
+            self._link.send(wire.Result(RankResult(plan.epoch, plan.step_id, 0, StepStamps(*(now_ns,) * 6))))
             return True
         try:
             computed = epoch.stage.step(plan, planned_ns)

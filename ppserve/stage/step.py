@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.plan import RankResult, StepPlan, StepStamps
 from ppserve.model.backend import StageModel
 from ppserve.model.inputs import KVCache, build_inputs
 from ppserve.stage.transport import Transport
@@ -19,9 +19,9 @@ from ppserve.stage.transport.gather import NoGather, StageGather
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result. hidden_TD: after its last layer; the last stage sends them nowhere."""
+    """A rank's result of a step. hidden_TD: after its last layer; the last stage sends them nowhere."""
 
-    result: StepResult
+    result: RankResult
     hidden_TD: torch.Tensor
 
 
@@ -87,5 +87,14 @@ class Stage:
             # On a device, hidden states arrive when the computation begins, at the latest.
             received_ns = max(received_ns, begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
-        made = bytes_sent, drawn, scored, gathered_ns
-        return Computed(StepResult(plan.epoch, plan.step_id, layout.place, stamps, *made), hidden_TD)
+        result = RankResult(
+            plan.epoch,
+            plan.step_id,
+            layout.place,
+            stamps,
+            bytes_sent=bytes_sent,
+            drawn=drawn,
+            scored=scored,
+            gathered_ns=gathered_ns,
+        )
+        return Computed(result, hidden_TD)

@@ -66,7 +66,7 @@ def test_threads_draw_what_the_model_draws(split: str) -> None:
             for stage in pipeline:
                 stage.tell(wire.Plan(plan(1, step_id, token_ids, position)))
             results = [stage.hear(wire.Result).result for stage in pipeline]
-            assert [result.stage for result in results] == list(range(len(pipeline)))
+            assert [result.place for result in results] == list(range(len(pipeline)))
             position += len(token_ids)
             token_ids = (results[-1].drawn[0].token_id,)
             drawn.append(token_ids[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import RankResult, StepResult
 
 
 class TensorRanks:
@@ -21,14 +21,13 @@ class TensorRanks:
         self._num_tensor = num_tensor
         self._ended = [0] * num_stages
         self._owed_ns = [0] * num_stages
-        self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
+        self._came: dict[tuple[int, int], dict[int, RankResult]] = {}
 
-    def add_result(self, result: StepResult) -> StepResult | None:
-        """Adds a rank's result, whose `stage` is its place in the replica. Returns the stage's result once all
-        of its ranks have reported."""
-        stage, tensor = divmod(result.stage, self._num_tensor)
+    def add_result(self, result: RankResult) -> StepResult | None:
+        """Add a rank's result. Return its stage's result once all of the stage's ranks have reported."""
+        stage, tensor = divmod(result.place, self._num_tensor)
         if self._num_tensor == 1:
-            return result
+            return _result_of(stage, result)
         came = self._came.setdefault((result.step_id, stage), {})
         came[tensor] = result
         if len(came) < self._num_tensor:
@@ -45,7 +44,7 @@ class TensorRanks:
         came = self._came.get((step_id, stage), {})
         return tuple(stage * self._num_tensor + rank for rank in range(self._num_tensor) if rank not in came)
 
-    def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
+    def _together(self, stage: int, ranks: list[RankResult]) -> StepResult:
         first = min(ranks, key=lambda rank: rank.stamps.begun).stamps
         ended = max(rank.stamps.ended for rank in ranks)
         sent = max(rank.stamps.sent for rank in ranks)
@@ -59,9 +58,22 @@ class TensorRanks:
         gathered_ns = sum(waited_ns) // len(ranks) + self._owed_ns[stage]
         self._owed_ns[stage] = min(0, gathered_ns)
         return replace(
-            ranks[0],
-            stage=stage,
+            _result_of(stage, ranks[0]),
             stamps=replace(first, begun=begun, ended=ended, sent=sent),
             bytes_sent=sum(rank.bytes_sent for rank in ranks),
             gathered_ns=max(0, gathered_ns),
         )
+
+
+def _result_of(stage: int, rank: RankResult) -> StepResult:
+    """A stage's result that is one of its ranks'."""
+    return StepResult(
+        rank.epoch,
+        rank.step_id,
+        stage,
+        rank.stamps,
+        bytes_sent=rank.bytes_sent,
+        drawn=rank.drawn,
+        scored=rank.scored,
+        gathered_ns=rank.gathered_ns,
+    )

@@ -23,7 +23,7 @@ from ppserve import wire
 from ppserve.core.architecture import Split, StageLayout
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.partition import PartCosts, balance
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import RankResult
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import WireError
 
@@ -79,7 +79,7 @@ class EpochLost:
     rank: int | None = None  # that reported an error; None if one died or was silent
 
 
-MemberEvent = StepResult | EpochLost | wire.Ready
+MemberEvent = RankResult | EpochLost | wire.Ready
 """A result's stamps are on the head's clock. Ready: the last rank's, so all are."""
 
 
@@ -105,7 +105,7 @@ class Member:
         """The clock's offset by the shortest round trip. Old ones are forgotten, because clocks drift."""
         return min(self.round_trips)[1] if self.round_trips else 0
 
-    def on_head_clock(self, result: StepResult) -> StepResult:
+    def on_head_clock(self, result: RankResult) -> RankResult:
         offset_ns = self.clock_offset_ns
         return replace(result, stamps=in_head_clock(result.stamps, offset_ns)) if offset_ns else result
 

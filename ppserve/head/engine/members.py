@@ -20,7 +20,7 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.architecture import Split, StageLayout
 from ppserve.core.grid import RankGrid
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import RankResult
 from ppserve.errors import StagesLost, UsageError, WireError
 from ppserve.head.engine import patience
 from ppserve.head.engine.control import ControlPlane, LossCause
@@ -247,8 +247,8 @@ class Members:
             for other in self.in_use[1:]:
                 self._send_form(other, opened.port, now_ns)
 
-    def _handle_result(self, member: Member, result: StepResult) -> StepResult | None:
-        if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[member.rank]):
+    def _handle_result(self, member: Member, result: RankResult) -> RankResult | None:
+        if not self.formed or (result.epoch, result.place) != (self.epoch, self._place[member.rank]):
             return None
         assert self.decision is not None
         self._worked |= member.stage == self.decision.num_stages - 1

@@ -16,7 +16,7 @@ from ppserve.core.architecture import Split
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
 from ppserve.core.ledger.steps import OverheadTimes, Step, Steps
-from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.plan import RankResult, StepPlan, StepResult
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -186,7 +186,7 @@ class Replica:
 
     def _handle_event(self, event: MemberEvent | None) -> list[SequenceEvent]:
         match event:
-            case StepResult():
+            case RankResult():
                 return self._handle_result(event)
             case wire.Ready():
                 return self._handle_formed()
@@ -204,7 +204,7 @@ class Replica:
             observer.on_stage_died(self.number, self.members[of.rank].stage, of.cause)
         return [] if of.cause == LossCause.RESTART else self._blame_requests(of.rank, of.cause)
 
-    def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
+    def _handle_result(self, of_rank: RankResult) -> list[SequenceEvent]:
         self._account_for_result()
         scheduler = self.scheduler
         reported = self._books.report(of_rank, self._clock())

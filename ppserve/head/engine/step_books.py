@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppserve.core.cost_model import Coefficients, StageCost, StepSize
 from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
-from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.plan import RankResult, StepPlan, StepResult
 from ppserve.core.scheduling.slot_count import SlotCount
 
 
@@ -28,7 +28,7 @@ class StepBooks:
         self._overheads.dispatched(step)
         return step
 
-    def report(self, of_rank: StepResult, now_ns: int) -> tuple[StepResult, Step] | None:
+    def report(self, of_rank: RankResult, now_ns: int) -> tuple[StepResult, Step] | None:
         """Note a rank's result. Return its stage's result once all of the stage's ranks have reported the step;
         None before that, and for a step that is not in flight."""
         result = self._ranks.add_result(of_rank)

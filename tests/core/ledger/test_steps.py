@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Overheads, OverheadTimes, Steps, Transfer
 from ppserve.core.ledger.tensor_ranks import TensorRanks
-from ppserve.core.plan import Drawn, Slice, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import Drawn, RankResult, Slice, StepPlan, StepResult, StepStamps
 from tests.core.artificial import ArtificialPipeline, plan
 
 S = 1_000_000_000
@@ -156,9 +156,9 @@ def test_each_overhead_counts_from_its_own_moment() -> None:
 # ---- the results of a stage's tensor ranks as one: computing and waiting are the whole step -----------------
 
 
-def rank_result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn, ...] = ()) -> StepResult:
+def rank_result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn, ...] = ()) -> RankResult:
     stamps = StepStamps(begun - 3, begun - 2, begun - 1, begun, ended, ended + 1)
-    return StepResult(1, 7, place, stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered)
+    return RankResult(1, 7, place, stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered)
 
 
 def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
@@ -194,7 +194,11 @@ def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
 
 def test_what_a_lost_epoch_left_is_forgotten() -> None:
     ranks = TensorRanks(1, 2)
-    assert TensorRanks(2, 1).add_result(one := rank_result(1, 100, 200, 0)) is one, "one rank is its stage"
+    alone = TensorRanks(2, 1).add_result(one := rank_result(1, 100, 200, 0))
+    assert alone is not None
+    assert (alone.stage, alone.stamps, alone.bytes_sent) == (1, one.stamps, one.bytes_sent), (
+        "one rank is its stage"
+    )
     assert ranks.add_result(rank_result(0, 100, 200, 0)) is None
     ranks.lost()
     assert ranks.add_result(rank_result(1, 100, 200, 0)) is None

@@ -9,7 +9,7 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
-from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -127,7 +127,7 @@ class Rig:
         stamps = StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)
         is_last = stage // self.grid.tensor == self.grid.pipeline - 1
         drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
-        return wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
+        return wire.Result(RankResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
 
     def compute(self, plan: StepPlan) -> list[SequenceEvent]:
         """Every stage takes a millisecond for the step."""

@@ -9,7 +9,7 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
-from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.plan import RankResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
@@ -132,7 +132,7 @@ class MembersRig:
 
 
 def result(epoch: int) -> wire.Result:
-    return wire.Result(StepResult(epoch, 1, 0, StepStamps(1, 2, 3, 4, 5, 6)))
+    return wire.Result(RankResult(epoch, 1, 0, StepStamps(1, 2, 3, 4, 5, 6)))
 
 
 def answer(pipeline: MembersRig, *stages: int) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.plan import RankResult, StepPlan, StepStamps
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.keeper import Reported, RestartPolicy
 from ppserve.process.lifetime import EXIT_HEAD_GONE, EXIT_USAGE
@@ -314,11 +313,12 @@ class StageProcess:
         self.reported.add("served")
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
-        result = StepResult(plan.epoch, plan.step_id, self.place, stamps)
+        result = RankResult(plan.epoch, plan.step_id, self.place, stamps)
         if self._is_last and self.tensor == 0:
             self._toy.skipped = {plan.step_id} if skipped else set()
             self._toy.send(plan)
-            result = replace(self._toy.run_one(), stage=self.place, stamps=stamps)
+            toy = self._toy.run_one()
+            result = RankResult(plan.epoch, plan.step_id, self.place, stamps, drawn=toy.drawn, scored=toy.scored)
         self._say(wire.Result(result))
         if not self._is_last:
             self._hand_on(plan.epoch, plan.step_id)

@@ -11,7 +11,7 @@ import pytest
 from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.grid import RankGrid
-from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.plan import RankResult, StepStamps
 from ppserve.errors import ConfigError, StagesLost, UsageError
 from ppserve.head.engine.member import EpochLost, StageState
 from tests.architectures import gpt2 as gpt2_architecture
@@ -35,7 +35,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
         assert pipeline.say(0, late) is None, "what is said of an old epoch is ignored"
     assert pipeline.join() == 2
     assert [m.restarts for m in pipeline.members.all] == [0, 1, 0]
-    assert isinstance(pipeline.say(0, result(2)), StepResult)
+    assert isinstance(pipeline.say(0, result(2)), RankResult)
 
 
 def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,7 +260,7 @@ def test_each_failed_attempt_doubles_the_time_to_the_next_up_to_twenty_seconds(f
     for attempt in range(9):
         if formed and attempt == 0:
             pipeline.join()
-            pipeline.say(1, wire.Result(StepResult(1, 1, 1, StepStamps(*range(6)))))
+            pipeline.say(1, wire.Result(RankResult(1, 1, 1, StepStamps(*range(6)))))
         epoch = pipeline.members.epoch
         for stage in range(2):
             pipeline.say(0, wire.StoreOpened(epoch, 4000))
@@ -317,7 +317,7 @@ def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
         pipeline.sent.clear()
         pipeline.tick(1)
         epoch = pipeline.join()
-        pipeline.say(1, wire.Result(StepResult(epoch, 1, 1, StepStamps(*range(6)))))
+        pipeline.say(1, wire.Result(RankResult(epoch, 1, 1, StepStamps(*range(6)))))
         for stage in range(2):
             pipeline.say(stage, wire.Broken(epoch, "reset"))
     assert pipeline.dropped == []
@@ -357,8 +357,8 @@ def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
         pipeline.now_ns += rtt_ns
         pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50))
     stamps = StepStamps(*[ahead_ns + t for t in range(6)])
-    done = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
-    assert isinstance(done, StepResult)
+    done = pipeline.say(1, wire.Result(RankResult(1, 1, 1, stamps)))
+    assert isinstance(done, RankResult)
     assert abs(done.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"
 
 

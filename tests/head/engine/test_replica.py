@@ -11,7 +11,7 @@ from ppserve import wire
 from ppserve.core.architecture import Split
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
-from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps, packed_biases, packed_ids
+from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps, packed_biases, packed_ids
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
@@ -60,7 +60,7 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     (plan,) = rig.refill()
     unknown = StepPlan(plan.epoch, 99, 0, plan.slices)
     assert rig.say(3, rig.result(unknown, 1)) == []
-    assert rig.say(3, wire.Result(StepResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
+    assert rig.say(3, wire.Result(RankResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
     assert rig.say(3, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
     assert rig.refill() == [], "the step is still in flight"
     (event,) = rig.say(3, rig.result(plan, 1))
@@ -297,7 +297,7 @@ def test_with_other_numbers_of_stages_requests_go_on_and_every_stages_time_adds_
             begun = rig.now_ns - MS
             stamps = StepStamps(begun, begun, begun, begun, rig.now_ns, rig.now_ns)
             drawn = (Drawn(plan.slices[0].sequence_id, 3),) if rank == ranks[-1] else ()
-            events = rig.say(rank, wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn)))
+            events = rig.say(rank, wire.Result(RankResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn)))
         assert [event.token_id for event in events] == [3]
         lost = rig.refill()[0]
     reading = rig.replica.read()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ppserve import wire
-from ppserve.core.plan import Drawn, StepResult, StepStamps
+from ppserve.core.plan import Drawn, RankResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from tests.core.scheduling.invariants import check_scheduler
@@ -103,7 +103,7 @@ class ScriptedRank:
             for piece in plan.slices
             for position, draw in piece.draws
         )
-        self.rig.say(0, wire.Result(StepResult(plan.epoch, plan.step_id, 0, StepStamps(*range(6)), 0, drawn)))
+        self.rig.say(0, wire.Result(RankResult(plan.epoch, plan.step_id, 0, StepStamps(*range(6)), 0, drawn)))
 
     @property
     def num_accepted(self) -> int:

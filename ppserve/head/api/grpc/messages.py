@@ -1,34 +1,50 @@
-"""Make plain values of messages, and messages of values. Judges nothing; `ppserve.head.api.requests` does."""
+"""Make a request's options of a message, and messages of its answer. `ppserve.head.api.requests` judges values."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
-from typing import Any, TypeVar
-
 from google.protobuf.message import Message
 
+from ppserve.answers import Timings
 from ppserve.core.request import Request
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta, Score
-from ppserve.head.descriptions import ModelDescription, StageDescription, Topology
 from ppserve.head.options import GenerationOptions, names_of
 from ppserve.tokenizer import Tokenizer
 from ppserve.v1 import generation_pb2 as pb
 
-M = TypeVar("M", bound=Message)
-
 
 def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt]:
-    """The options that the message sets, each under its own name; and its prompt."""
-    given: dict[str, Any] = {"priority": message.priority - message.urgency}
-    for part in (message.sampling, message.stop, message.output):
-        given |= {field.name: value for field, value in part.ListFields()}
-    if message.HasField("resume"):
-        resume = message.resume
-        given |= {"resume_index": resume.index, "resume_ids": resume.generated_token_ids}
-    prompt = message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
-    return GenerationOptions(**given), prompt
+    """Read the options that the message sets, and its prompt. Empty lists and flags that are false are absent."""
+    sampling, stop, output, resume = message.sampling, message.stop, message.output, message.resume
+    is_resumed = message.HasField("resume")
+    options = GenerationOptions(
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else None,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
+        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        n=sampling.n if sampling.HasField("n") else None,
+        logit_bias=sampling.logit_bias or None,
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens if stop.HasField("min_tokens") else None,
+        stop=stop.stop or None,
+        stop_token_ids=stop.stop_token_ids or None,
+        ignore_eos=stop.ignore_eos or None,
+        include_stop=stop.include_stop or None,
+        echo=output.echo or None,
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        token_ids=output.token_ids or None,
+        timings=output.timings or None,
+        stream_interval=output.stream_interval or None,
+        priority=message.priority - message.urgency,
+        resume_index=resume.index if is_resumed else None,
+        resume_ids=resume.generated_token_ids if is_resumed else None,
+    )
+    return options, message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
 
 
 def _check_proto() -> None:
@@ -78,7 +94,18 @@ def _add_end(message: pb.GenerateResponse, delta: Delta, request: Request) -> No
     message.usage.completion_tokens = delta.num_generated
     message.usage.cached_tokens = last.cached_tokens
     if request.output.timings and last.timings is not None:
-        message.timings.CopyFrom(_copied(pb.Timings, last.timings))
+        message.timings.CopyFrom(timings_message(last.timings))
+
+
+def timings_message(timings: Timings) -> pb.Timings:
+    """Tell where a sequence's time went."""
+    return pb.Timings(
+        queue_seconds=timings.queue_s,
+        prefill_seconds=timings.prefill_s,
+        ttft_seconds=timings.ttft_s,
+        decode_seconds=timings.decode_s,
+        stage_busy_seconds=timings.stage_busy_s,
+    )
 
 
 def _token(token_id: int, score: Score, tokenizer: Tokenizer) -> pb.TokenInfo:
@@ -88,39 +115,3 @@ def _token(token_id: int, score: Score, tokenizer: Tokenizer) -> pb.TokenInfo:
         for top_id, logprob in score.top:
             token.top.add(id=top_id, bytes=tokenizer.token_bytes(top_id), logprob=logprob)
     return token
-
-
-def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
-    """GetModelInfo's answer."""
-    arch, max_context = description.architecture, description.max_context
-    sizes = {name: getattr(arch, name) for name in ("num_layers", "num_heads", "inner_width")}
-    sizes["num_parameters"] = description.num_parameters
-    return _copied(
-        pb.GetModelInfoResponse,
-        description,
-        model=description.name,
-        architecture=_copied(pb.Architecture, arch, **sizes),
-        eos_token_id=arch.eos_id,
-        eos_token_ids=arch.eos_ids,
-        limits=_copied(pb.Limits, description.limits, max_prompt_tokens=max_context),
-        nondeterministic_reason=description.nondeterministic_reason or "",
-    )
-
-
-def topology_message(topology: Topology) -> pb.GetTopologyResponse:
-    """GetTopology's answer."""
-    replicas = [_copied(pb.Replica, replica) for replica in topology.replicas]
-    stages = list(map(_stage_message, topology.stages))
-    return _copied(pb.GetTopologyResponse, topology, stages=stages, replicas=replicas)
-
-
-def _stage_message(stage: StageDescription) -> pb.Stage:
-    ranks = [_copied(pb.StageRank, rank) for rank in stage.ranks]
-    return _copied(pb.Stage, stage, bubble_seconds=dict(stage.bubble_s), ranks=ranks)
-
-
-def _copied(kind: type[M], record: Any, **others: Any) -> M:
-    """`others` and the record's fields that the message has, with units written out."""
-    named = {re.sub("_s$", "_seconds", field.name): getattr(record, field.name) for field in fields(record)}
-    known = kind.DESCRIPTOR.fields_by_name
-    return kind(**{name: value for name, value in named.items() if name in known} | others)

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.messages import delta_message, model_message, request_options, topology_message
+from ppserve.head.api.grpc.described import model_message, topology_message
+from ppserve.head.api.grpc.messages import delta_message, request_options
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.stream import deltas_of
 from ppserve.v1 import generation_pb2 as pb
@@ -23,9 +24,8 @@ class GenerationService:
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         given, prompt = request_options(message)
         async with self._handler.generate(given, prompt, call) as stream:
-            shown = stream.request, call.request_id, self._handler.tokenizer
             async for _, delta in deltas_of([stream]):
-                yield delta_message(delta, *shown)
+                yield delta_message(delta, stream.request, call.request_id, self._handler.tokenizer)
 
     async def Tokenize(self, message: pb.TokenizeRequest, _call: Call) -> pb.TokenizeResponse:
         ids = await self._handler.tokenize("text", message.text)

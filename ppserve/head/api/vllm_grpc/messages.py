@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from google.protobuf.message import Message
 
@@ -22,8 +21,6 @@ _UNSERVED = {
     *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
     *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
 }
-# This protocol's name of an option -> ours, where they differ.
-_OPTIONS = {"include_stop_str_in_output": "include_stop"}
 # Our proto's name -> this one's, where that is not the part after the dot.
 NAMES = {
     "token_ids.ids": "tokenized.input_ids",
@@ -32,23 +29,39 @@ NAMES = {
 
 
 def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt]:
-    """The options, by our names, and the prompt. Raises InvalidRequest for unserved ones."""
+    """Read the options, by our names, and the prompt. Raises InvalidRequest for unserved ones."""
     kind, params = message.WhichOneof("input"), message.sampling_params
     missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
     refuse(_unserved(message, ""), _unserved(params, "sampling_params."), missing)
-    given: dict[str, Any] = {_OPTIONS.get(field.name, field.name): value for field, value in params.ListFields()}
-    # What is left of the unserved fields asks for nothing.
-    given = {name: value for name, value in given.items() if name not in _UNSERVED}
-    given["stream_interval"] = 1 if message.stream else AT_THE_END
-    if "seed" in given:
-        given["seed"] &= MAX_SEED  # the field is signed, and all its values are good seeds
-    return GenerationOptions(**given), message.text if kind == "text" else message.tokenized.input_ids
+    options = GenerationOptions(
+        temperature=params.temperature if params.HasField("temperature") else None,
+        top_k=params.top_k or None,
+        top_p=params.top_p or None,
+        min_p=params.min_p or None,
+        repetition_penalty=params.repetition_penalty or None,
+        frequency_penalty=params.frequency_penalty or None,
+        presence_penalty=params.presence_penalty or None,
+        # The field is signed, and all its values are good seeds.
+        seed=params.seed & MAX_SEED if params.HasField("seed") else None,
+        n=params.n or None,
+        logit_bias=params.logit_bias or None,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens or None,
+        stop=params.stop or None,
+        stop_token_ids=params.stop_token_ids or None,
+        ignore_eos=params.ignore_eos or None,
+        include_stop=params.include_stop_str_in_output or None,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        stream_interval=1 if message.stream else AT_THE_END,
+    )
+    return options, message.text if kind == "text" else message.tokenized.input_ids
 
 
 def _check_proto() -> None:
     """Every field of the sampling parameters is an option, or is refused."""
-    fields = {_OPTIONS.get(name, name) for name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
-    unknown = fields - _UNSERVED - set(OPTIONS)
+    names = set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"include_stop_str_in_output"} | {"include_stop"}
+    unknown = names - _UNSERVED - set(OPTIONS)
     assert not unknown, f"{sorted(unknown)} of vllm.grpc.engine.SamplingParams are no options"
 
 

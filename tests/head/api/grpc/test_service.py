@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import grpc
 import pytest
@@ -11,13 +12,15 @@ from google.protobuf.message import Message
 
 from ppserve.answers import Timings
 from ppserve.core.request import FinishReason
-from ppserve.head.api.grpc.messages import request_options
+from ppserve.head.api.grpc.described import model_message, topology_message
+from ppserve.head.api.grpc.messages import request_options, timings_message
 from ppserve.head.descriptions import RankDescription, StageDescription, Topology
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import EOS, ByteCodec, FakeEngine, code_of, drawn_token
+from tests.fake_engine import CARD, EOS, READING, ByteCodec, FakeEngine, code_of, drawn_token
 from tests.head.api.grpc.asking import ask
 from tests.head.api.test_requests import REFUSED, fields_refused, made
 
@@ -149,16 +152,68 @@ def test_every_field_arrives_under_its_name_and_reaches_the_core(home: str, fiel
     assert made(**given.said()) != made()
 
 
-@pytest.mark.parametrize(
-    ("kind", "record"),
-    [
-        (pb.Stage, StageDescription), (pb.StageRank, RankDescription),
-        (pb.GetTopologyResponse, Topology), (pb.Limits, Limits), (pb.Timings, Timings),
-    ],
+RANK = RankDescription(1, 1, "there", "cuda:1", 7, gather_s=0.5, live=True, restarts=2)
+STAGE = StageDescription(
+    stage=1, rank=2, host="there", device="cuda:1", first_layer=3, num_layers=4, layers="3-6", num_parameters=5,
+    weight_bytes=6, kv_bytes=7, predicted_step_s=0.1, measured_step_s=0.2, busy_s=0.3, bubble_s={"host": 0.4},
+    idle_s=0.5, live=True, restarts=8, replica=9, steps=10, ranks=(RANK,),
 )  # fmt: skip
-def test_nothing_that_is_described_is_left_out(kind: type[Message], record: type) -> None:
-    names = {re.sub("_s$", "_seconds", field.name) for field in fields(record)}
-    assert names - set(kind.DESCRIPTOR.fields_by_name) <= {"steps"}, "of these only the library tells"
+REPLICA = replace(READING, replica=3)
+TOPOLOGY = Topology((STAGE,), "local", epoch=1, microbatches=2, advice="less", replicas=(REPLICA,))
+DESCRIPTION = replace(
+    CARD, deterministic=True, nondeterministic_reason="why", kernels="own", limits=replace(CARD.limits, max_n=3)
+)
+TIMES = Timings(0.1, 0.2, 0.3, 0.4, (0.5, 0.6))
+
+
+def stage_message(stage: StageDescription) -> pb.Stage:
+    return topology_message(replace(TOPOLOGY, stages=(stage,))).stages[0]
+
+
+def replica_message(reading: ReplicaReading) -> pb.Replica:
+    return topology_message(replace(TOPOLOGY, replicas=(reading,))).replicas[0]
+
+
+def limits_message(limits: Limits) -> pb.Limits:
+    return model_message(replace(DESCRIPTION, limits=limits)).limits
+
+
+COMPLETE: list[tuple[Callable[[Any], Message], Any]] = [
+    (topology_message, TOPOLOGY),
+    (stage_message, STAGE),
+    (lambda rank: stage_message(replace(STAGE, ranks=(rank,))).ranks[0], RANK),
+    (limits_message, DESCRIPTION.limits),
+    (timings_message, TIMES),
+]
+PARTIAL: list[tuple[Callable[[Any], Message], Any]] = [
+    (replica_message, REPLICA),
+    (model_message, DESCRIPTION),
+    (lambda arch: model_message(replace(DESCRIPTION, architecture=arch)).architecture, DESCRIPTION.architecture),
+]
+# The first of a stage's ranks is 0.
+ALWAYS_ZERO = {"ppserve.v1.Stage.tensor"}
+
+
+@pytest.mark.parametrize(("make", "record"), [*COMPLETE, *PARTIAL], ids=lambda value: type(value).__name__)
+def test_a_description_fills_every_field_of_its_message(make: Callable[[Any], Message], record: Any) -> None:
+    message = make(record)
+    filled = {field.full_name for field, _ in message.ListFields()}
+    assert {field.full_name for field in message.DESCRIPTOR.fields} - filled <= ALWAYS_ZERO
+
+
+OTHER: dict[type, Any] = {str: "else", bool: False, int: 77, float: 0.875, dict: {"host": 0.9}}
+
+
+@pytest.mark.parametrize(("make", "record"), COMPLETE, ids=lambda value: type(value).__name__)
+def test_nothing_that_is_described_is_left_out(make: Callable[[Any], Message], record: Any) -> None:
+    """Each field of the record, changed, changes the message."""
+    silent = set()
+    for field in fields(record):
+        value = getattr(record, field.name)
+        other = () if isinstance(value, tuple) else OTHER[type(value)]
+        if make(replace(record, **{field.name: other})) == make(record):
+            silent.add(field.name)
+    assert silent <= {"steps"}, "of these only the library tells"
 
 
 def test_prompt_priority_and_resume() -> None:

@@ -20,7 +20,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
+from ppserve.errors import InvalidRequest
 from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.api.stream import AT_THE_END
+from ppserve.head.api.vllm_grpc.messages import request_options
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
@@ -153,6 +156,28 @@ async def test_an_end_at_the_deadline_is_a_status(engine: FakeEngine, stub: Vllm
     if stream:
         assert list((await anext(aiter(call))).chunk.token_ids) == [65]
     assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+COMPOSITE: dict[str, object] = {
+    "logit_bias": {5: 1.0}, "stop": ["x"], "stop_token_ids": [3], "choice": pb.Choices(choices=["a"]),
+}  # fmt: skip
+REFUSED = {
+    *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+}
+BY_TYPE: dict[type, object] = {bool: True, int: 3, float: 0.5, str: "a"}
+
+
+@pytest.mark.parametrize("field", [field.name for field in pb.SamplingParams.DESCRIPTOR.fields])
+def test_every_field_becomes_an_option_or_is_refused(field: str) -> None:
+    value = COMPOSITE.get(field) or BY_TYPE[type(getattr(pb.SamplingParams(), field))]
+    message = pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(**{field: value}))
+    if field in REFUSED:
+        with pytest.raises(InvalidRequest, match=f"^sampling_params.{field}: not served$"):
+            request_options(message)
+        return
+    given, _ = request_options(message)
+    name = {"include_stop_str_in_output": "include_stop"}.get(field, field)
+    assert given.said() == {"stream_interval": AT_THE_END, name: value}
 
 
 def text(**fields: object) -> pb.GenerateRequest:

@@ -10,12 +10,17 @@ MAX_LEXER_STATES = 50_000
 
 
 def parser_limits() -> LLParserLimits:
-    """Fuel is time that does not depend on the machine: the most that one mask costs is some 20 ms."""
+    """Fuel is time that does not depend on the machine.
+
+    One mask costs at most some 20 ms for a schema or an expression, and some 100 ms for a grammar that can
+    be read in very many ways. A schema may have some 250 properties that are not required: each is four items of a
+    row.
+    """
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=500_000,
         verbose_errors=False,

@@ -28,6 +28,7 @@ LARK_LITERAL = re.compile(
     r"|%(?P<directive>\w+)|(?P<attribute>=)|(?P<other>@[\w-]+)",
     re.DOTALL,
 )
+EMPTY = "(?:)"
 DIRECTIVES = ("ignore", "import")
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -46,7 +47,7 @@ def translate(output: StructuredOutput) -> str:
         case "json_schema":
             return _from_schema(enforced(_read_json(output.source)))
         case "regex":
-            return _from_lark(f"start: /{translated(output.source, _refused_expression)}/")
+            return _from_lark(f"start: /{translated(output.source, _refused_expression) or EMPTY}/")
         case "choice":
             return _from_lark(f"start: /{_choice(_read_json(output.source))}/")
         case "grammar":

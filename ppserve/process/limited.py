@@ -11,8 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
 
 from ppserve.errors import PpserveError
+
+MAX_IDLE_BYTES = 256 << 20
+"""A process that holds more behind an answer is ended, so that its memory returns."""
 
 
 class OutOfTime(PpserveError):
@@ -46,12 +52,13 @@ class LimitedProcesses:
             answer = process.stdout.readline()
         except OSError:
             answer = ""
-        if answer.endswith("\n"):
+        if not answer.endswith("\n"):
+            raise _cause(process)
+        if psutil.Process(process.pid).memory_info().rss > MAX_IDLE_BYTES:
+            _end(process)
+        else:
             self._idle.append(process)
-            return answer
-        if _end(process) == -signal.SIGPROF:
-            raise OutOfTime
-        raise OutOfMemory
+        return answer
 
     def close(self) -> None:
         """Ends the idle processes; the others end with this one."""
@@ -68,14 +75,17 @@ class LimitedProcesses:
         return process
 
 
-def _end(process: subprocess.Popen[str]) -> int:
-    """How it ended: negative is a signal. One that has closed its output is ending by itself."""
-    try:
-        process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def _cause(process: subprocess.Popen[str]) -> PpserveError:
+    """Why a process that has closed its output ends."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5)
+    _end(process)
+    return OutOfTime() if process.returncode == -signal.SIGPROF else OutOfMemory()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
     process.communicate()
-    return process.returncode
 
 
 def serve(begin: Callable[[str], Callable[[str], str]], max_cpu_s: float, max_memory_bytes: int) -> None:

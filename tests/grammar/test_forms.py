@@ -15,6 +15,8 @@ from tests.grammar.words import compiled, fits
         ("json_object", "", ['{"a": 1}', "{}"], ["[]", "1"]),
         ("regex", "a+|b.", ["aa", "bé"], ["ab", "b\n", ""]),
         ("regex", "^x$", ["x"], ["xx"]),
+        ("regex", "", [""], ["x"]),
+        ("regex", "a//b/[/]", ["a//b//"], ["a"]),
         ("choice", '["yes", "no (or .*)", "", "\\n"]', ["yes", "no (or .*)", "", "\n"], ["y", "no (or x)"]),
         ("grammar", 'start: "a" b+\nb: "b" | /c/ // %json <x> =', ["abc"], ["a", "d"]),
         ("grammar", 'root ::= "a" root | [b-c]', ["aab", "c"], ["a", "abc"]),

@@ -90,6 +90,16 @@ def go_on(form: GrammarFilter, rng: random.Random, ids: list[int]) -> None:
         ids.append(rng.choice([each for each in allowed(form.mask(ids)) if each < 256]))
 
 
+def test_a_schema_may_have_many_properties_that_are_not_required() -> None:
+    names = [f"p{number}" for number in range(240)]
+    properties = {name: {"type": "integer"} for name in names}
+    form = GrammarFilter(compiled("json_schema", {"properties": properties, "additionalProperties": False}))
+    answer = [*b"{" + b",".join(b'"%s":1' % name.encode() for name in names) + b"}"]
+    for length in range(0, len(answer), 41):
+        assert answer[length] in allowed(form.mask(answer[:length]))
+    assert form.is_complete(answer)
+
+
 def test_no_token_that_the_model_has_may_continue() -> None:
     digits = Vocabulary([b"1", b"2", b""], [2])
     grammar = Grammar(translate(StructuredOutput("regex", "1x")), digits.for_library(), 0)

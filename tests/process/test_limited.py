@@ -9,6 +9,8 @@ import pytest
 
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime, serve
 
+KEPT: list[bytes] = []
+
 
 def _begin(line: str) -> Callable[[str], str]:
     return lambda question: _answer(line.strip(), question.strip())
@@ -19,6 +21,8 @@ def _answer(begun: str, question: str) -> str:
         pass
     if question == "grow":
         return str(len(bytearray(4 << 30)))
+    if question == "keep":
+        KEPT.append(b"x" * (300 << 20))
     if question == "exit":
         sys.exit(0)
     return f"{begun} {question}"
@@ -50,6 +54,11 @@ def test_a_process_that_takes_too_much_ends(
     assert processes.ask("a") == "hello a\n"
 
 
+def test_a_process_that_keeps_much_memory_ends_when_it_has_answered(processes: LimitedProcesses) -> None:
+    assert processes.ask("keep") == "hello keep\n"
+    assert processes._idle == []
+
+
 def test_closing_ends_the_idle_processes(processes: LimitedProcesses) -> None:
     processes.ask("a")
     [process] = processes._idle
@@ -58,4 +67,4 @@ def test_closing_ends_the_idle_processes(processes: LimitedProcesses) -> None:
 
 
 if __name__ == "__main__":
-    serve(_begin, 0.2, 1 << 30)
+    serve(_begin, 1.0, 1 << 30)

@@ -106,14 +106,14 @@ class _Outlet(io.BufferedIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        piece = bytes(data)
+        chunk = bytes(data)
         with self._changed:
-            if len(self._waiting) + len(piece) > _MAX_WAITING_BYTES:
-                self._drop(piece)
+            if len(self._waiting) + len(chunk) > _MAX_WAITING_BYTES:
+                self._drop(chunk)
             else:
-                self._waiting += piece
+                self._waiting += chunk
                 self._changed.notify_all()
-        return len(piece)
+        return len(chunk)
 
     def drain(self) -> None:
         """Returns when all is written, or nobody reads."""
@@ -123,8 +123,8 @@ class _Outlet(io.BufferedIOBase):
                 before = self._progress
                 self._changed.wait(_FLUSH_WITHIN_S)
 
-    def _drop(self, piece: bytes) -> None:
-        lines = piece.count(b"\n")
+    def _drop(self, chunk: bytes) -> None:
+        lines = chunk.count(b"\n")
         with self._changed:
             self._dropped += lines
         self.count(lines)

@@ -20,7 +20,7 @@ from ppserve.errors import ConfigError
 
 log = logging.getLogger("ppserve.control")
 
-_PIECE = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 def read_files(settings: NetworkSettings) -> tuple[bytes, ...]:
@@ -103,7 +103,7 @@ class TlsConnection(socket.socket):
         try:
             while not self._continue_handshake():
                 super().sendall(self._leaving.read())
-                if received := super().recv(_PIECE):
+                if received := super().recv(_CHUNK_BYTES):
                     self._arrived.write(received)
                 else:
                     self._arrived.write_eof()
@@ -142,8 +142,8 @@ class TlsConnection(socket.socket):
         if not self._is_open and not self._continue_handshake():
             return b"", False
         try:
-            while piece := self._tls.read(_PIECE):
-                text += piece
+            while chunk := self._tls.read(_CHUNK_BYTES):
+                text += chunk
         except ssl.SSLWantReadError:
             return bytes(text), False
         return bytes(text), True

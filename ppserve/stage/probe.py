@@ -116,7 +116,7 @@ def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Pa
 
 def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: tuple[int, int]) -> PartCosts:
     bare, attention, layer = _stages(checkpoint, setup, rank, step)
-    undrawn = replace(step, slices=tuple(replace(piece, draw=None) for piece in step.slices))
+    undrawn = replace(step, slices=tuple(replace(one, draw=None) for one in step.slices))
     steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
     # CPU time where one thread computes: measuring ranks may share cores.
     has_one_thread = setup.device.type == "cpu" and setup.threads == 1
@@ -147,7 +147,7 @@ def _stages(checkpoint: Checkpoint, setup: DeviceSetup, rank: tuple[int, int], p
     """Lone stages with no sublayer, one and two, which share embedding and head."""
     layout = StageLayout(0, 1, 0, 2, *rank)
     whole = load_stage(checkpoint, layout, setup.backend())
-    num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
+    num_blocks = 1 + max(block for one in plan.slices for block in one.block_table)
     cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
     # Memory that was never written reads as one cached page of zeros.
     cache.fill(0.01)

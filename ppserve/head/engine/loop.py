@@ -115,7 +115,8 @@ class Engine(threading.Thread):
         """Divide a replica's layers anew: each of its ranks loads other layers, with or without other replicas.
 
         Streams go on. With fewer stages than ranks, the last ranks are not used. The future has the number of the
-        epoch that ends, or InvalidRequest.
+        epoch that ends, or InvalidRequest for layers that do not fit the model. A replica whose stages have no
+        memory for their new layers, or none for one full sequence beside them, ends: that shows once they load.
         """
         return self._call(lambda: self._reshape_replica(replica, split))
 

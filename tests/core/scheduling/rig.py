@@ -1,4 +1,4 @@
-"""A scheduler on a toy pipeline, and a record of the events of every sequence."""
+"""A scheduler on a simulated stage, which stands for a pipeline, and a record of the events of every sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.core.scheduling.speculation import DraftToken, PromptLookup
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_ends, check_scheduler
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, MadeUpFilter, ToyPipeline, expected_answer, mix
+from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter, SimulatedStage, expected_answer, mix
 
 CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
 
@@ -47,7 +47,7 @@ class SchedulerRig:
         self.steps = Steps(self.config.num_stages)
         self.scheduler = Scheduler(self.config, self.blocks, self.costs, new_drafter=self.new_drafter)
         self.request_queue.add_scheduler(self.scheduler)
-        self.pipeline = ToyPipeline(self.config.block_size)
+        self.pipeline = SimulatedStage(self.config.block_size)
 
     @property
     def has_work(self) -> bool:

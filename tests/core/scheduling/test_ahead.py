@@ -10,7 +10,7 @@ import pytest
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
-from tests.core.toy_pipeline import expected_answer
+from tests.simulated_stage import expected_answer
 
 
 def a_rig_ahead(**config: object) -> SchedulerRig:

@@ -10,7 +10,7 @@ from ppserve.core.plan import Scored, StepResult, TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.rig import a_request, a_rig
-from tests.core.toy_pipeline import STAMPS, expected_answer, mix
+from tests.simulated_stage import STAMPS, expected_answer, mix
 
 
 def test_every_kind_of_end_and_nothing_is_scheduled_after_it() -> None:

@@ -12,7 +12,7 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
-from tests.core.toy_pipeline import EOS_ID
+from tests.simulated_stage import EOS_ID
 
 
 class Replicas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scheduling.rig import a_request, a_rig, fill
-from tests.core.toy_pipeline import expected_answer
+from tests.simulated_stage import expected_answer
 
 
 @pytest.mark.parametrize(("num_prompt", "rest"), [(41, 1), (44, 4)])

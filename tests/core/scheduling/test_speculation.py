@@ -21,7 +21,7 @@ from ppserve.core.scheduling.speculation import (
     PromptLookup,
 )
 from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, fill
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
+from tests.simulated_stage import EOS_ID, VOCAB_SIZE, expected_answer
 
 SURE = 0.9
 

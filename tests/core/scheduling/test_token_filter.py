@@ -12,7 +12,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.token_filter import is_allowed, packed_mask
 from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, a_rig, fill
-from tests.core.toy_pipeline import VOCAB_SIZE, MadeUpFilter, expected_answer
+from tests.simulated_stage import VOCAB_SIZE, MadeUpFilter, expected_answer
 
 
 def masks(plan: StepPlan) -> list[bytes | None]:

@@ -14,7 +14,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import PromptLookup
 from tests.core.scheduling.rig import Oracle, SchedulerRig
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_answer
+from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_answer
 from tests.slow import quick_first
 
 

@@ -25,11 +25,11 @@ from ppserve.process.keeper import MAX_DEATHS
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
-from tests.core.toy_pipeline import EOS_ID, expected_answer
 from tests.head.engine.history_faults import Faults
 from tests.head.engine.scripted import SECOND, decision
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
 from tests.head.engine.simulated_world import Network, SimulatedControl, World
+from tests.simulated_stage import EOS_ID, expected_answer
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
 _TICK_S = 0.4

@@ -16,8 +16,8 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import Decision, EpochLost, MemberEvent
 from ppserve.head.engine.members import Members
 from tests.architectures import gpt2 as gpt2_architecture
-from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE
 from tests.hellos import hello
+from tests.simulated_stage import EOS_ID, VOCAB_SIZE
 
 ARCH = gpt2_architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EOS_ID,))
 BLOCK_SIZE = 4

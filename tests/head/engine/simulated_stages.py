@@ -13,15 +13,15 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.core.plan import RankResult, StepPlan, StepStamps
+from ppserve.core.plan import StepPlan, StepStamps
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.process.keeper import Reported, RestartPolicy
 from ppserve.process.lifetime import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.stage.link import _SILENCE_S, HeadLink
-from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.scripted import ARCH, BLOCK_SIZE, NUM_BLOCKS, SECOND
 from tests.head.engine.simulated_world import Connection, Network, SimulatedControl, World
 from tests.hellos import hello
+from tests.simulated_stage import SimulatedStage
 
 POISON_SEED = 666
 _FROZEN_S = 4.0
@@ -101,7 +101,9 @@ class StageProcess:
         self._connection: Connection | None = None
         self._link: HeadLink | None = None
         self._heard_ns = 0
-        self._toy = ToyPipeline(BLOCK_SIZE)
+        is_last = at.stage == host.grid.pipeline - 1
+        self._is_last = is_last
+        self._computing = SimulatedStage(BLOCK_SIZE, self.place, draws=is_last and at.tensor == 0)
         self._epoch = 0
         if rank in host.ends_after_s:
             host.world.after(host.ends_after_s[rank], lambda: self.end("as every time"))
@@ -109,10 +111,10 @@ class StageProcess:
 
     def _forget(self) -> None:
         self._is_ready = self._computes = False
-        self._plans: deque[StepPlan] = deque()
+        self._computing.lose()
         self._arrived: set[int] = set()
-        self._gathers: tuple[StepPlan, int, bool] | None = None
-        """A step whose part is computed and that waits for the other tensor ranks: since when, whether skipped."""
+        self._gathers: tuple[StepPlan, int] | None = None
+        """A step whose part is computed and that waits for the other tensor ranks, and when it began."""
 
     # ---- life -----------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class StageProcess:
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
             case wire.Plan(plan) if plan.epoch == self._epoch:
-                self._plans.append(plan)
+                self._computing.send(plan)
                 self._compute()
 
     # ---- epochs ---------------------------------------------------------------------------------------
@@ -206,7 +208,6 @@ class StageProcess:
     def _enter(self, epoch: int) -> None:
         self._leave()
         self._epoch = epoch
-        self._toy.lose()
         if self.place == 0:
             self._say(wire.StoreOpened(epoch, 1))
         group = self._groups.setdefault(epoch, {})
@@ -250,10 +251,6 @@ class StageProcess:
 
     # ---- steps ----------------------------------------------------------------------------------------
 
-    @property
-    def _is_last(self) -> bool:
-        return self.stage == self._host.grid.pipeline - 1
-
     def arrived(self, epoch: int, step_id: int) -> None:
         """Hidden states of a step, from the stage before."""
         if epoch == self._epoch:
@@ -261,13 +258,11 @@ class StageProcess:
             self._compute()
 
     def _compute(self) -> None:
-        if self._computes or not self._is_ready or not self._plans or self.rank in self._host.ends_after_s:
+        if self._computes or not self._is_ready or self.rank in self._host.ends_after_s:
             return
-        if self.stage and self._plans[0].step_id not in self._arrived:
+        plan = self._computing.next_plan
+        if plan is None or (self.stage and plan.step_id not in self._arrived):
             return
-        plan = self._plans.popleft()
-        if self._is_last:
-            plan = self._toy.completed(plan)
         assert self._link is not None
         skipped = plan.is_ahead and plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
@@ -278,14 +273,15 @@ class StageProcess:
             self.end("as of every request")
             return
         self._computes = True
+        self._computing.skipped = {plan.step_id} if skipped else set()
         if not self.spins:
             begun_ns = self._world.now_ns
             seconds = self._world.between(0.5, 1.5) * self.slowness * (0.002 + 0.0001 * plan.num_tokens)
-            self.later(0.0001 if skipped else seconds, lambda: self._computed(plan, begun_ns, skipped))
+            self.later(0.0001 if skipped else seconds, lambda: self._computed(plan, begun_ns))
 
-    def _computed(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
+    def _computed(self, plan: StepPlan, begun_ns: int) -> None:
         if plan.epoch == self._epoch:
-            self._gathers = plan, begun_ns, skipped
+            self._gathers = plan, begun_ns
             self._gather(plan)
 
     def _gather(self, plan: StepPlan) -> None:
@@ -308,18 +304,12 @@ class StageProcess:
     def _finish(self) -> None:
         if self._gathers is None:  # it has left the epoch
             return
-        (plan, begun_ns, skipped), self._gathers = self._gathers, None
+        (plan, begun_ns), self._gathers = self._gathers, None
         self._computes = False
         self.reported.add("served")
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
-        result = RankResult(plan.epoch, plan.step_id, self.place, stamps)
-        if self._is_last and self.tensor == 0:
-            self._toy.skipped = {plan.step_id} if skipped else set()
-            self._toy.send(plan)
-            toy = self._toy.run_one()
-            result = RankResult(plan.epoch, plan.step_id, self.place, stamps, drawn=toy.drawn, scored=toy.scored)
-        self._say(wire.Result(result))
+        self._say(wire.Result(self._computing.compute_next(stamps)))
         if not self._is_last:
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()

@@ -1,23 +1,34 @@
-"""A toy pipeline: executes plans on a toy model in which every token depends on every key that was read.
+"""The simulated stage: what tests of the head have in place of a stage that computes.
 
-The "keys and values" of a position are one number, hashed from the token there and from the numbers of all
-positions before it, *as read through the block table*. A token is drawn from the hash of the numbers of all
-positions. So one wrong, stale or missing block changes all later tokens, and equality with `expected_answer`
-proves that each slice read the right keys.
+The rig of the scheduler, the rigs of replicas and engines, and the processes of simulated histories share it. It
+has no time, threads or connections: its caller says when it computes, and what it reports to whom. Its law:
 
-One store stands for those of all stages, because every stage applies the same plans in the same order. In one
-point it is stricter than a stage: a slice does not see what other slices of its step write.
+1. Plans are computed in the order in which they were sent. A step that was sent ahead takes the tokens that the
+   step before has drawn. The result of a step that is skipped has no tokens.
+2. The "keys and values" of a position are one number, hashed from the token there and from the numbers of all
+   positions before it, *as read through the block table*. A number that was never written cannot be read
+   (KeyError), and two slices of one step must not write different numbers to one slot.
+3. A token is drawn from the hash of the numbers of all positions before it, the seed, and all that its draw names.
+   So one wrong, stale or missing block changes all later tokens, and equality with `expected_answer` proves that
+   each slice read the right keys. A test whose subject is not what was read may give another rule.
+4. Only a stage that draws reports tokens and scores; the others report that they have computed.
+5. When the pipeline is lost, its plans, keys and values are lost too.
+
+One store stands for those of all stages of a pipeline, because every stage applies the same plans in the same
+order. In one point it is stricter than a stage: a slice does not see what other slices of its step write.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from ppserve.core.plan import (
     Draw,
     Drawn,
+    RankResult,
     Scored,
     Slice,
     StepPlan,
@@ -128,21 +139,31 @@ def expected_answer(
     return Answer(tuple(output), finish, tuple(scores) if wanted else ())
 
 
-class ToyPipeline:
-    """Takes plans and returns the last stage's results, in order.
+DrawRule = Callable[[int, int, Draw], int]
+"""The token of a hash of all numbers before a position, of that position, and of its draw."""
 
-    not_finite: ids of sequences whose logits are not finite. plans: those executed so far. skipped: ids of steps
-    that are not to be computed. drawn: by the step before.
+
+class SimulatedStage:
+    """One stage of a pipeline, by the law above.
+
+    place: among the pipeline's ranks. draws: whether its results have tokens. not_finite: ids of sequences whose
+    logits are not finite. plans: those computed so far. skipped: ids of steps that are not to be computed. drawn:
+    by the step before.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self, block_size: int, place: int = 0, draws: bool = True, draw_token: DrawRule = draw_token
+    ) -> None:
         self.block_size = block_size
+        self.place = place
+        self.draws = draws
+        self.draw_token = draw_token
         self.plans: list[StepPlan] = []
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
         self.drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
-        self._slots: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def send(self, plan: StepPlan) -> None:
         self._queue.append(plan)
@@ -151,52 +172,71 @@ class ToyPipeline:
     def num_in_flight(self) -> int:
         return len(self._queue)
 
+    @property
+    def next_plan(self) -> StepPlan | None:
+        """The oldest plan, with its tokens: those that were sent, or that the step before has drawn."""
+        if not self._queue:
+            return None
+        plan = self._queue[0]
+        return plan.with_drawn(self.drawn) if plan.is_ahead else plan
+
     def lose(self) -> None:
-        """A stage died: keys, values and steps in flight are lost."""
+        """The pipeline is lost: keys, values and steps in flight."""
         self._queue.clear()
-        self._slots.clear()
+        self._numbers.clear()
         self.drawn = ()
 
     def run_one(self) -> StepResult:
-        """Execute the oldest plan."""
-        plan = self.completed(self._queue.popleft())
+        """Compute the oldest plan. Returns what the head makes of the result where each stage has one rank."""
+        result = self.compute_next()
+        drawn, scored = result.drawn, result.scored
+        return StepResult(result.epoch, result.step_id, self.place, result.stamps, drawn=drawn, scored=scored)
+
+    def compute_next(self, stamps: StepStamps = STAMPS) -> RankResult:
+        """Compute the oldest plan."""
+        plan = self.next_plan
+        assert plan is not None, "no plan was sent"
+        self._queue.popleft()
+        return self.compute(plan, stamps)
+
+    def compute(self, plan: StepPlan, stamps: StepStamps = STAMPS) -> RankResult:
+        """Compute this plan, whatever was sent."""
+        result = RankResult(plan.epoch, plan.step_id, self.place, stamps)
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
-            return StepResult(plan.epoch, plan.step_id, 0, STAMPS)
+            return result
         self.plans.append(plan)
+        if not self.draws:
+            return result
         drawn, scored, writes = [], [], {}
         for piece in plan.slices:
             digests, written = self._compute(piece)
-            for slot, value in written.items():
-                assert writes.setdefault(slot, value) == value, f"two slices of a step disagree about slot {slot}"
+            for slot, number in written.items():
+                assert writes.setdefault(slot, number) == number, f"two slices of a step disagree on slot {slot}"
             for position, draw in piece.draws:
                 finite = piece.sequence_id not in self.not_finite
-                token_id = draw_token(digests[position - piece.end - 1], position, draw) if finite else None
+                token_id = self.draw_token(digests[position - piece.end - 1], position, draw) if finite else None
                 drawn.append(Drawn(piece.sequence_id, token_id))
             if piece.targets:
                 logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
                 scored.append(Scored(piece.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
-        self._slots.update(writes)
+        self._numbers.update(writes)
         self.drawn = tuple(drawn)
-        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self.drawn, tuple(scored))
-
-    def completed(self, plan: StepPlan) -> StepPlan:
-        """The next plan with its tokens, once the step before has run."""
-        return plan.with_drawn(self.drawn) if plan.is_ahead else plan
+        return replace(result, drawn=self.drawn, scored=tuple(scored))
 
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide
         nothing."""
         for piece in plan.slices:
             for i in range(piece.start, piece.end):
-                self._slots.setdefault((piece.block_table[i // self.block_size], i % self.block_size), -1)
+                self._numbers.setdefault((piece.block_table[i // self.block_size], i % self.block_size), -1)
 
     def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
         """For each row of the slice the hash of all numbers up to it, and the numbers that the slice writes."""
         slots = [(piece.block_table[i // self.block_size], i % self.block_size) for i in range(piece.end)]
         digest, digests, written = 0, [], {}
         for slot in slots[: piece.start]:
-            digest = mix(digest, self._slots[slot])  # KeyError: read before written
+            digest = mix(digest, self._numbers[slot])  # KeyError: read before written
         for slot, token_id in zip(slots[piece.start :], piece.token_ids, strict=True):
             written[slot] = mix(digest, token_id)
             digest = mix(digest, written[slot])

@@ -10,13 +10,14 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ppserve.core.architecture import Architecture, Cut, StageLayout
+from ppserve.core.layers import AttentionSpec, MLPSpec
 from ppserve.core.plan import Drawn, Scored
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.inputs import KVCache, StepInputs
@@ -70,32 +71,43 @@ class AttentionWeights:
     """What an attention sublayer is made of."""
 
     number: int  # among the attentions of the stage, from 0
-    scale: float  # the factor on Q·K
-    norm: NormWeights
+    spec: AttentionSpec
+    rotary: int | None  # the number of its rotary positions in `Architecture.rotaries`
     qkv: Linear  # queries, then keys, then values of the rank's heads
     proj: Linear
     heads: Cut  # the outputs of all heads, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
-    head_size: int
     head_norms: tuple[NormWeights, NormWeights] | None = None
-    """Each head's queries' and keys', before their positions turn them."""
+    """Each head's queries' and keys', before they are rotated by their positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
     """What an MLP sublayer is made of."""
 
-    norm: NormWeights
-    expand: Linear
-    activation: str
+    spec: MLPSpec
+    expand: Linear  # of a gated MLP, what is activated, then what it is multiplied with
     contract: Linear
     inner: Cut  # the inputs of `contract`, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
-    is_gated: bool = False  # `expand` gives what is activated, then what it is multiplied with
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualWeights:
+    """What a residual line is made of: x + multiplier * post_norm(of(pre_norm(x)))."""
+
+    pre_norm: NormWeights | None
+    of: AttentionWeights | MLPWeights
+    post_norm: NormWeights | None
+    multiplier: float
 
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D) hidden states x, in `Precision.hidden`, to x + attention(norm(x)) or x + mlp(norm(x))."""
+"""(T, D), contiguous, to (T, D). An attention or an MLP takes normed rows and gives what is added to the hidden
+states, both in `Precision.compute`. A block takes and gives the hidden states, in `Precision.hidden`."""
+
+Operator = Callable[[torch.Tensor], torch.Tensor]
+"""A norm or an activation of rows."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """(R, D) hidden states to float32 logits (R, v) of the rank's ids, until the next call."""
@@ -164,11 +176,20 @@ class Backend(Protocol):
     def lm_head(self, weight_NK: Matrix) -> Linear:
         """The same for the LM head, by `Precision.head`."""
 
+    def check(self, weights: ResidualWeights) -> None:
+        """Raises ConfigError where this precision is too coarse for these weights."""
+
+    def norm(self, weights: NormWeights) -> Operator:
+        """The norm of hidden states or of a sublayer's results, in `Precision.compute`."""
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        """x + proj(attend(qkv(norm(x)))), with queries and keys turned if the model asks."""
+        """proj(attend(qkv(x))), with queries and keys rotated if the model asks."""
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        """x + contract(activation(expand(norm(x)))), or with a gate. KeyError for an unknown activation."""
+        """contract(activation(expand(x))), or with a gate. KeyError for an unknown activation."""
+
+    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
+        """An optimisation: a whole block, with the bits of `decoder.Block`'s lines; None where there is none."""
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         """linear(norm(x))."""

@@ -1,8 +1,8 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
-A layer is two residual lines, `Block.__call__`: x + attention(norm(x)), then x + mlp(norm(x)).
-`model/layers.py` says which tensors make a sublayer.
-A backend computes it, with norm and residual (`model/backend.py`).
+A layer is two residual lines: x + attention(norm(x)), then x + mlp(norm(x)). `Residual` has them as they are
+written, with what a layer may have beside (`core/layers.py`). `model/layers.py` says which tensors make them.
+A backend computes norms, attentions and MLPs (`model/backend.py`), and may have a block in one (`Backend.fused`).
 
 Each tensor rank of a stage has some outputs of every matrix. All are gathered before anything sums over them.
 So every sum is one rank's, in the same order.
@@ -18,27 +18,66 @@ from copy import copy
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.model.backend import Backend, Reading, Sublayer
+from ppserve.model.backend import (
+    AttentionWeights,
+    Backend,
+    NormWeights,
+    Operator,
+    Reading,
+    ResidualWeights,
+    Sublayer,
+)
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.inputs import StepInputs
-from ppserve.model.layers import Embedding, read_attention, read_mlp
+from ppserve.model.layers import Embedding, read_attention_line, read_mlp_line
 from ppserve.model.weights import Progress, WeightReader
 
 
+class Residual:
+    """A residual line of a block: what its attention or its MLP adds to the hidden states."""
+
+    def __init__(self, backend: Backend, weights: ResidualWeights) -> None:
+        backend.check(weights)
+        self.norm = _norm(backend, weights.pre_norm)
+        of = weights.of
+        self.compute = backend.attention(of) if isinstance(of, AttentionWeights) else backend.mlp(of)
+        self.post_norm = _norm(backend, weights.post_norm)
+        self._multiplier = weights.multiplier
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        added_TD = self.post_norm(self.compute(self.norm(x_TD), inputs))
+        if self._multiplier != 1:
+            added_TD = added_TD * self._multiplier
+        return (x_TD + added_TD).to(x_TD.dtype)
+
+
+def _norm(backend: Backend, weights: NormWeights | None) -> Operator:
+    """A norm; without weights rows stay as they are, in the computing dtype."""
+    if weights is None:
+        return lambda x_TD: x_TD.to(backend.precision.compute)
+    return backend.norm(weights)
+
+
 class Block:
-    """A layer, or this stage's half of it."""
+    """A layer, or this stage's half of it: two residual lines."""
 
     def __init__(self, read: WeightReader, layer: int) -> None:
         """layer: its number in the whole model."""
-        layout, backend = read.layout, read.backend
-        self.attention = backend.attention(read_attention(read, layer)) if layer in layout.attentions else None
-        self.mlp = backend.mlp(read_mlp(read, layer)) if layer in layout.mlps else None
+        self.attention = self.mlp = None
+        self.lines: list[ResidualWeights] = []
+        """What its lines are made of."""
+        if layer in read.layout.attentions:
+            self.lines.append(of := read_attention_line(read, layer))
+            self.attention = Residual(read.backend, of)
+        if layer in read.layout.mlps:
+            self.lines.append(of := read_mlp_line(read, layer))
+            self.mlp = Residual(read.backend, of)
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self.attention is not None:
-            x_TD = self.attention(x_TD, inputs)  # x + attention(norm(x))
+            x_TD = self.attention(x_TD, inputs)
         if self.mlp is not None:
-            x_TD = self.mlp(x_TD, inputs)  # x + mlp(norm(x))
+            x_TD = self.mlp(x_TD, inputs)
         return x_TD
 
 
@@ -47,6 +86,7 @@ class LMHead:
 
     def __init__(self, read: WeightReader) -> None:
         norm = read.norm("ln_f", read.arch.final_norm)
+        assert norm is not None, "every model has a final norm"
         self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
         self.logits = read.backend.head(norm, self.linear)
 
@@ -62,20 +102,22 @@ class Decoder:
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = Embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, layer) for layer in self.layout.layers]
-        self._computed: Sequence[Sublayer] = self.blocks
+        # An optimisation that changes no bit: what the backend has for a whole block, in place of its two lines.
+        self.computed: Sequence[Sublayer] = [self.backend.fused(block.lines) or block for block in self.blocks]
         self.linears = read.linears
         """The blocks' linears, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     @property
     def sublayers(self) -> list[Sublayer]:
-        halves = [half for block in self.blocks for half in (block.attention, block.mlp)]
-        return [half for half in halves if half is not None]
+        """Its residual lines one by one, as they are computed."""
+        lines = (line for block in self.blocks for line in block.lines)
+        return [self.backend.fused([line]) or Residual(self.backend, line) for line in lines]
 
     def computing(self, *sublayers: Sublayer) -> Decoder:
         """The same stage with these in place of its blocks."""
         other = copy(self)
-        other._computed = sublayers
+        other.computed = sublayers
         return other
 
     @torch.inference_mode()
@@ -83,7 +125,7 @@ class Decoder:
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
-        for compute in self._computed:
+        for compute in self.computed:
             x_TD = compute(x_TD, inputs)
         return x_TD
 

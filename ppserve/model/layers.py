@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ppserve.model.backend import AttentionWeights, MLPWeights
+from ppserve.model.backend import AttentionWeights, MLPWeights, ResidualWeights
 from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import Outputs, WeightReader
 
@@ -33,7 +33,25 @@ class Embedding:
         return inputs.gather.all(own_Td, self._columns)
 
 
-def read_attention(read: WeightReader, layer: int) -> AttentionWeights:
+def read_attention_line(read: WeightReader, layer: int) -> ResidualWeights:
+    """A layer's first residual line."""
+    spec = read.arch.layers[layer]
+    pre_norm = read.norm(f"h.{layer}.ln_1", spec.pre_norm)
+    attention = _read_attention(read, layer)
+    post_norm = read.norm(f"h.{layer}.post_ln_1", spec.post_norm)
+    return ResidualWeights(pre_norm, attention, post_norm, spec.residual_multiplier)
+
+
+def read_mlp_line(read: WeightReader, layer: int) -> ResidualWeights:
+    """A layer's second residual line."""
+    spec = read.arch.layers[layer]
+    pre_norm = read.norm(f"h.{layer}.ln_2", spec.pre_norm)
+    mlp = _read_mlp(read, layer)
+    post_norm = read.norm(f"h.{layer}.post_ln_2", spec.post_norm)
+    return ResidualWeights(pre_norm, mlp, post_norm, spec.residual_multiplier)
+
+
+def _read_attention(read: WeightReader, layer: int) -> AttentionWeights:
     """A tensor rank has some heads of keys and values, and the queries that read them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
     spec = arch.layers[layer].attention
@@ -44,26 +62,24 @@ def read_attention(read: WeightReader, layer: int) -> AttentionWeights:
     if read.has(f"{name}.qkv"):
         begins = 0, heads.size, heads.size + kv_heads.size
         outputs = [(f"{name}.qkv", _moved(rows, begin)) for rows, begin in zip(own, begins, strict=True)]
-    norm = read.norm(f"h.{layer}.ln_1", arch.layers[layer].pre_norm)
     qkv = read.linear(*outputs)
-    head_norms = None
-    if spec.head_norm is not None:
-        head_norms = read.norm(f"{name}.q_norm", spec.head_norm), read.norm(f"{name}.k_norm", spec.head_norm)
+    of_queries, of_keys = (read.norm(f"{name}.{part}_norm", spec.head_norm) for part in "qk")
+    head_norms = None if of_queries is None or of_keys is None else (of_queries, of_keys)
     proj = read.linear((f"{name}.o", columns.own))
     number = layer - layout.attentions.start
-    return AttentionWeights(number, spec.scale, norm, qkv, proj, heads, columns, spec.head_size, head_norms)
+    rotary = None if spec.rotary is None else arch.rotaries.index(spec.rotary)
+    return AttentionWeights(number, spec, rotary, qkv, proj, heads, columns, head_norms)
 
 
-def read_mlp(read: WeightReader, layer: int) -> MLPWeights:
+def _read_mlp(read: WeightReader, layer: int) -> MLPWeights:
     """A tensor rank has some outputs of each matrix."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     spec = arch.layers[layer].mlp
     inner, columns = layout.cut(spec.inner_width), layout.cut(arch.width)
-    norm = read.norm(f"h.{layer}.ln_2", arch.layers[layer].pre_norm)
     firsts = ("gate", "up") if spec.is_gated else ("up",)
     expand = read.linear(*((f"{name}.{part}", inner.own) for part in firsts))
     contract = read.linear((f"{name}.down", columns.own))
-    return MLPWeights(norm, expand, spec.activation, contract, inner, columns, spec.is_gated)
+    return MLPWeights(spec, expand, contract, inner, columns)
 
 
 def _moved(rows: slice, begin: int) -> slice:

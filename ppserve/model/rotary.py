@@ -1,4 +1,4 @@
-"""Rotary positions: the cosines and sines that turn a position's queries and keys.
+"""Rotary positions: the cosines and sines that rotate a position's queries and keys.
 
 Angles are float32 products of position and frequency, as transformers computes them. Their cosines and sines are
 sums of float64 products, rounded by IEEE 754, so they have the same bits on every CPU.
@@ -7,6 +7,8 @@ T rows, P positions, d features of a head.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +21,29 @@ _QUARTER_LOW = float.fromhex("0x1.10b4611a62633p-30")
 """π / 2 in two parts; the first has few bits, for exact products."""
 
 
-class Turns:
+class RotaryTable:
     """The cosines and sines of every position seen so far, and of more."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
-        self._turns_Pd = np.empty((0, 2 * len(rotary.frequencies)), np.float32)
+        self._rotations_Pd = np.empty((0, 2 * len(rotary.frequencies)), np.float32)
 
     def at(self, positions_T: Ints) -> NDArray[np.float32]:
         """(T, d): each row's cosines, then its sines."""
         needed = int(positions_T.max(initial=-1)) + 1
-        if needed > len(self._turns_Pd):
-            self._turns_Pd = turns(self._rotary, max(needed, 2 * len(self._turns_Pd), 256))
-        return self._turns_Pd[positions_T]
+        if needed > len(self._rotations_Pd):
+            self._rotations_Pd = rotations(self._rotary, max(needed, 2 * len(self._rotations_Pd), 256))
+        return self._rotations_Pd[positions_T]
 
 
-def turns(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
+def rotations_of(tables: Sequence[RotaryTable], positions_T: Ints) -> NDArray[np.float32] | None:
+    """(R, T, d): each row's cosines and sines in each table, one after the other; None without tables."""
+    if not tables:
+        return None
+    return np.stack([table.at(positions_T) for table in tables])
+
+
+def rotations(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
     """(P, d): the first positions' cosines, then sines, times the magnitude."""
     frequencies = np.array(rotary.frequencies, np.float32)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies

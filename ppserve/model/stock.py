@@ -6,7 +6,7 @@ queries, hidden states and inner rows; h heads of f features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,20 +14,20 @@ import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.layers import AttentionSpec
 from ppserve.model.backend import (
     AttentionWeights,
     Head,
     Linear,
     MLPWeights,
     NormWeights,
+    Operator,
     Precision,
+    ResidualWeights,
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.inputs import StepInputs
-
-Operator = Callable[[torch.Tensor], torch.Tensor]
-"""A norm or an activation of rows."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """x Wᵀ + b."""
@@ -43,9 +43,9 @@ ACTIVATIONS: dict[str, Operator] = {
 """The GPT-2 family's activations by Hugging Face's names."""
 
 
-Attend = Callable[[int, torch.Tensor, float], torch.Tensor]
-"""The attention of one step: its number in the stage, (T, E) rows and the factor on Q·K give (T, c).
-It keeps the rows' keys and values, then attends to all so far."""
+Attend = Callable[[int, torch.Tensor, AttentionSpec], torch.Tensor]
+"""The attention of one step: its number in the stage, (T, E) rows and what it computes give (T, c).
+It keeps the rows' keys and values, then attends to all so far that it sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class AttendInputs(StepInputs):
     """Inputs of a cache that attends by a call of its own."""
 
     attend: Attend
-    turns_Tf: torch.Tensor | None  # each row's cosines and sines (`rotary.Turns`)
+    rotations_RTf: torch.Tensor | None
+    """Each row's cosines and sines (`rotary.RotaryTable`), for each of the model's rotary positions."""
 
 
 def norm_of(weights: NormWeights) -> Operator:
@@ -65,25 +66,30 @@ def norm_of(weights: NormWeights) -> Operator:
     )
 
 
-def _turn(x_Thf: torch.Tensor, turns_Tf: torch.Tensor) -> torch.Tensor:
-    """Heads turned by their rows' positions, in float32."""
-    cosines_T1f, sines_T1f = turns_Tf[:, None].chunk(2, dim=2)
+def _rotated(x_Thf: torch.Tensor, rotation_Tf: torch.Tensor) -> torch.Tensor:
+    """Heads rotated by their rows' positions, in float32."""
+    cosines_T1f, sines_T1f = rotation_Tf[:, None].chunk(2, dim=2)
     first_Thf, second_Thf = x_Thf.float().chunk(2, dim=2)
-    turned = first_Thf * cosines_T1f - second_Thf * sines_T1f, second_Thf * cosines_T1f + first_Thf * sines_T1f
-    return torch.cat(turned, dim=2).to(x_Thf.dtype)
+    rotated = first_Thf * cosines_T1f - second_Thf * sines_T1f, second_Thf * cosines_T1f + first_Thf * sines_T1f
+    return torch.cat(rotated, dim=2).to(x_Thf.dtype)
 
 
-def _heads_turned(qkv_TE: torch.Tensor, weights: AttentionWeights, turns_Tf: torch.Tensor) -> torch.Tensor:
-    """Queries and keys, normed where the model asks for it, and turned."""
+def _with_positions(
+    qkv_TE: torch.Tensor, weights: AttentionWeights, rotations_RTf: torch.Tensor | None
+) -> torch.Tensor:
+    """Queries and keys normed where the model asks for it, and rotated; with the values."""
     own = weights.heads.width
     queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
-    heads_shape = len(qkv_TE), -1, turns_Tf.shape[1]
-    norms = [norm_of(norm) for norm in weights.head_norms or ()] or [lambda x: x] * 2
-    turned = [
-        _turn(norm(each_TE.view(*heads_shape)), turns_Tf).flatten(1)
-        for norm, each_TE in zip(norms, (queries_TE, keys_TE), strict=True)
-    ]
-    return torch.cat([*turned, values_TE], dim=1)
+    heads_shape = len(qkv_TE), -1, weights.spec.head_size
+    parts = []
+    for number, each_TE in enumerate((queries_TE, keys_TE)):
+        heads_Thf = each_TE.view(*heads_shape)
+        if weights.head_norms is not None:
+            heads_Thf = norm_of(weights.head_norms[number])(heads_Thf)
+        if weights.rotary is not None and rotations_RTf is not None:
+            heads_Thf = _rotated(heads_Thf, rotations_RTf[weights.rotary])
+        parts.append(heads_Thf.flatten(1))
+    return torch.cat([*parts, values_TE], dim=1)
 
 
 class TorchBackend:
@@ -106,37 +112,40 @@ class TorchBackend:
     def lm_head(self, weight_NK: Matrix) -> Linear:
         return self.linear(weight_NK, None)
 
+    def check(self, weights: ResidualWeights) -> None:
+        """No weights are too much for floating-point numbers."""
+
+    def norm(self, weights: NormWeights) -> Operator:
+        return norm_of(weights)
+
+    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
+        return None
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        norm, own = norm_of(weights.norm), weights.columns.own
-
-        def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        def compute(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             assert isinstance(inputs, AttendInputs)
-            gather, qkv_TE = inputs.gather, weights.qkv(norm(x_TD))
-            if inputs.turns_Tf is not None:
-                qkv_TE = _heads_turned(qkv_TE, weights, inputs.turns_Tf)
-            own_Tc = inputs.attend(weights.number, qkv_TE, weights.scale)
-            own_Td = x_TD[:, own] + weights.proj(gather.all(own_Tc, weights.heads))
-            return gather.all(own_Td, weights.columns)
+            gather, qkv_TE = inputs.gather, weights.qkv(x_TD)
+            if weights.rotary is not None or weights.head_norms is not None:
+                qkv_TE = _with_positions(qkv_TE, weights, inputs.rotations_RTf)
+            own_Tc = inputs.attend(weights.number, qkv_TE, weights.spec)
+            return gather.all(weights.proj(gather.all(own_Tc, weights.heads)), weights.columns)
 
-        return residual
+        return compute
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        norm = norm_of(weights.norm)
-        activate = ACTIVATIONS[weights.activation]
-        own = weights.columns.own
+        activate = ACTIVATIONS[weights.spec.activation]
 
-        def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        def compute(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             gather = inputs.gather
-            inner_TN = weights.expand(norm(x_TD))
-            if weights.is_gated:
+            inner_TN = weights.expand(x_TD)
+            if weights.spec.is_gated:
                 gate_Tn, up_Tn = inner_TN.chunk(2, dim=1)
                 own_Tn = activate(gate_Tn) * up_Tn
             else:
                 own_Tn = activate(inner_TN)
-            own_Td = x_TD[:, own] + weights.contract(gather.all(own_Tn, weights.inner))
-            return gather.all(own_Td, weights.columns)
+            return gather.all(weights.contract(gather.all(own_Tn, weights.inner)), weights.columns)
 
-        return residual
+        return compute
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         normed = norm_of(norm)

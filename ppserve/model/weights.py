@@ -90,8 +90,10 @@ class WeightReader:
         """Whether the model has this linear layer or norm."""
         return f"{name}.weight" in self._shapes
 
-    def norm(self, name: str, spec: NormSpec | None) -> NormWeights:
-        assert spec is not None
+    def norm(self, name: str, spec: NormSpec | None) -> NormWeights | None:
+        """None for a norm that the layer does not have."""
+        if spec is None:
+            return None
         weight_D = self._stored(f"{name}.weight")
         bias_D = self._stored(f"{name}.bias") if spec.has_bias else None
         return NormWeights(weight_D, bias_D, spec.epsilon, spec.is_rms)

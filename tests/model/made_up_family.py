@@ -25,10 +25,10 @@ class BrookConfig(Config, frozen=True, kw_only=True):
 
     def architecture(self, path: Path) -> Architecture:
         norm, size = NormSpec(self.epsilon, is_rms=True), self.width // self.heads
-        near, _far = (rotary(path, size, {"rope_theta": base}, self.length) for base in (self.rope_theta, 1e6))
+        near, far = (rotary(path, size, {"rope_theta": base}, self.length) for base in (self.rope_theta, 1e6))
         attention = AttentionSpec(self.heads, self.num_key_value_heads, size, size**-0.5, near)
-        every = LayerSpec(attention, MLPSpec(self.intermediate_size, "relu"), norm)
-        second = replace(every, attention=replace(attention, scale=attention.scale / 2))
+        every = LayerSpec(attention, MLPSpec(self.intermediate_size, "relu"), norm, post_norm=norm)
+        second = replace(every, attention=replace(attention, rotary=far, window=7))
         return Architecture(
             layers=((every, second) * self.depth)[: self.depth],
             width=self.width, max_positions=self.length, vocab_size=self.rows, padded_vocab_size=self.rows,
@@ -45,10 +45,10 @@ FAMILY = ModelFamily(
     gguf_keys={"attention.layer_norm_rms_epsilon": "epsilon"},
     names={
         "wte": ("spring", "token_embd"), "ln_f": ("last", "output_norm"), "lm_head": ("mouth", "output"),
-        "ln_1": ("calm", "attn_norm"),
+        "ln_1": ("calm", "attn_norm"), "post_ln_1": ("calmer", "post_attention_norm"),
         "attn.q": ("look.q", "attn_q"), "attn.k": ("look.k", "attn_k"), "attn.v": ("look.v", "attn_v"),
         "attn.o": ("look.o", "attn_output"), "ln_2": ("still", "ffn_norm"),
-        "mlp.up": ("rise", "ffn_up"), "mlp.down": ("fall", "ffn_down"),
+        "post_ln_2": ("stiller", "post_ffw_norm"), "mlp.up": ("rise", "ffn_up"), "mlp.down": ("fall", "ffn_down"),
     },
     layers="brook.bends.",
 )  # fmt: skip

@@ -7,7 +7,7 @@ scaled embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 from ppserve.errors import CheckpointError
+from ppserve.model.backend import Backend
+from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from tests.model import made_up_family
 from tests.model.checkpoint.writers import random_tensors, stored_name, write_gguf
+from tests.model.cuda.here import DEVICE, needs_triton, operators_of
 from tests.model.made_up_family import FAMILY, BrookConfig
-from tests.model.pipelines import Pipeline, prompt
+from tests.model.pipelines import CPU, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint
+from tests.model.test_tensor_ranks import TensorPipeline
 from tests.reference import Reference
 
 ARCH = BrookConfig(
@@ -49,14 +57,63 @@ def write_as_gguf(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [write_hugging_face, write_as_gguf])
-def test_a_third_family_is_three_tables(tmp_path: Path, write: object) -> None:
-    assert callable(write)
+def test_a_third_family_is_one_file_and_two_tables(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    lines = Path(made_up_family.__file__).read_text().splitlines()
+    assert len(lines) <= 60
     checkpoint = open_checkpoint(str(write(tmp_path)))
     assert checkpoint.architecture == ARCH
-    pipeline, ids = Pipeline(checkpoint, "1.5,1.5", num_sequences=1), prompt(40, vocab_size=64)
-    logits = pipeline.logits(pipeline.hidden(ids, 13))
-    torch.testing.assert_close(logits, Reference(checkpoint).logits(ids), atol=1e-4, rtol=1e-4)
-    assert logits.std() > 0.5, "logits too close together to tell a wrong model from a right one"
+    every, second, third = ARCH.layers
+    assert every is third
+    assert (every.attention.window, second.attention.window, len(ARCH.rotaries)) == (None, 7, 2)
+    close_to_reference(Pipeline(checkpoint, "1.5,1.5", num_sequences=1), checkpoint, 1e-4)
+
+
+def close_to_reference(pipeline: Pipeline, checkpoint: Checkpoint, limit: float) -> None:
+    ids = prompt(60, vocab_size=64)
+    logits, expected = pipeline.logits(pipeline.hidden(ids, 13)), Reference(checkpoint).logits(ids)
+    assert (logits - expected).abs().max() < limit * expected.abs().max()
+    assert expected.std() > 0.5, "logits too close together to tell a wrong model from a right one"
+
+
+MAKE: dict[str, Callable[[], Backend]] = {
+    "float32": lambda: CpuBackend("float32", 2),
+    "bfloat16": lambda: CpuBackend("bfloat16"),
+    "int8": lambda: CpuBackend("float32", quantization="int8", kv_dtype="int8"),
+    "gpu reference": lambda: CudaBackend(
+        CPU, "float32", DeviceOptions(batch_invariant=True), operators_of("reference")
+    ),
+}
+CLOSE = {"bfloat16": 0.1, "int8": 0.1}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_it_equals_its_reference_with_the_same_bits_however_it_is_cut(kind: str) -> None:
+    """Stages, chunks, neighbours, and tensor ranks."""
+    checkpoint, ids = RandomCheckpoint(ARCH), prompt(60, vocab_size=64)
+    whole = Pipeline(checkpoint, "3", backend=MAKE[kind](), num_sequences=2)
+    close_to_reference(whole, checkpoint, CLOSE.get(kind, 1e-4))
+    expected = whole.hidden(ids, 60)
+    for split, chunk in (("3", 1), ("3", 7), ("1.5,1.5", 13), ("1,1,1", 32), ("1,1.5,0.5", 60)):
+        cut = Pipeline(checkpoint, split, backend=MAKE[kind](), num_sequences=2)
+        assert torch.equal(cut.hidden(ids, chunk), expected), f"{split} in chunks of {chunk}"
+    beside = [whole.slice(1, prompt(20, 1, 64), 0), whole.slice(0, ids, 0)]
+    assert torch.equal(whole.step(beside)[0][20:], expected)
+    if kind != "gpu reference":
+        ranks = TensorPipeline(checkpoint, "1.5,1.5", 2, MAKE[kind])
+        assert torch.equal(ranks.hidden(ids, 13), expected)
+        ranks.close()
+
+
+@needs_triton
+def test_it_equals_its_reference_on_triton() -> None:
+    checkpoint, ids = RandomCheckpoint(ARCH), prompt(24, vocab_size=64)
+    whole, cut = (
+        Pipeline(checkpoint, split, backend=CudaBackend(DEVICE, "float32", operators=operators_of("triton")))
+        for split in ("3", "1.5,1.5")
+    )
+    logits = whole.logits(whole.hidden(ids, 24)).cpu()
+    torch.testing.assert_close(logits, Reference(checkpoint).logits(ids), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(whole.logits(cut.hidden(ids, 7)).cpu(), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_its_unknown_keys_are_refused(tmp_path: Path) -> None:

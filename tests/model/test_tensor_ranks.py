@@ -218,7 +218,7 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     (layout,) = stage_layouts(Split.parse("2"))
     ranks = tensor_ranks(layout, count)
     stages = [load_stage(RandomCheckpoint(arch), own, make()) for own in ranks]
-    norms = (2 * arch.num_layers + 1) * arch.norm_params
+    norms = (2 * arch.num_layers + 1) * arch.final_norm.num_params(arch.width)
     whole = load_stage(RandomCheckpoint(arch), layout, make())
     assert [stage.num_params for stage in stages] == [stage_params(arch, own) for own in ranks]
     assert sum(stage.num_params - norms for stage in stages) == whole.num_params - norms

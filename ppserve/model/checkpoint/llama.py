@@ -5,6 +5,7 @@ All that the reference code (transformers, models/llama, mistral, qwen2, qwen3) 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from msgspec import Meta
 
 from ppserve.core.architecture import MAX_POSITIONS, Architecture
 from ppserve.core.layers import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint import settings
 from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.rotary import rotary
@@ -44,8 +46,10 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     sliding_window: Annotated[int, Meta(ge=0)] | None = 4096
     """null or 0: none. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
     use_sliding_window: bool = False
+    max_window_layers: Annotated[int, Meta(ge=0)] = 28
+    """How many layers of a Qwen, the first ones, have no window."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
-    """Implied by the window."""
+    """Which layers have the window; empty: as the two keys before say."""
 
     def architecture(self, path: Path) -> Architecture:
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -54,7 +58,11 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
         has_window = self.model_type == "mistral" or self.use_sliding_window
         if not head_size:
             settings.check_heads(path, self.hidden_size, self.num_attention_heads, "num_attention_heads")
-        window = (has_window and self.sliding_window) or positions
+        # A window of all positions is none.
+        window = self.sliding_window if has_window and 0 < (self.sliding_window or 0) < positions else None
+        if window is not None and len(self.layer_types) not in (0, self.num_hidden_layers):
+            problem = f"names {len(self.layer_types)} layers, not {self.num_hidden_layers}"
+            raise CheckpointError(path, problem, field="layer_types")
         norm = NormSpec(self.rms_norm_eps, is_rms=True)
         attention = AttentionSpec(
             num_heads=self.num_attention_heads,
@@ -66,12 +74,13 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
             has_qkv_biases=self.model_type == "qwen2",
         )
         mlp = MLPSpec(self.intermediate_size, settings.ACTIVATIONS[self.hidden_act], is_gated=True)
+        plain = LayerSpec(attention, mlp, norm)
+        windowed = plain if window is None else replace(plain, attention=replace(attention, window=window))
         kind = KINDS[self.model_type]
         return Architecture(
-            layers=(LayerSpec(attention, mlp, norm),) * self.num_hidden_layers,
+            layers=tuple(windowed if self._has_window(i) else plain for i in range(self.num_hidden_layers)),
             width=self.hidden_size,
-            # Within its window a model with one is the same as one without.
-            max_positions=min(positions, window, MAX_POSITIONS),
+            max_positions=min(positions, MAX_POSITIONS),
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
             final_norm=norm,
@@ -81,6 +90,12 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
             tied_embeddings=self.tie_word_embeddings,
             eos_ids=self.eos_ids,
         )
+
+    def _has_window(self, layer: int) -> bool:
+        """Whether this layer has the window of a model that has one."""
+        if self.layer_types:
+            return self.layer_types[layer] == "sliding_attention"
+        return not self.model_type.startswith("qwen") or layer >= self.max_window_layers
 
 
 FAMILY = ModelFamily(

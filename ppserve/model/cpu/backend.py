@@ -8,8 +8,7 @@ With `int4` so has each group of 32 inputs of both (`four_bits`), and the LM hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -23,8 +22,10 @@ from ppserve.model.backend import (
     Linear,
     MLPWeights,
     NormWeights,
+    Operator,
     Precision,
     Reading,
+    ResidualWeights,
     StageModel,
     Sublayer,
     Timing,
@@ -43,7 +44,7 @@ from ppserve.model.cpu.kernels.work import OUTPUT, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
-from ppserve.model.cpu.sublayers import CpuSublayer, LoneSublayers, attention_sublayer, lm_head, mlp_sublayer
+from ppserve.model.cpu.sublayers import FusedBlock, LoneSublayers, PlainSublayer, fuse, lm_head, norm_operator
 from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import KVCache, StepInputs
@@ -104,13 +105,21 @@ class CpuBackend:
         packed = PackedWeights(weight_NK, None, self.precision.head, self._head_product, self._arena)
         return PackedLinear(packed, self._thread_pool, self._head_scratch, OUTPUT)
 
+    def check(self, weights: ResidualWeights) -> None:
+        if self.precision.kv == torch.int8 and isinstance(weights.of, AttentionWeights):
+            check_int8_cache(weights.of, weights.pre_norm)
+
+    def norm(self, weights: NormWeights) -> Operator:
+        return norm_operator(weights, self._thread_pool, self._scratch)
+
     def attention(self, weights: AttentionWeights) -> Sublayer:
-        if self.precision.kv == torch.int8:
-            check_int8_cache(weights)
-        return attention_sublayer(weights, self._thread_pool)
+        return PlainSublayer(weights, self._thread_pool)
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        return mlp_sublayer(weights, self._thread_pool)
+        return PlainSublayer(weights, self._thread_pool)
+
+    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
+        return fuse(lines, self._thread_pool)
 
     def head(self, norm: NormWeights, linear: Linear) -> Head:
         return lm_head(norm, linear)
@@ -125,11 +134,13 @@ class CpuBackend:
         return CpuCache(arch, layout, blocks, self._attention, self._scratch, populate=populate)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """Put all sublayers in one call: on few rows, the way through Python takes a tenth of a step."""
+        """Put all blocks in one call where all are fused: on few rows, the way through Python takes a tenth of a
+        step."""
         assert isinstance(model, Decoder)
-        if model.layout.num_tensor > 1:
+        fused = [block for block in model.computed if isinstance(block, FusedBlock)]
+        if model.layout.num_tensor > 1 or len(fused) < len(model.computed):
             return model
-        return model.computing(LoneSublayers(cast("list[CpuSublayer]", model.sublayers)))
+        return model.computing(LoneSublayers([each for block in fused for each in block.sublayers]))
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         results = read_logits(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)

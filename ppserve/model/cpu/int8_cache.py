@@ -22,18 +22,20 @@ of how much the layer's values differ between positions. SmolLM2's worst are 0.0
 _NUM_ROWS = 64
 
 
-def check_int8_cache(weights: AttentionWeights) -> None:
-    """Raise ConfigError if it is not. Positions do not turn these queries and keys: that changes little."""
+def check_int8_cache(weights: AttentionWeights, norm: NormWeights | None) -> None:
+    """Raise ConfigError if it is not. Positions do not rotate these queries and keys: that changes little.
+
+    norm: of what the attention gets."""
     x_TD = torch.randn(_NUM_ROWS, weights.qkv.num_inputs, generator=torch.Generator().manual_seed(0))
-    outputs_TN = weights.qkv(_normed(weights.norm, x_TD).contiguous())
+    outputs_TN = weights.qkv((x_TD if norm is None else _normed(norm, x_TD)).contiguous())
     own = weights.heads.width
     parts = torch.split(outputs_TN, [own, *[(outputs_TN.shape[1] - own) // 2] * 2], dim=1)
-    queries_THd, keys_THd, values_THd = (part.reshape(_NUM_ROWS, -1, weights.head_size) for part in parts)
+    queries_THd, keys_THd, values_THd = (part.reshape(_NUM_ROWS, -1, weights.spec.head_size) for part in parts)
     if weights.head_norms is not None:
         of_queries, of_keys = weights.head_norms
         queries_THd, keys_THd = _normed(of_queries, queries_THd), _normed(of_keys, keys_THd)
-    queries_THgd = queries_THd.reshape(_NUM_ROWS, keys_THd.shape[1], -1, weights.head_size)
-    scores_TTHg = weights.scale * torch.einsum("tHgd,sHd->stHg", queries_THgd, _rounding(keys_THd))
+    queries_THgd = queries_THd.reshape(_NUM_ROWS, keys_THd.shape[1], -1, weights.spec.head_size)
+    scores_TTHg = weights.spec.scale * torch.einsum("tHgd,sHd->stHg", queries_THgd, _rounding(keys_THd))
     # What all positions have in common changes no weight.
     scores = _deviation(scores_TTHg, dim=(0, 1, 3))
     values = _deviation(_rounding(values_THd), dim=(0, 2)) / _deviation(values_THd, dim=(0, 1, 2))

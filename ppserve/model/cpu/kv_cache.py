@@ -26,7 +26,7 @@ from ppserve.model.cpu.kernels.memory import address, huge_pages, start_populati
 from ppserve.model.cpu.kernels.work import as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.inputs import Gather, StepInputs, StepRows
-from ppserve.model.rotary import Turns
+from ppserve.model.rotary import RotaryTable, rotations_of
 
 
 def _padded(size: int) -> int:
@@ -73,7 +73,7 @@ class CpuCache:
         """blocks: their number and size. populate: takes its memory now, not as it is written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
-        self._turns = Turns(arch.rotaries[0]) if arch.rotaries else None
+        self._rotary_tables = tuple(map(RotaryTable, arch.rotaries))
         cells = cell_bytes(arch.head_size, self.block_size, kind.element_bytes)
         shape = len(layout.attentions), self.num_blocks, layout.kv_heads(arch).width
         self.keys_LBHc, self.values_LBHc = (
@@ -87,7 +87,7 @@ class CpuCache:
             values=self.values_LBHc.data_ptr(),
             layer_cells=math.prod(shape[1:]),
             num_heads=shape[2],
-            readers=arch.queries_per_kv_head,
+            queries_per_kv_head=arch.queries_per_kv_head,
             head_size=arch.head_size,
             block_size=self.block_size,
             key_cell=cells[0],
@@ -103,14 +103,14 @@ class CpuCache:
         arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
         together = np.concatenate(arrays)
         *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
-        turns_Td = None if self._turns is None else self._turns.at(rows.positions_T)
-        turns = 0 if turns_Td is None else address(turns_Td)
-        slices = StepSlices(len(rows.slots_T), len(rows.start_S), turns, *places)
+        rotations_RTd = rotations_of(self._rotary_tables, rows.positions_T)
+        rotations = 0 if rotations_RTd is None else address(rotations_RTd)
+        slices = StepSlices(len(rows.slots_T), len(rows.start_S), rotations, *places)
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         scratch, scratch_arrays = self._scratch.of_step(slices.num_rows)
         attention, attention_arrays = self._scratch.of_attention(self._kind, self._shape, most_positions)
         table = as_table(scratch, slices, self._shape, *attention)
-        return address(table), (table, together, turns_Td, scratch_arrays, attention_arrays)
+        return address(table), (table, together, rotations_RTd, scratch_arrays, attention_arrays)
 
     def fill(self, value: float) -> None:
         number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])

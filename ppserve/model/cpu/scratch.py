@@ -54,7 +54,7 @@ class ScratchMemory:
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], list[NDArray[Any]]]:
         """What each thread writes, and the arrays to keep as long as it does."""
-        rows = kind.rows_of_tiles(cache.num_heads * cache.readers, cache.readers)
+        rows = kind.rows_of_tiles(cache.num_heads * cache.queries_per_kv_head, cache.queries_per_kv_head)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
         # A tile writes whole groups, and one may begin at the last position.

@@ -6,18 +6,28 @@ T rows, D width, d a rank's own of it, K inputs of the second product, k a rank'
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.core.architecture import Cut
-from ppserve.model.backend import AttentionWeights, Head, Linear, MLPWeights, NormWeights
+from ppserve.model.backend import (
+    AttentionWeights,
+    Head,
+    Linear,
+    MLPWeights,
+    NormWeights,
+    Operator,
+    ResidualWeights,
+    Sublayer,
+)
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm
-from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, Jobs, as_table
+from ppserve.model.cpu.kernels.work import EXPAND, HEADS, NORM, PROJECT, READ, Jobs, as_table
 from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.linear import PackedLinear
+from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.inputs import StepInputs
 
@@ -35,46 +45,66 @@ ACTIVATIONS = {
 These treat every element alike."""
 
 
-class CpuSublayer:
-    """A `Sublayer` as two jobs of the kernels: up to the inputs of its second product, then that product and the
-    residual. One call where a rank computes the stage alone; tensor ranks gather behind each."""
+_NORMED = Norm(0, 0, 0, np.float32(0), 0)
+"""Stands in place of a norm where rows come normed."""
+NO_WINDOW = 1 << 40
+"""More positions than any row sees."""
+
+
+class PlainSublayer:
+    """An attention or an MLP of normed rows, in float32: a job up to the inputs of its second product, then that
+    product. Tensor ranks gather behind each."""
 
     def __init__(
-        self,
-        first: tuple[int, NDArray[np.int64]],
-        second: PackedLinear,
-        inner: Cut,
-        columns: Cut,
-        kept: tuple[object, ...],
-        thread_pool: ThreadPool,
+        self, of: AttentionWeights | MLPWeights, thread_pool: ThreadPool, norm: NormWeights | None = None
     ) -> None:
-        """first: the first job, and its table. second, inner, columns: the second product, and how tensor ranks
-        share its inputs and the results. kept: what the table has the addresses of."""
-        shape = inner.size, columns.size, columns.own.start, columns.width
-        projection = PROJECT, as_table(second.weights, shape)
-        self.jobs, self.kept, self.thread_pool = (first, projection), (kept, second), thread_pool
-        self._first, self._second = (Jobs(job, kept=self.kept) for job in self.jobs)
-        self._inner, self._columns = inner, columns
-        self._alone = LoneSublayers([self]) if len(columns.widths) == 1 else None
+        self._second = _packed(of.proj if isinstance(of, AttentionWeights) else of.contract)
+        self._inner = of.heads if isinstance(of, AttentionWeights) else of.inner
+        self._columns, self.thread_pool = of.columns, thread_pool
+        self.job, kept = _first_job(of, norm)
+        self.kept: tuple[object, ...] = kept, self._second
+        self._first = Jobs(self.job, kept=self.kept)
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        if self._alone is not None:
-            return self._alone(x_TD, inputs)
+        own_Td = self._second(self._inner_rows(x_TD.contiguous(), inputs))
+        return inputs.gather.all(own_Td, self._columns)
+
+    def _inner_rows(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """The inputs of the second product, of all ranks."""
+        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
+        own_Tk = torch.empty(len(x_TD), self._inner.width)
+        self.thread_pool.run(self._first.address, 1, inputs.step, x_TD.data_ptr(), own_Tk.data_ptr(), 0)
+        return inputs.gather.all(own_Tk, self._inner)
+
+
+class CpuSublayer(PlainSublayer):
+    """A residual line as two jobs: the first has the norm, the second adds to the hidden states."""
+
+    def __init__(
+        self, of: AttentionWeights | MLPWeights, norm: NormWeights | None, thread_pool: ThreadPool
+    ) -> None:
+        super().__init__(of, thread_pool, norm)
+        shape = self._inner.size, of.columns.size, of.columns.own.start, of.columns.width
+        projection = PROJECT, as_table(self._second.weights, shape)
+        self.jobs = self.job, projection
+        self.has_others = len(of.columns.widths) > 1
+        """Whether the stage has other tensor ranks."""
+        self._projection = Jobs(projection, kept=self.kept)
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
         x_TD = x_TD.contiguous()
-        x, step, run = x_TD.data_ptr(), inputs.step, self.thread_pool.run
-        own_Tk = torch.empty(len(x_TD), self._inner.width)
-        run(self._first.address, 1, step, x, own_Tk.data_ptr(), 0)
-        inner_TK = inputs.gather.all(own_Tk, self._inner)
+        inner_TK = self._inner_rows(x_TD, inputs)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
-        run(self._second.address, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
+        run, x, out = self.thread_pool.run, x_TD.data_ptr(), own_Td.data_ptr()
+        run(self._projection.address, 1, inputs.step, x, inner_TK.data_ptr(), out)
         return inputs.gather.all(own_Td, self._columns)
 
 
 class LoneSublayers:
     """Sublayers of a rank that computes its stage alone, in one call of the kernels."""
 
-    def __init__(self, sublayers: list[CpuSublayer]) -> None:
+    def __init__(self, sublayers: Sequence[CpuSublayer]) -> None:
         self._jobs = Jobs(
             *(job for each in sublayers for job in each.jobs), kept=[each.kept for each in sublayers]
         )
@@ -88,20 +118,62 @@ class LoneSublayers:
         return out_TD
 
 
-def attention_sublayer(of: AttentionWeights, thread_pool: ThreadPool) -> CpuSublayer:
-    qkv, proj = _packed(of.qkv), _packed(of.proj)
-    norm, kept = _norm(of.norm)
-    head_norms = [_norm(weights) for weights in of.head_norms or ()]
-    layer = of.number, np.float32(of.scale), len(head_norms)
-    table = as_table(norm, qkv.weights, layer, *(norm for norm, _ in head_norms))
-    return CpuSublayer((HEADS, table), proj, of.heads, of.columns, (qkv, kept, head_norms), thread_pool)
+class FusedBlock:
+    """A block whose norms and sums are in the jobs of its sublayers: an optimisation of `decoder.Block`."""
+
+    def __init__(self, sublayers: list[CpuSublayer]) -> None:
+        self.sublayers = sublayers
+        self._computed: Sequence[Sublayer] = sublayers if sublayers[0].has_others else [LoneSublayers(sublayers)]
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        for compute in self._computed:
+            x_TD = compute(x_TD, inputs)
+        return x_TD
 
 
-def mlp_sublayer(of: MLPWeights, thread_pool: ThreadPool) -> CpuSublayer:
-    expand, contract = _packed(of.expand), _packed(of.contract)
-    norm, kept = _norm(of.norm)
-    table = as_table(norm, expand.weights, ACTIVATIONS[of.activation], (of.inner.width, of.is_gated))
-    return CpuSublayer((EXPAND, table), contract, of.inner, of.columns, (expand, kept), thread_pool)
+def fuse(lines: Sequence[ResidualWeights], thread_pool: ThreadPool) -> FusedBlock | None:
+    """None where a norm follows a sublayer or something multiplies what it gives: no job does that."""
+    if any(line.pre_norm is None or line.post_norm is not None or line.multiplier != 1 for line in lines):
+        return None
+    return FusedBlock([CpuSublayer(line.of, line.pre_norm, thread_pool) for line in lines])
+
+
+def norm_operator(weights: NormWeights, thread_pool: ThreadPool, scratch: ScratchMemory) -> Operator:
+    """The norm by itself: of hidden states as they are kept, or of float32 results."""
+    norm, kept = _norm(weights)
+    of_hidden, of_results = (Jobs((NORM, as_table(norm, (is_single,))), kept=kept) for is_single in (0, 1))
+    stored = weights.weight_D.dtype
+
+    def compute(x_TD: torch.Tensor) -> torch.Tensor:
+        jobs = of_hidden if x_TD.dtype == stored else of_results
+        x_TD, out_TD = x_TD.contiguous(), torch.empty(x_TD.shape)
+        table, arrays = scratch.of_step(len(x_TD))
+        step = as_table(table)
+        thread_pool.run(jobs.address, jobs.count, address(step), x_TD.data_ptr(), 0, out_TD.data_ptr())
+        del arrays
+        return out_TD
+
+    return compute
+
+
+def _first_job(
+    of: AttentionWeights | MLPWeights, norm: NormWeights | None
+) -> tuple[tuple[int, NDArray[np.int64]], tuple[object, ...]]:
+    """The job up to the inputs of the second product, and what its table has the addresses of. norm: None for rows
+    that come normed, in float32."""
+    if isinstance(of, AttentionWeights):
+        packed = _packed(of.qkv)
+        head_norms = [_norm(weights) for weights in of.head_norms or ()]
+        window = NO_WINDOW if of.spec.window is None else of.spec.window
+        rotary = of.rotary is not None, of.rotary or 0
+        layer = of.number, np.float32(of.spec.scale), len(head_norms), window, *rotary
+        more = layer, *(norm for norm, _ in head_norms)
+    else:
+        packed, head_norms = _packed(of.expand), []
+        more = ACTIVATIONS[of.spec.activation], (of.inner.width, of.spec.is_gated)
+    before, kept = (_NORMED._replace(width=packed.num_inputs), ()) if norm is None else _norm(norm)
+    kind = HEADS if isinstance(of, AttentionWeights) else EXPAND
+    return (kind, as_table(before, packed.weights, *more)), (packed, kept, head_norms)
 
 
 def lm_head(weights: NormWeights, linear: Linear) -> Head:

@@ -8,6 +8,7 @@ size, T rows, E outputs of queries, keys and values, S slices, n tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.layers import AttentionSpec
 from ppserve.core.plan import StepPlan
 from ppserve.model.cuda.device import Staging, packed_bytes
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 from ppserve.model.inputs import ALONE, Gather, Ints, StepRows
-from ppserve.model.rotary import Turns
+from ppserve.model.rotary import RotaryTable, rotations_of
 from ppserve.model.sampling import ReadRow, rows_read
 from ppserve.model.stock import AttendInputs
 
@@ -60,7 +62,7 @@ class DeviceCache:
         self.operators = operators
         self._staging = staging
         self._arch, self._layout = arch, layout
-        self._turns = Turns(arch.rotaries[0]) if arch.rotaries else None
+        self._rotary_tables = tuple(map(RotaryTable, arch.rotaries))
         self._buffers: dict[int, torch.Tensor] = {}
         shape = (len(layout.attentions), *blocks, layout.kv_heads(arch).width, arch.head_size)
         self.keys_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -71,7 +73,9 @@ class DeviceCache:
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
-            num_bytes = packed_bytes({**self._draws(rows, size).arrays(), **step_arrays(rows, self._turns)})
+            num_bytes = packed_bytes(
+                {**self._draws(rows, size).arrays(), **step_arrays(rows, self._rotary_tables)}
+            )
             self._buffers[size] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return {size: self.inputs(rows, ALONE) for size, rows in paddings.items()}
 
@@ -80,14 +84,18 @@ class DeviceCache:
         bucket = self._bucket(rows)
         draws = self._draws(rows, bucket or 0)
         if bucket is None:
-            arrays = self._staging.copy({**draws.arrays(), **step_arrays(rows, self._turns), **draws.changes})
+            arrays = self._staging.copy(
+                {**draws.arrays(), **step_arrays(rows, self._rotary_tables), **draws.changes}
+            )
         else:
-            whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout), self._turns)}
+            whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout), self._rotary_tables)}
             arrays = self._staging.copy(whole, self._buffers[bucket])
             if draws.changes:
                 arrays |= self._staging.copy(draws.changes)
         tiles = Tiles(arrays["tiles"].view(-1, 4), arrays["tables"], self._arch.max_positions)
-        turns_Tf = arrays["turns"].view(-1, self._arch.head_size) if self._turns is not None else None
+        rotations_RTf = None
+        if self._rotary_tables:
+            rotations_RTf = arrays["rotations"].view(len(self._rotary_tables), -1, self._arch.head_size)
         return DeviceInputs(
             rows=rows,
             token_ids_T=arrays["token_ids"],
@@ -95,7 +103,7 @@ class DeviceCache:
             read_rows_R=arrays["read_rows"],
             gather=gather,
             attend=partial(self._attend, arrays["slots"], tiles),
-            turns_Tf=turns_Tf,
+            rotations_RTf=rotations_RTf,
             arrays=arrays,
             draws=draws,
             bucket=bucket,
@@ -119,24 +127,25 @@ class DeviceCache:
         return Draws.from_rows(read + [ReadRow()] * (pad_to - len(read)), self._arch.vocab_size)
 
     def _attend(
-        self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, scale: float
+        self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """See `stock.Attend`. slots_T, tiles: of the step."""
         keys_BpHd = self.keys_LBpHd[layer]
         values_BpHd = self.values_LBpHd[layer]
         self.operators.write(qkv_TE, keys_BpHd, values_BpHd, slots_T)
-        return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, scale)
+        return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, spec)
 
 
-def step_arrays(rows: StepRows, turns: Turns | None = None) -> dict[str, NDArray[Any]]:
-    """All int32 but the turns. Block tables, whose size differs, come last."""
+def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str, NDArray[Any]]:
+    """All int32 but the rotations. Block tables, whose size differs, come last."""
+    rotations_RTf = rotations_of(tables, rows.positions_T)
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
         "positions": rows.positions_T.astype(np.int32),
         "slots": rows.slots_T.astype(np.int32),
         "read_rows": rows.read_rows.astype(np.int32),
         "tiles": _tiles(rows).astype(np.int32),
-        **({} if turns is None else {"turns": turns.at(rows.positions_T)}),
+        **({} if rotations_RTf is None else {"rotations": rotations_RTf}),
         "tables": rows.tables.astype(np.int32),
     }
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, pad
 
+from ppserve.core.layers import AttentionSpec
+
 ROWS_PER_TILE = 16
 """Rows that share loads of keys and values: a tensor core's smallest product."""
 
@@ -55,20 +57,27 @@ class Operators:
             numbers_BpHd.flatten(0, 1)[slots_T[is_kept_T].long()] = new_THd[is_kept_T].to(numbers_BpHd.dtype)
 
     def attend(
-        self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
+        self,
+        qkv_TE: torch.Tensor,
+        keys_BpHd: torch.Tensor,
+        values_BpHd: torch.Tensor,
+        at: Tiles,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
-        """(T, c): each row's mix of values up to its position."""
+        """(T, c): each row's weighted sum of the values that it sees: those up to its position, in its window."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows = len(queries_THd)
         block_size = keys_BpHd.shape[1]
         device = qkv_TE.device
-        readers = queries_THd.shape[1] // keys_BpHd.shape[2]
+        queries_per_kv_head = queries_THd.shape[1] // keys_BpHd.shape[2]
         first_n1, count_n1, start_n1, begin_n1 = at.tiles_n4.long().T[:, :, None].unbind(0)
         row_m, position_P = (torch.arange(count, device=device) for count in (ROWS_PER_TILE, at.max_keys))
         is_row_nm = row_m < count_n1
         rows_nm = torch.where(is_row_nm, first_n1 + row_m, num_rows)
         last_nm = torch.where(is_row_nm & (start_n1 >= 0), start_n1 + row_m, -1)
         sees_nmP = position_P <= last_nm[:, :, None]
+        if spec.window is not None:
+            sees_nmP &= position_P > last_nm[:, :, None] - spec.window
         is_seen_nP = sees_nmP.any(1)
         entries_nP = torch.where(is_seen_nP, begin_n1 + position_P // block_size, 0)
         slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
@@ -78,9 +87,9 @@ class Operators:
             torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
         )
-        keys_nPHd, values_nPHd = (of_nPHd.repeat_interleave(readers, dim=2) for of_nPHd in kept_nPHd)
+        keys_nPHd, values_nPHd = (of_nPHd.repeat_interleave(queries_per_kv_head, dim=2) for of_nPHd in kept_nPHd)
         queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2).float()
-        scores_nHmP = queries_nHmd @ keys_nPHd.permute(0, 2, 3, 1) * scale
+        scores_nHmP = queries_nHmd @ keys_nPHd.permute(0, 2, 3, 1) * spec.scale
         weights_nHmP = torch.where(sees_nmP[:, None], scores_nHmP, -torch.inf).softmax(3)
         mixed_nmHd = (weights_nHmP @ values_nPHd.transpose(1, 2)).transpose(1, 2).to(qkv_TE.dtype)
         # A row beyond the others takes what belongs to none.

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ppserve.core.layers import AttentionSpec
 from ppserve.model.cuda import operators as of
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
@@ -43,15 +44,21 @@ class TritonOperators(Operators):
         _write[(num_rows,)](qkv_TE, keys_BpHd, values_BpHd, slots_T, stride, width, COLUMNS=columns)
 
     def attend(
-        self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
+        self,
+        qkv_TE: torch.Tensor,
+        keys_BpHd: torch.Tensor,
+        values_BpHd: torch.Tensor,
+        at: Tiles,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         _, block_size, num_heads, head_size = keys_BpHd.shape
         num_queries = qkv_TE.shape[1] // head_size - 2 * num_heads
         mixed_Tc = qkv_TE.new_empty(qkv_TE.shape[0], num_queries * head_size)
         features = max(16, triton.next_power_of_2(head_size))
         _attend[(len(at.tiles_n4), num_queries)](
-            *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_Tc, scale),
-            HEADS=num_heads, READERS=num_queries // num_heads, HEAD=head_size, BLOCK=block_size,
+            *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_Tc, spec.scale, spec.window or 0),
+            HAS_WINDOW=spec.window is not None,
+            HEADS=num_heads, QUERIES_PER_KV_HEAD=num_queries // num_heads, HEAD=head_size, BLOCK=block_size,
             ROWS=ROWS_PER_TILE, KEYS=keys_per_tile(features * qkv_TE.itemsize), FEATURES=features,
         )  # fmt: skip
         return mixed_Tc
@@ -113,27 +120,31 @@ def _write(qkv, keys, values, slots, stride, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    qkv, keys, values, tiles, tables, mixed, scale,
-    HEADS: tl.constexpr, READERS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, keys, values, tiles, tables, mixed, scale, window,
+    HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, QUERIES_PER_KV_HEAD: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, a head: keys from 0 to the tile's last, so many at a time."""
+    """A tile of rows, a head: keys from 0, or from the first that is seen, to the tile's last, some at a time."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     start, begin = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     row, feature = tl.arange(0, ROWS), tl.arange(0, FEATURES)
     width: tl.constexpr = HEADS * HEAD
-    stride: tl.constexpr = (HEADS * READERS + 2 * HEADS) * HEAD
+    stride: tl.constexpr = (HEADS * QUERIES_PER_KV_HEAD + 2 * HEADS) * HEAD
     is_own = (row < count)[:, None] & (feature < HEAD)[None, :]
     own_rows = (first + row).to(tl.int64)[:, None]
     column = (head * HEAD + feature)[None, :]
-    kv_column = (head // READERS * HEAD + feature)[None, :]
+    kv_column = (head // QUERIES_PER_KV_HEAD * HEAD + feature)[None, :]
     query = tl.load(qkv + own_rows * stride + column, mask=is_own, other=0.0)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mix = tl.zeros([ROWS, FEATURES], tl.float32)
+    weighted_sum = tl.zeros([ROWS, FEATURES], tl.float32)
     end = start + count
-    for first_key in range(0, end, KEYS):
+    begin_key = 0
+    if HAS_WINDOW:
+        begin_key = tl.maximum(start + 1 - window, 0) // KEYS * KEYS
+    for first_key in range(begin_key, end, KEYS):
         position = first_key + tl.arange(0, KEYS)
         is_key = position < end
         block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
@@ -143,17 +154,24 @@ def _attend(
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
         scores = _dot(query, tl.trans(key)) * scale
-        scores = tl.where(position[None, :] <= (start + row)[:, None], scores, float("-inf"))
+        is_seen = position[None, :] <= (start + row)[:, None]
+        if HAS_WINDOW:
+            is_seen = is_seen & (position[None, :] > (start + row)[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
         reference = tl.where(new_most == float("-inf"), 0.0, new_most)
         weights = tl.exp(scores - reference[:, None])
         # Keys that a row does not see change nothing: e**0 is 1, and its weights are 0.
         fading = tl.exp(most - reference)
         total = total * fading + tl.sum(weights, 1)
-        mix = mix * fading[:, None] + _dot(weights.to(value.dtype), value)
+        weighted_sum = weighted_sum * fading[:, None] + _dot(weights.to(value.dtype), value)
         most = new_most
-    mix = mix / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(mixed + own_rows * (width * READERS) + column, mix.to(mixed.dtype.element_ty), mask=is_own)
+    weighted_sum = weighted_sum / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        mixed + own_rows * (width * QUERIES_PER_KV_HEAD) + column,
+        weighted_sum.to(mixed.dtype.element_ty),
+        mask=is_own,
+    )
 
 
 @triton.jit

@@ -212,7 +212,7 @@ def test_parameters_of_rotary_positions_mean_what_they_do_in_transformers(
         ({"max_position_embeddings": 1 << 20}, 1 << 20),
         ({"max_position_embeddings": 10_485_760}, 1 << 20),
         ({"max_position_embeddings": None}, 2048),
-        ({"max_position_embeddings": ..., "model_type": "mistral"}, 4096),
+        ({"max_position_embeddings": ..., "model_type": "mistral"}, 131072),
         ({"max_position_embeddings": ..., "model_type": "mistral", "sliding_window": None}, 131072),
         ({"max_position_embeddings": ..., "model_type": "qwen2"}, 32768),
         ({"max_position_embeddings": ..., "model_type": "qwen3"}, 32768),
@@ -224,7 +224,7 @@ def test_positions_beyond_the_limit_or_unsaid(of: dict[str, Any], context: int, 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA_SIZES}))
     arch = read_architecture(str(changed(tmp_path, **of)))
     assert arch.context(None) == context
-    if of["max_position_embeddings"] in (None, ...) and context != 4096:  # that of a Mistral is its window
+    if of["max_position_embeddings"] in (None, ...):
         kind = of.get("model_type", "llama").capitalize()
         assert getattr(transformers, f"{kind}Config")().max_position_embeddings == context
     assert arch.context(1000) == 1000

@@ -68,20 +68,39 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], field: s
 
 
 @pytest.mark.parametrize(
-    ("of", "limit"),
+    ("of", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 40}, "model's 40 positions"),
-        ({"model_type": "mistral"}, "model's 4096 positions"),
-        ({"model_type": "mistral", "sliding_window": None}, "model's 9000 positions"),
-        ({"model_type": "qwen2", "sliding_window": 40}, "model's 9000 positions"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "model's 4096 positions"),
+        ({"model_type": "mistral", "sliding_window": 40}, (40, 40, 40)),
+        ({"model_type": "mistral"}, (4096, 4096, 4096)),
+        ({"model_type": "mistral", "sliding_window": 9000}, (None, None, None)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        ({"model_type": "qwen2", "sliding_window": 40}, (None, None, None)),
+        ({"model_type": "qwen2", "use_sliding_window": True}, (None, None, None)),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, (None, None, 4096)),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            (4096, None, None),
+        ),
     ],
 )
-def test_a_window_limits_the_context(of: dict[str, Any], limit: str, tmp_path: Path) -> None:
-    config = {**LLAMA_SIZES, "max_position_embeddings": 9000, **of}
+def test_a_layer_has_the_window_that_it_has_in_transformers(
+    of: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    config = {**LLAMA_SIZES, "num_hidden_layers": 3, "max_position_embeddings": 9000, **of}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=limit):
-        read_architecture(str(tmp_path)).context(9001)
+    arch = read_architecture(str(tmp_path))
+    assert tuple(layer.attention.window for layer in arch.layers) == windows
+    with pytest.raises(ConfigError, match="model's 9000 positions"):
+        arch.context(9001)
+    config |= {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if "layer_types" in of:
+        with pytest.raises(CheckpointError, match="layer_types: names 2 layers, not 3"):
+            read_architecture(str(tmp_path))
 
 
 def test_heads_of_a_qwen3_have_128_features(tmp_path: Path) -> None:

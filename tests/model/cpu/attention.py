@@ -15,6 +15,7 @@ from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kv_cache import cell_bytes
 from ppserve.model.cpu.scratch import ScratchMemory
+from ppserve.model.cpu.sublayers import NO_WINDOW
 
 Floats = NDArray[np.float32]
 
@@ -79,7 +80,7 @@ class Layer:
         scratch_memory = ScratchMemory(micro_kernels("float32", "portable", frozenset())[0], 1)
         (scratch,), kept = scratch_memory.of_attention(self.kind, cache, int((starts + counts).max()))
         mixed = aligned(len(slots) * width, np.float32).reshape(-1, width)
-        layer = 0, np.float32(self.head_size**-0.5)
+        layer = 0, np.float32(self.head_size**-0.5), NO_WINDOW
         rows = address(qkv), 4 * stride, address(mixed), 4 * width
         write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads, *layer))
         for first, end in pairwise((0, *cuts, num_queries)):

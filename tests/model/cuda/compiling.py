@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from ppserve.core.layers import AttentionSpec
 from ppserve.model.cuda.operators import Tiles
 from ppserve.model.cuda.triton_operators import TritonOperators
 
@@ -80,7 +81,8 @@ def launch_all(dtypes: Sequence[torch.dtype]) -> None:
             qkv_TE = torch.zeros(3, 3 * HEADS * head_size, dtype=dtype)
             numbers = torch.zeros(4, 4, dtype=torch.int32)
             operators.write(qkv_TE, keys_BpHd, keys_BpHd, numbers[0])
-            operators.attend(qkv_TE, keys_BpHd, keys_BpHd, Tiles(numbers, numbers[0], 10), 0.3)
+            tiles, spec = Tiles(numbers, numbers[0], 10), AttentionSpec(HEADS, HEADS, head_size, 0.3)
+            operators.attend(qkv_TE, keys_BpHd, keys_BpHd, tiles, spec)
     scores_RV, numbers_R = torch.zeros(2, 1009), torch.zeros(2)
     operators.weights(scores_RV, numbers_R, numbers_R)
     operators.running_sums(scores_RV)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ppserve.core.architecture import StageLayout
+from ppserve.core.layers import AttentionSpec
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cuda.cache import padded, step_arrays
 from ppserve.model.cuda.operators import Tiles
@@ -38,6 +39,7 @@ class Sequences:
     kv_dtype: torch.dtype | None = None
     readers: int = 1
     """Heads of queries that read each of the `num_heads` of keys and values."""
+    window: int | None = None
 
     def __post_init__(self) -> None:
         self.operators, self.device = operators_of(self.kind), device_of(self.kind)
@@ -71,7 +73,9 @@ class Sequences:
         # Behind a step's block tables stands what is no block: reading it would show.
         tables = torch.cat([on_device["tables"], torch.full_like(on_device["tables"], 1 << 20)])
         tiles = Tiles(on_device["tiles"].view(-1, 4), tables, max(self.lengths))
-        mixed = self.operators.attend(qkv, self.keys, self.values, tiles, self.head_size**-0.5)
+        queries = self.readers * self.num_heads
+        spec = AttentionSpec(queries, self.num_heads, self.head_size, self.head_size**-0.5, window=self.window)
+        mixed = self.operators.attend(qkv, self.keys, self.values, tiles, spec)
         assert not mixed[len(qkv) - more :].any(), "padding is zeros"
         return mixed[: len(qkv) - more]
 
@@ -80,10 +84,25 @@ class Sequences:
         heads = self.qkv[sequence].unflatten(1, (-1, self.head_size))
         query, key, value = heads.split([self.readers * self.num_heads, self.num_heads, self.num_heads], dim=1)
         key, value = (part.to(self.keys.dtype).to(self.dtype) for part in (key, value))
+        seen_TT = torch.ones(len(query), len(query), dtype=torch.bool, device=self.device).tril()
+        if self.window is not None:
+            seen_TT = seen_TT.triu(1 - self.window)
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            *(part.double().transpose(0, 1)[None] for part in (query, key, value)), is_causal=True, enable_gqa=True
+            *(part.double().transpose(0, 1)[None] for part in (query, key, value)), seen_TT, enable_gqa=True
         )
         return mixed[0].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+def test_a_row_sees_its_window(window: int, kind: str) -> None:
+    """With the same bits in chunks, beside others and by itself."""
+    of = Sequences(kind, 2, 16, 8, torch.float32, (150, 70), readers=2, window=window)
+    whole = of.step([(0, 0, 150), (1, 0, 70)])
+    torch.testing.assert_close(whole[:150].double(), of.plain(0), atol=2e-5, rtol=0)
+    torch.testing.assert_close(whole[150:].double(), of.plain(1), atol=2e-5, rtol=0)
+    chunks = torch.cat([of.step([(0, 0, 61)]), of.step([(0, 61, 88)]), of.step([(0, 149, 1)])])
+    assert torch.equal(chunks, whole[:150])
 
 
 @pytest.mark.parametrize("kind", KINDS)

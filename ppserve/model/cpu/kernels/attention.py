@@ -35,7 +35,7 @@ from ppserve.model.compiled.lanes import (
     where_greater,
 )
 from ppserve.model.cpu.kernels.attention_tile import GROUP, mix, score
-from ppserve.model.cpu.kernels.rows import scale_for_int8, turn_row
+from ppserve.model.cpu.kernels.rows import rotate_row, scale_for_int8
 from ppserve.model.cpu.kernels.storage import keep
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
@@ -43,14 +43,14 @@ _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 class CacheShape(NamedTuple):
     """A stage's keys and values. keys, values: addresses. layer_cells: blocks times heads.
-    num_heads: of keys and values, each read by `readers` heads of queries.
+    num_heads: of keys and values, each read by `queries_per_kv_head` heads of queries.
     key_cell, value_cell: bytes of one block and head."""
 
     keys: int
     values: int
     layer_cells: int
     num_heads: int
-    readers: int
+    queries_per_kv_head: int
     head_size: int
     block_size: int
     key_cell: int
@@ -58,12 +58,13 @@ class CacheShape(NamedTuple):
 
 
 class StepSlices(NamedTuple):
-    """The rows of a step: addresses of int64 arrays, as `model.inputs.StepRows` has them. turns: of each row's
-    cosines and sines for its position (`rows.turn_row`), d float32 numbers a row; 0 where nothing is turned."""
+    """The rows of a step: addresses of int64 arrays, as `model.inputs.StepRows` has them. rotations: of each
+    row's cosines and sines for its position (`rows.rotate_row`), d float32 numbers a row, for each of the model's
+    rotary positions; 0 where nothing is rotated."""
 
     num_rows: int
     num_slices: int
-    turns: int
+    rotations: int
     slots: int
     first_row: int
     rows: int
@@ -75,7 +76,8 @@ class StepSlices(NamedTuple):
 class Heads(NamedTuple):
     """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs.
     first to end: those of queries; first_kv to end_kv: those of keys and values.
-    first_cell: of the layer, in the cache. scale: the factor on Q·K."""
+    first_cell: of the layer, in the cache. scale: the factor on Q·K.
+    window: how many positions a row sees at most."""
 
     qkv: int
     qkv_stride: int
@@ -87,6 +89,7 @@ class Heads(NamedTuple):
     end_kv: int
     first_cell: int
     scale: np.float32
+    window: int
 
 
 class AttentionScratch(NamedTuple):
@@ -133,16 +136,17 @@ def _write_value(kind, cache, source, cell, offset):
 
 
 @inlined
-def turn_heads(cache, slices, heads):
-    """Turn each row's queries and keys of a thread's heads by the row's position."""
+def rotate_heads(cache, slices, heads, rotations):
+    """Rotate each row's queries and keys of a thread's heads by the row's position.
+    rotations: those of the layer."""
     size = cache.head_size
-    key = 4 * cache.num_heads * cache.readers * size
+    key = 4 * cache.num_heads * cache.queries_per_kv_head * size
     for row in range(slices.num_rows):
-        turns, source = slices.turns + 4 * row * size, heads.qkv + row * heads.qkv_stride
+        rotation, source = rotations + 4 * row * size, heads.qkv + row * heads.qkv_stride
         for head in range(heads.first, heads.end):
-            turn_row(source + 4 * head * size, turns, size)
+            rotate_row(source + 4 * head * size, rotation, size)
         for head in range(heads.first_kv, heads.end_kv):
-            turn_row(source + key + 4 * head * size, turns, size)
+            rotate_row(source + key + 4 * head * size, rotation, size)
 
 
 @inlined
@@ -154,7 +158,9 @@ def write_heads(kind, cache, slices, heads):
             slot = load_int(slices.slots, row)
             cell, offset = slot // cache.block_size * cache.num_heads + head, slot % cache.block_size
             cell += heads.first_cell
-            source = heads.qkv + row * heads.qkv_stride + width * cache.readers + 4 * head * cache.head_size
+            source = (
+                heads.qkv + row * heads.qkv_stride + width * cache.queries_per_kv_head + 4 * head * cache.head_size
+            )
             _write_key(kind, cache, source, cache.keys + cell * cache.key_cell, offset)
             _write_value(kind, cache, source + width, cache.values + cell * cache.value_cell, offset)
 
@@ -207,9 +213,11 @@ def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
 
 
 @inlined
-def _weigh(scores, count, end):
-    """Turn the first `count` scores into exponentials relative to the greatest, and those up to `end` into 0;
-    returns the sum."""
+def _weigh(scores, window, count, end):
+    """Turn the last `window` of the first `count` scores into exponentials relative to the greatest, and the
+    others up to `end` into 0; returns the sum."""
+    for i in range(count - window):
+        store_one(scores, i, _LEAST)
     last = (count - 1) // 16 * 16
     store(scores, last, keep_first(load(scores, last), count - last, splat(_LEAST)))
     most = splat(_LEAST)
@@ -278,7 +286,9 @@ def _load_query(source, size, scale, query):
 @inlined
 def _readers_from(kind, cache, heads, head):
     """How many heads of queries from `head` on, of a thread's, read the same keys and fit into a tile."""
-    return min(min(heads.end, (head // cache.readers + 1) * cache.readers) - head, kind.most_rows)
+    return min(
+        min(heads.end, (head // cache.queries_per_kv_head + 1) * cache.queries_per_kv_head) - head, kind.most_rows
+    )
 
 
 @inlined
@@ -293,15 +303,15 @@ def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
         while head < heads.end:
             number, readers = head - heads.first, _readers_from(kind, cache, heads, head)
             queries, scores = scratch.queries + 4 * number * size, scratch.scores + number * stride
-            _score_groups(kind, cache, scratch, group, readers, queries, head // cache.readers, scores)
+            _score_groups(kind, cache, scratch, group, readers, queries, head // cache.queries_per_kv_head, scores)
             head += readers
     head = heads.first
     totals, panels = scratch.sums + 4 * kind.most_rows * GROUP * panels_of(cache), panels_of(cache)
     while head < heads.end:
-        readers, kv_head = _readers_from(kind, cache, heads, head), head // cache.readers
+        readers, kv_head = _readers_from(kind, cache, heads, head), head // cache.queries_per_kv_head
         scores = scratch.scores + (head - heads.first) * stride
         for r in range(readers):
-            store_one(totals, r, _weigh(scores + r * stride, count, count))
+            store_one(totals, r, _weigh(scores + r * stride, heads.window, count, count))
             if kind.element_bytes == 1:
                 _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores + r * stride)
         _mix_head(kind, cache, scratch, num_groups, readers, kv_head, scores, scratch.sums)
@@ -340,7 +350,7 @@ def _are_a_rows_own(sums, size):
 @inlined
 def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
     """One head of some consecutive rows, of which the first stands at `position`."""
-    size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.readers
+    size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.queries_per_kv_head
     for r in range(num_rows):
         query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
         _load_query(query, size, heads.scale, scratch.queries + 4 * r * size)
@@ -349,7 +359,7 @@ def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, positio
     totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
     for r in range(num_rows):
         scores = scratch.scores + r * scratch.scores_stride
-        store_one(totals, r, _weigh(scores, position + r + 1, position + num_rows))
+        store_one(totals, r, _weigh(scores, heads.window, position + r + 1, position + num_rows))
         if kind.element_bytes == 1:
             _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores)
     _mix_head(kind, cache, scratch, num_groups, num_rows, kv_head, scratch.scores, scratch.sums)

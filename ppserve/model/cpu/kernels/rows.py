@@ -149,11 +149,11 @@ def multiply_row(values, factors, count):
 
 
 @inlined
-def turn_row(values, turns, count):
-    """Turn pairs of `count` numbers, one of each half, in place. turns: their cosines, then their sines."""
+def rotate_row(values, rotation, count):
+    """Rotate pairs of `count` numbers, one of each half, in place. rotation: their cosines, then their sines."""
     half = count // 2
     for i in range(half):
-        cosine, sine = load_one(turns, i), load_one(turns, half + i)
+        cosine, sine = load_one(rotation, i), load_one(rotation, half + i)
         x, y = load_one(values, i), load_one(values, half + i)
         store_one(values, i, x * cosine - y * sine)
         store_one(values, half + i, y * cosine + x * sine)

@@ -1,12 +1,13 @@
 """What the threads of a stage do together: jobs, from which attention, MLP, LM head and linear layers are made.
 
     job      partitioned by
-    HEADS    rows: norm, pack | outputs: product | heads: norm, turn, keep keys and values (|) attend
+    HEADS    rows: norm, pack | outputs: product | heads: norm, rotate, keep keys and values (|) attend
     EXPAND   rows: norm, pack | outputs: product | rows: activate
     PROJECT  rows: pack | outputs: product | rows: add to the hidden states
     READ     rows: norm, pack | outputs: product
     LINEAR   rows: pack | outputs: product
     OUTPUT   as LINEAR, with the LM head's product, as READ has it
+    NORM     rows: norm
 
 An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather.
 PROJECT puts out what the next job begins with. At each bar the threads wait for each other; at the one in
@@ -37,7 +38,7 @@ from ppserve.model.cpu.kernels.attention import (
     Heads,
     StepSlices,
     attend,
-    turn_heads,
+    rotate_heads,
     write_heads,
 )
 from ppserve.model.cpu.kernels.job_queue import JOB, await_job, barrier, begin_pieces, next_piece, publish
@@ -55,7 +56,7 @@ from ppserve.model.cpu.kernels.rows import (
 )
 from ppserve.model.cpu.kernels.tile_code import PANEL
 
-HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT = range(1, 7)
+HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT, NORM = range(1, 8)
 """Kinds of jobs."""
 
 _PIECE_BYTES = 256 << 10
@@ -155,8 +156,16 @@ def _multiply(product, weights, scratch, y, context):
 
 
 @inlined
-def _norm_rows(product, stored, norm, weights, scratch, x, context):
-    """Norm and pack this thread's rows."""
+def _norm_rows(product, stored, single, norm, weights, scratch, x, context):
+    """Norm and pack this thread's rows. A norm without weights: rows come normed, in float32."""
+    if norm.weight == 0:
+        _pack_rows(product, single, weights, scratch, x, norm.width, context)
+    else:
+        _norm_and_pack_rows(product, stored, norm, weights, scratch, x, context)
+
+
+@inlined
+def _norm_and_pack_rows(product, stored, norm, weights, scratch, x, context):
     first, end = _partition(context, scratch.num_rows, 1)
     values, padded = _values(scratch, context), weights.chunks * product.chunk_inputs
     for row in range(first, end):
@@ -196,24 +205,25 @@ def _heads(product, attention, stored, single, table, step, x, out, context):
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     cache = _cache_at(step + _SCRATCH + _SLICES)
-    _norm_rows(product, stored, norm, qkv, scratch, x, context)
+    _norm_rows(product, stored, single, norm, qkv, scratch, x, context)
     _multiply(product, qkv, scratch, scratch.y, context)
-    num_queries, stride = cache.num_heads * cache.readers, 4 * qkv.outputs
+    num_queries, stride = cache.num_heads * cache.queries_per_kv_head, 4 * qkv.outputs
     first, end = _partition(context, num_queries, 1)
     first_kv, end_kv = _partition(context, cache.num_heads, 1)
     first_cell, scale = load_int(table, 0) * cache.layer_cells, load_one(table + 8, 0)
     rows = scratch.y, stride, out, 4 * num_queries * cache.head_size
-    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale)
+    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale, load_int(table, 3))
     slices = _slices_at(step + _SCRATCH)
     if load_int(table, 2):
         values, keys = _values(scratch, context), scratch.y + 4 * num_queries * cache.head_size
-        _norm_heads(single, _norm_at(table + 24), scratch.y, stride, first, end, slices.num_rows, values)
-        _norm_heads(single, _norm_at(table + 24 + _NORM), keys, stride, first_kv, end_kv, slices.num_rows, values)
-    if slices.turns:
-        turn_heads(cache, slices, heads)
+        _norm_heads(single, _norm_at(table + 48), scratch.y, stride, first, end, slices.num_rows, values)
+        _norm_heads(single, _norm_at(table + 48 + _NORM), keys, stride, first_kv, end_kv, slices.num_rows, values)
+    if load_int(table, 4):
+        rotations = slices.rotations + 4 * load_int(table, 5) * slices.num_rows * cache.head_size
+        rotate_heads(cache, slices, heads, rotations)
     own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * context.thread)
     write_heads(attention, cache, slices, heads)
-    if cache.readers > 1:  # a thread's heads read what others write
+    if cache.queries_per_kv_head > 1:  # a thread's heads read what others write
         barrier(context.job_queue, context.thread, context.count)
     attend(attention, cache, slices, own, heads)
 
@@ -225,7 +235,7 @@ def _expand(product, stored, single, table, step, x, out, context):
     table += _NORM + _WEIGHTS
     activation, table = _activation_at(table), table + _ACTIVATION
     own, is_gated = load_int(table, 0), load_int(table, 1)
-    _norm_rows(product, stored, norm, weights, scratch, x, context)
+    _norm_rows(product, stored, single, norm, weights, scratch, x, context)
     _multiply(product, weights, scratch, scratch.y, context)
     first, end = _partition(context, scratch.num_rows, 1)
     for row in range(first, end):
@@ -255,6 +265,21 @@ def _project(product, stored, single, table, step, x, inner, out, context):
 
 
 @inlined
+def _norm_alone(stored, single, table, step, x, out, context):
+    """out = norm(x), in float32. x: hidden states, or float32 rows."""
+    norm, scratch, is_single = _norm_at(table), _scratch_at(step), load_int(table + _NORM, 0)
+    first, end = _partition(context, scratch.num_rows, 1)
+    values, padded = _values(scratch, context), -(-norm.width // PANEL) * PANEL
+    for row in range(first, end):
+        if is_single:
+            read_row(single, x + 4 * row * norm.width, norm.width, values, padded)
+        else:
+            read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
+        normalise(norm, values)
+        read_row(single, values, norm.width, out + 4 * row * norm.width, 0)
+
+
+@inlined
 def _linear(product, single, table, step, x, out, context):
     """out = x Wᵀ + b. x: float32 rows."""
     weights, scratch = _weights_at(table), _scratch_at(step)
@@ -273,12 +298,14 @@ def _do(product, head, attention, stored, single, job, table, step, x, inner, ou
         _project(product, stored, single, table, step, x, inner, out, context)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-        _norm_rows(head, stored, norm, weights, scratch, x, context)
+        _norm_rows(head, stored, single, norm, weights, scratch, x, context)
         _multiply(head, weights, scratch, out, context)
     elif job == LINEAR:
         _linear(product, single, table, step, x, out, context)
-    else:
+    elif job == OUTPUT:
         _linear(head, single, table, step, x, out, context)
+    else:
+        _norm_alone(stored, single, table, step, x, out, context)
 
 
 @kernel

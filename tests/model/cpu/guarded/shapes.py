@@ -254,11 +254,11 @@ class Run:
     def _guard_arrays(self, inputs: StepInputs) -> None:
         """Each of a step's arrays in a piece of its own."""
         assert isinstance(inputs, CpuInputs)
-        table, _, turns, *_ = inputs.kept
+        table, _, rotations, *_ = inputs.kept
         assert isinstance(table, np.ndarray)
         rows, at = inputs.rows, len(Scratch._fields)
         arrays = {
-            "turns": turns, "slots": rows.slots_T, "first_row": rows.first_row_S, "rows": rows.num_rows_S,
+            "rotations": rotations, "slots": rows.slots_T, "first_row": rows.first_row_S, "rows": rows.num_rows_S,
             "start": rows.start_S, "tables": rows.tables, "table_begin": rows.table_begin_S,
         }  # fmt: skip
         self._arrays = {

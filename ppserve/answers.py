@@ -1,4 +1,4 @@
-"""What a caller asks with and gets, in the Python client and in `Pipeline` alike: typed values."""
+"""The typed values that a caller asks with and gets, in the Python client and in `Pipeline` alike."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any, TypedDict, get_type_hints
 import msgspec
 
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""A prompt is a text or token ids."""
 Texts = str | Sequence[str]
 """One string or several."""
 
 
 class Options(TypedDict, total=False):
-    """What a request may say beside its prompt; the proto describes each.
-    What is absent, or None, takes the server's default."""
+    """The options of a request; the proto describes each. One that is absent or None has the server's default."""
 
     temperature: float
     top_k: int
@@ -51,7 +50,7 @@ class Token:
     id: int
     bytes: bytes
     logprob: float | None = None  # natural logarithm; None when not asked for
-    top: tuple[Token, ...] = ()  # the most likely tokens in its place
+    top: tuple[Token, ...] = ()  # the most likely tokens at its position
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +79,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence: what is new of a stream, or all of a completed sequence.
+    """Consecutive tokens of one sequence: the new ones of a stream, or all of a completed sequence.
     Only the last chunk of a sequence has `finish` and `usage`."""
 
     request_id: str
-    index: int  # of the sequence
-    first_token: int  # its offset among the generated tokens
-    num_tokens: int  # whether they are listed or not
+    index: int  # of the sequence, from 0
+    first_token: int  # offset of its first token among the generated ones
+    num_tokens: int  # how many it has, whether `tokens` lists them or not
     text: str
-    tokens: tuple[Token, ...] = ()  # when asked for; so are `prompt_tokens`
+    tokens: tuple[Token, ...] = ()  # empty unless the caller asked for them; so is `prompt_tokens`
     prompt_tokens: tuple[Token, ...] = ()
-    seed: int | None = None  # the one in use, on the first and the last chunk
+    seed: int | None = None  # the seed in use; only the first and the last chunk have it
     finish: Finish | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -117,7 +116,7 @@ class Completion:
 
 
 def completion_of(chunks: Sequence[Chunk]) -> Completion:
-    """What all chunks of a request make together."""
+    """The completion that all chunks of a request make together, in any order of sequences."""
     by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
@@ -127,7 +126,7 @@ def completion_of(chunks: Sequence[Chunk]) -> Completion:
 
 
 def _join(chunks: Sequence[Chunk]) -> Chunk:
-    """All chunks of one sequence as one."""
+    """Join all chunks of one sequence to one."""
     return replace(
         chunks[-1],
         first_token=chunks[0].first_token,
@@ -144,14 +143,14 @@ _KINDS = get_type_hints(Options)
 
 
 def read_prompt(given: Any) -> Prompt:
-    """A text or token ids, also of a program's arrays. Raises TypeError for anything else."""
+    """Return the prompt as a text or a tuple of token ids, which may be an array. Raises TypeError for others."""
     prompt: Prompt = _read("prompt", given, Prompt)
     return prompt
 
 
 def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> dict[str, Any]:
-    """The options that are not None, in Python's own types. kinds: the type of each, by name.
-    Raises TypeError, naming an option that does not exist or has another type."""
+    """Return the options that are not None, in Python's own types. kinds: the type of each option, by name.
+    Raises TypeError that names an option which does not exist or has another type."""
     if unknown := sorted(given.keys() - kinds.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}")
     return {name: _read(name, value, kinds[name]) for name, value in given.items() if value is not None}
@@ -161,7 +160,7 @@ def _read(name: str, value: Any, kind: Any) -> Any:
     if kind == Texts and isinstance(value, str):
         return (value,)
     try:
-        # Bytes are left alone, and refused: they would be read as token ids below 256.
+        # Bytes are not converted, so they are refused: else they would be read as token ids below 256.
         plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_as_builtin)
         read = msgspec.convert(plain, kind)
     except (TypeError, ValueError) as error:
@@ -172,7 +171,7 @@ def _read(name: str, value: Any, kind: Any) -> Any:
 
 
 def _as_builtin(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch; other collections."""
+    """Convert numbers and arrays of numpy and torch, and other collections."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return dict(value) if isinstance(value, Mapping) else list(value)

@@ -1,6 +1,6 @@
 """The operator's configuration: parsed once by `cli`, frozen, and handed to each room as the part that it needs.
 
-Sizes are bytes, times are seconds. None means `auto`: decided at start-up or while serving.
+Sizes are bytes, times are seconds. None means `auto`: the value is decided at start-up or while serving.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which weights, and how they are kept."""
+    """Which weights are served, and in which precision."""
 
     path: str = "tiny"
-    """`tiny`, a directory, a file or a hub id."""
+    """The model: `tiny`, a directory, a file or a hub id."""
     dtype: str = "auto"
     quantization: str = "none"
     """Type of the weights of the linear layers and the LM head."""
     force_cpu: bool = False
     served_model_name: tuple[str, ...] = ()
-    """What callers call the model; answers carry the first. None given: the hub id, or the last part of `path`."""
+    """Names that callers may use for the model; answers carry the first. Without any, it is the hub id or the last
+    part of `path`."""
     max_model_len: int | None = None
 
 
@@ -40,7 +41,7 @@ class PipelineSettings:
     """How the model is cut, and how stages exchange hidden states."""
 
     layers: Split | None = None
-    """Per stage; None = balanced."""
+    """Layers of each stage; None = balanced."""
     microbatches: int | None = None
     transport: str = "auto"
     threads: int | None = None
@@ -51,7 +52,8 @@ class PipelineSettings:
     """Pipelines with all layers, behind one head."""
 
     def grid(self, world_size: int) -> RankGrid:
-        """How so many ranks divide: what tensor ranks and replicas leave are stages. Raises ConfigError."""
+        """How `world_size` ranks divide into tensor ranks, replicas and stages. Raises ConfigError if they do
+        not."""
         each = self.tensor_parallel * self.replicas
         if world_size % each:
             sizes = f"{self.tensor_parallel} tensor ranks x {self.replicas} replicas"
@@ -65,25 +67,25 @@ class DeviceSettings:
     """How GPUs compute."""
 
     batch_invariant: bool = False
-    """Tokens do not depend on what else is computed, for some of the speed."""
+    """Whether tokens are independent of what else is computed, which costs speed."""
     cuda_graphs: bool = True
-    """Record decoding steps when serving begins."""
+    """Whether decoding steps are recorded as CUDA graphs when serving begins."""
     devices: tuple[str, ...] | None = None
-    """Device of each stage on this host; None = GPUs in turn, or the CPU."""
+    """Device of each stage on this host; None = its GPUs in turn, or the CPU where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Memory for keys and values, and who shares it."""
+    """Memory for keys and values, and which callers share prefixes in it."""
 
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_memory: int | None = None
-    """Bytes per stage; None = from free memory."""
+    """Bytes per stage; None = a share of the free memory."""
     kv_dtype: str = "auto"
-    """`auto` is the model's."""
+    """Type of keys and values; `auto` = the same as `dtype`, or for quantized models the checkpoint's own."""
     prefix_cache: str = "per-key"
-    """Whose requests share equal prefixes."""
+    """Which callers share cached prefixes: `shared` = all, `per-key` = those with one API key, `off` = none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,16 @@ class SchedulingSettings:
 
     max_num_seqs: int = 256
     max_queue: int = 1024
-    """Requests that may wait."""
+    """Most requests that wait; further ones are refused."""
     prefill_chunk: int | None = None
-    """Prompt tokens per step."""
+    """Most prompt tokens per step."""
     speculate: int | None = None
-    """Draft tokens per step and sequence; None = where they pay."""
+    """Draft tokens per step and sequence; 0 = off, None = where they raise the speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Listening addresses, their security, shutting down, and what is logged. A port of 0 means any free one."""
+    """Listening addresses, their security, shutdown and logs. Port 0 means any free port."""
 
     host: str = "127.0.0.1"
     port: int = 50051
@@ -119,7 +121,7 @@ class ServerSettings:
     api_key_file: Path | None = None
     trace: Path | None = None
     log_level: str = "info"
-    """Lowest level that is logged, in all ranks. `log_format` holds for all ranks too."""
+    """The lowest level that is logged. It and `log_format` hold for all ranks."""
     log_format: str = "text"
 
 
@@ -129,22 +131,22 @@ class NetworkSettings:
 
     secret_file: Path | None = None
     stage_tls_cert: Path | None = None
-    """The three files of the control plane's TLS: all or none."""
+    """Certificate, key and authority of the control plane's TLS: all three are set, or none."""
     stage_tls_key: Path | None = None
     stage_tls_ca: Path | None = None
     stage_ports: tuple[int, int] | None = None
-    """First and last on which stages listen, as far as that can be told."""
+    """First and last port for the stages' rendezvous stores; gloo and NCCL choose their own ports."""
     control_port: int | None = None
-    """The head's, for its stages; None = the one after MASTER_PORT."""
+    """The head's port that stages connect to; None = MASTER_PORT + 1."""
     interface: str | None = None
-    """The name of a stage's interface for the other stages; None = found from its connection to the head."""
+    """Name of the interface that a stage uses to other stages; None = the one of its connection to the head."""
     advertise: str | None = None
-    """A stage's address for the other stages; None = found like the interface."""
+    """Address that other stages connect to; None = the interface's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """All parts. No two parts have a field of the same name."""
+    """All parts of the configuration. No two parts have a field of the same name."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
@@ -156,7 +158,7 @@ class ServeConfig:
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:
-        """Each flag goes into the part that has a field of its name, which may end with its unit."""
+        """Put each flag into the part that has a field of its name, which may end with `_s` for seconds."""
         parts: dict[str, Any] = {}
         for part in fields(cls):
             default = getattr(cls(), part.name)

@@ -13,8 +13,8 @@
         - Forbidden               PERMISSION_DENIED
         - Unauthenticated         UNAUTHENTICATED
         - RequestFailed           INTERNAL
-      x TransportError            a neighbour stage is gone: a new epoch follows
-      x WireError                 a frame that is not of the control plane's schema
+      x TransportError            a neighbour stage is gone; a new epoch follows
+      x WireError                 a frame that does not fit the control plane's schema
 
 `client.CallFailed` (what a server answered) and `bench.ScrapeFailed` are PpserveErrors of their rooms. The gRPC
 status is a plain string, so that only the rooms that speak gRPC import grpc.
@@ -42,11 +42,11 @@ class ConfigError(UsageError):
 
 
 class LauncherError(UsageError):
-    """An environment variable that a launcher sets for a rank and that cannot be used; each rank has its own."""
+    """An environment variable that a launcher sets for a rank cannot be used. Each rank reports its own."""
 
 
 class CheckpointError(UsageError):
-    """A model file that cannot be used; names the file and, where there is one, the field."""
+    """A model file that cannot be used. The message names the file and, where there is one, the field."""
 
     def __init__(self, path: object, problem: str, field: str | None = None) -> None:
         super().__init__(f"{path}: {field}: {problem}" if field else f"{path}: {problem}")
@@ -56,7 +56,7 @@ class CheckpointError(UsageError):
 
 
 class RequestError(PpserveError):
-    """A request that is refused, or ends, with a status of gRPC and one of HTTP."""
+    """A request that is refused, or ends, with an error. Subclasses have a status of gRPC and one of HTTP."""
 
     status = "INTERNAL"
     """The name of a gRPC status code."""

@@ -1,6 +1,6 @@
-"""Reading small files that may be hostile: regular files only, bounded, and every failure names the file.
+"""Reads small files that may be hostile: only regular files, up to a limit, and every failure names the file.
 
-`within` bounds what a network may take.
+`within` limits the time of a download.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 """The directory of the built-in model."""
 
 MAX_JSON_BYTES = 256 << 20
-"""Larger than any tokenizer.json in use; a bound, so that a wrong file cannot fill the memory."""
+"""The limit of JSON files. No tokenizer.json in use is as large, and a wrong file cannot fill the memory."""
 
 KINDS = {
     rb"\Z": "an empty file",
@@ -40,11 +40,11 @@ KINDS = {
     rb"\x93NUMPY": "an array of NumPy",
     rb"\x08[\x01-\x20]\x12.[a-zA-Z]": "an ONNX model",
 }
-"""What files are, by their first bytes."""
+"""Kinds of files, by a pattern of their first bytes."""
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a regular file. Raises CheckpointError for anything else, such as a pipe, which blocks `open`."""
+    """A regular file's bytes. Raises CheckpointError for another kind, such as a pipe, which blocks `open`."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -57,8 +57,8 @@ def file_size(path: Path) -> int:
 
 
 def misread(path: Path, expected: str, error: object, *begins_as: str) -> CheckpointError:
-    """Return the error for a file that is not what was expected. It says what the file is, if its first bytes do,
-    and else these. begins_as: what files of the expected kind are by their beginning."""
+    """Return the error for a file that is not what was expected. It names the kind that the first bytes show, or
+    shows them if the kind is unknown. begins_as: kinds that files of the expected kind may have by these bytes."""
     start = read_start(path, 512)
     found = next((kind for pattern, kind in KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
     why = reason(error) if isinstance(error, BaseException) else str(error)
@@ -86,7 +86,7 @@ def read_start(path: Path, num_bytes: int) -> bytes:
 
 
 def read_json(path: Path, schema: type[T]) -> T:
-    """A JSON file as a msgspec schema wants it. Raises CheckpointError."""
+    """Read a JSON file as a value of a msgspec schema. Raises CheckpointError if it is not one."""
     try:
         value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
@@ -95,12 +95,12 @@ def read_json(path: Path, schema: type[T]) -> T:
 
 
 def checked(path: Path, value: object, schema: type[T]) -> T:
-    """A value from a file as a msgspec schema wants it. Raises CheckpointError."""
+    """Convert a file's value to a msgspec schema. Raises CheckpointError, with the field, if it does not fit."""
     try:
         return msgspec.convert(value, schema, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can spell half a surrogate pair
         problem, _, place = str(error).partition(" - at ")
-        # `$.a.b[0]` is where it is; a field that is missing or too many is named by the problem instead.
+        # `$.a.b[0]` is the value's place. The problem itself names a field that is missing or unknown.
         field = re.sub(r"^\$\.?|\[.*", "", place.strip("`"))
         if named := re.search(r" field `(.*)`$", problem, re.DOTALL):
             problem = problem[: named.start()].removeprefix("Object ")
@@ -109,7 +109,7 @@ def checked(path: Path, value: object, schema: type[T]) -> T:
 
 
 def within(seconds: float, fetch: Callable[[], T]) -> T:
-    """What `fetch` returns or raises. Raises TimeoutError after `seconds`; its thread is then left behind."""
+    """Return or raise what `fetch` does. Raises TimeoutError after `seconds`, while its thread goes on."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -136,7 +136,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def bytes_shown(content: bytes) -> str:
-    """Bytes as people know them: as a text in quotes, or where they are none, as numbers of base 16."""
+    """Show bytes as a quoted text if they are printable ASCII, else as hexadecimal numbers."""
     text = content.decode("ascii", "replace")
     return repr(text) if text.isascii() and text.isprintable() else content.hex(" ")
 

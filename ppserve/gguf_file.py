@@ -1,7 +1,7 @@
-"""What the header of a GGUF file says: its values by key, and where its tensors are.
+"""Reads the header of a GGUF file: its values by key, and where its tensors are.
 
-Every length is compared with what is left of the file before it is believed. (That of the `gguf` package
-loops over counts that a damaged file claims.) Layout: ggml-org/ggml, docs/gguf.md, versions 2 and 3, little
+Every length is compared with the rest of the file before it is used, since a damaged file may claim any. (The
+reader of the `gguf` package loops over such counts.) Layout: ggml-org/ggml, docs/gguf.md, versions 2 and 3, little
 endian. A model may be split into files, named as llama.cpp's gguf-split names them.
 """
 
@@ -19,11 +19,11 @@ from ppserve.files import bytes_shown, file_size, misread, read_start, shown
 
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Formats of `struct`, by the type of a value."""
+"""Formats of `struct`, by the type number of a value."""
 TEXT, ARRAY = 8, 9
-MAX_BYTES = 64 << 20  # of the header: more than any in use
+MAX_BYTES = 64 << 20  # limit of the header, larger than any in use
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""The name of a part; the first one is 1."""
+"""The file name of a part of a model. The first part has number 1."""
 
 
 class TensorInfo(NamedTuple):
@@ -31,9 +31,9 @@ class TensorInfo(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Sizes as torch has them: the dimension whose numbers are neighbours is the last."""
+    """Sizes in torch's order: the numbers of the last dimension are next to each other in memory."""
     type: int
-    """A `gguf.GGMLQuantizationType`."""
+    """A number of `gguf.GGMLQuantizationType`."""
     offset: int
     """Where its numbers begin, in bytes from the beginning of the file."""
 
@@ -44,12 +44,12 @@ class GGUFHeader(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it begins as one: a file may have any name."""
+    """Whether a file begins as a GGUF file does; its name may be any."""
     return path.is_file() and read_start(path, 4) == MAGIC
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Raises CheckpointError."""
+    """Read the header of one file. Raises CheckpointError if it is no whole one."""
     size = min(file_size(path), MAX_BYTES)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as content:
@@ -59,8 +59,8 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def read_parts(path: Path) -> dict[Path, GGUFHeader]:
-    """Read the headers of all files of a model, of which any is given; the first one has the values. Raises
-    CheckpointError for a part that is missing or of another model."""
+    """Read the headers of all files of a model, in order; `path` is any of them, and the first one has the values.
+    Raises CheckpointError for a part that is missing or of another model."""
     header = read_header(path)
     number, count, num_tensors = place = _place_of(path, header)
     if count == 1:
@@ -68,7 +68,7 @@ def read_parts(path: Path) -> dict[Path, GGUFHeader]:
     name = PART.fullmatch(path.name)
     if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
         ending = f"-{number + 1:05}-of-{count:05}.gguf"
-        problem = f"is part {number + 1} of {count}, as its name must say for the others to be found: *{ending}"
+        problem = f"is part {number + 1} of {count}; the other parts are found only if its name ends with {ending}"
         raise CheckpointError(path, problem, field="split.no")
     found: dict[Path, GGUFHeader] = {}
     for at in range(count):
@@ -86,15 +86,17 @@ def read_parts(path: Path) -> dict[Path, GGUFHeader]:
 
 
 def _place_of(path: Path, header: GGUFHeader) -> tuple[int, int, Any]:
-    """Return a part's number, the count of parts, and that of tensors in all. Raises CheckpointError."""
+    """Return a part's number from 0, the number of parts, and the number of tensors in all parts together.
+    Raises CheckpointError if the header has impossible ones."""
     number, count = header.values.get("split.no", 0), header.values.get("split.count", 0) or 1
     if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
-        raise CheckpointError(path, f"is {shown(number)} of {shown(count)}: no part of a model", field="split.no")
+        problem = f"is {shown(number)} of {shown(count)} parts, which cannot be"
+        raise CheckpointError(path, problem, field="split.no")
     return number, count, header.values.get("split.tensors.count")
 
 
 class _Cursor:
-    """A place in a file; reading moves it. Raises ValueError where the file ends."""
+    """A position in a file, which reading moves. Reading raises ValueError where the file ends."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.at = 0
@@ -102,7 +104,7 @@ class _Cursor:
 
     def bytes(self, count: int) -> bytes:
         if count > len(self._content) - self.at:
-            raise ValueError(f"it ends, or passes 64 MiB, after byte {self.at}")
+            raise ValueError(f"its header ends too early, or passes 64 MiB, after byte {self.at}")
         self.at += count
         return self._content[self.at - count : self.at]
 
@@ -121,7 +123,7 @@ class _Cursor:
         if kind == TEXT:
             return [self.text() for _ in range(count)]
         if kind not in SCALARS:
-            raise ValueError(f"{kind} is no type of a value")
+            raise ValueError(f"{kind} is not the type of a value")
         return list(self.numbers(SCALARS[kind], count))
 
 
@@ -130,9 +132,9 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         raise ValueError(f"such files begin with {bytes_shown(MAGIC)}")
     (version,), (num_tensors, num_values) = cursor.numbers("I"), cursor.numbers("Q", 2)
     if version in (2 << 24, 3 << 24):
-        raise ValueError("its bytes are in the other order, big endian; gguf-py's gguf-convert-endian turns them")
+        raise ValueError("its numbers are big endian; gguf-py's gguf-convert-endian converts them")
     if version not in (2, 3):
-        raise ValueError(f"version {version}, only 2 and 3 are served")
+        raise ValueError(f"its version is {version}; only 2 and 3 are served")
     values: dict[str, Any] = {}
     for _ in range(num_values):
         key, (kind,) = cursor.text(), cursor.numbers("I")
@@ -140,13 +142,13 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     tensors = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-        raise ValueError(f"an alignment of {alignment}")
+        raise ValueError(f"its alignment is {alignment}")
     begin = math.ceil(cursor.at / alignment) * alignment
     return GGUFHeader(values, [tensor._replace(offset=begin + tensor.offset) for tensor in tensors])
 
 
 def _tensor(cursor: _Cursor) -> TensorInfo:
-    """Its offset is from where the tensors begin."""
+    """Read one tensor's entry. Its offset counts from where the tensors begin."""
     name, (num_dimensions,) = cursor.text(), cursor.numbers("I")
     sizes = cursor.numbers("Q", num_dimensions)
     (kind,), (offset,) = cursor.numbers("I"), cursor.numbers("Q")

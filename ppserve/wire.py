@@ -1,4 +1,4 @@
-"""The messages of the control plane, and their encoding in frames. Nothing is pickled.
+"""The messages of the control plane, and their encoding in frames. No pickle is used.
 
 A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below.
 An unknown tag, a missing field, a wrong type or too great a length raises `WireError`. The limit is
@@ -33,7 +33,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(_Message, frozen=True, tag=True):
-    """The head's first frame: prove that you know the secret. nonce: a random number, never used before."""
+    """The head's first frame: it asks a rank to prove that it knows the secret. nonce: a fresh random number."""
 
     nonce: bytes
 
@@ -47,13 +47,13 @@ class Proof(_Message, frozen=True, tag=True):
 
 
 class Welcome(_Message, frozen=True, tag=True):
-    """The head's proof: now each knows that the other knows the secret."""
+    """The head's proof. With it each side knows that the other knows the secret."""
 
     proof: bytes
 
 
 class Refused(_Message, frozen=True, tag=True):
-    """The head's last word on a connection. may_retry: the reason may pass."""
+    """The head's last message before it closes a connection. may_retry: whether a later attempt may succeed."""
 
     reason: str
     may_retry: bool
@@ -67,13 +67,13 @@ class StageHost(msgspec.Struct, frozen=True):
 
     name: str
     machine: str = ""
-    """Equal for processes that share clock and loopback; host names do not show that."""
+    """Equal for processes that share clock and loopback interface, which equal host names do not prove."""
     address: str = "127.0.0.1"
     """Address that other stages connect to."""
     head_address: str = "127.0.0.1"
     """The head's address, as this stage reached it."""
     user: str = ""
-    """The user that it runs as: stages of one machine and one user can share memory."""
+    """The user that the process runs as. Stages of one machine and one user can share memory."""
 
 
 class FoundModel(msgspec.Struct, frozen=True):
@@ -82,24 +82,24 @@ class FoundModel(msgspec.Struct, frozen=True):
     checkpoint: str
     architecture: Architecture
     dtype: str
-    """Never "auto", like the other precisions."""
+    """A type, never "auto"; so are the other precisions."""
     quantization: str = "none"
     kv_dtype: str = "float32"
     weights: str = ""
-    """Their fingerprint."""
+    """The fingerprint of the weights."""
 
 
 class StageDevice(msgspec.Struct, frozen=True):
     """The device that a stage would use."""
 
     gpu: int | None = None
-    """Its index; None for the CPU."""
+    """The GPU's index; None for the CPU."""
     shares_gpu: bool = False
     """Whether other stages of this host use the same GPU."""
 
 
 class Hello(_Message, frozen=True, tag=True):
-    """A stage process after the Welcome: its rank, its host, and the model that it found."""
+    """A stage process's first message after the Welcome: its rank, its host, and the model that it found."""
 
     rank: int
     world_size: int
@@ -119,11 +119,12 @@ class Loading(_Message, frozen=True, tag=True):
 
 
 class Loaded(_Message, frozen=True, tag=True):
-    """The weights are in memory. block_bytes: of one KV block on this stage. kv_bytes: available for KV blocks.
+    """The weights are in memory.
 
+    block_bytes: the size of one KV block on this stage. kv_bytes: memory available for KV blocks.
     nondeterministic_reason: the check of the self-test that failed, or why it proves nothing; None if all passed.
     kernels: the kernel variants in use; different ones may compute different bits from the same numbers.
-    variants: those that the CPU can run, weakest first.
+    variants: the variants that the CPU can run, weakest first.
     """
 
     device: str
@@ -164,7 +165,7 @@ class Heartbeat(_Message, frozen=True, tag=True):
 
 class Broken(_Message, frozen=True, tag=True):
     """The stage has left this epoch, because its transport failed or because of `Abandon`.
-    It keeps its weights and waits for the next one."""
+    It keeps its weights and waits for the next epoch."""
 
     epoch: int
     reason: str
@@ -172,7 +173,7 @@ class Broken(_Message, frozen=True, tag=True):
 
 class Failed(_Message, frozen=True, tag=True):
     """The stage cannot serve, and a restart would not help (a damaged file, not enough memory).
-    From a keeper, as its connection's only message: its stage process keeps dying."""
+    A keeper sends it, as the only message of its connection, when its stage process dies again and again."""
 
     reason: str
 
@@ -181,15 +182,18 @@ class Failed(_Message, frozen=True, tag=True):
 
 
 class Meeting(_Message, frozen=True, tag=True):
-    """Where a server's head listens, @NAME on one host or HOST:PORT, and the file with the secret that its ranks
-    share; None on one host. secret: the file's at the start, or made of what the launcher tells its ranks.
-    tls: whose files encrypt; None in the clear. tls_held: what these held at the start, `tls.read_files`."""
+    """Where a server's head listens, and the secret by which its ranks prove themselves."""
 
     address: str
+    """@NAME on one host, else HOST:PORT."""
     secret_file: Path | None = None
+    """The file with the secret; None on one host."""
     secret: bytes = b""
+    """The file's content at the start; on one host made from variables that the launcher sets for its ranks."""
     tls: NetworkSettings | None = None
+    """The settings with the files of TLS; None where the control plane is not encrypted."""
     tls_held: tuple[bytes, ...] = ()
+    """The contents of these files at the start (`tls.read_files`)."""
 
 
 class Start(_Message, frozen=True, tag=True):
@@ -236,13 +240,13 @@ class Abandon(_Message, frozen=True, tag=True):
 
 
 class Plan(_Message, frozen=True, tag=True):
-    """A step."""
+    """Compute this step."""
 
     plan: StepPlan
 
 
 class Cancel(_Message, frozen=True, tag=True):
-    """These steps, which were sent ahead, need not be computed. They are reported all the same."""
+    """These steps, which were sent ahead, need not be computed. The stage still reports them."""
 
     step_ids: tuple[int, ...]
 
@@ -272,7 +276,7 @@ def encode(message: _Message) -> bytes:
 
 
 class FrameReader:
-    """Decodes messages from a byte stream. kind: one of them, or a union."""
+    """Decodes messages from a byte stream. kind: a message type, or a union of several."""
 
     def __init__(self, kind: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text))
@@ -280,19 +284,19 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> list[Any]:
-        """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
+        """The messages completed by `received`. After a WireError the connection cannot be used any more."""
         self._buffer += received
         messages: list[Any] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > self._max_bytes:
-                raise WireError(f"a frame of {length} bytes is beyond the limit of {self._max_bytes}")
+                raise WireError(f"a frame of {length} bytes is longer than the limit of {self._max_bytes} bytes")
             if len(self._buffer) - _LENGTH.size < length:
                 break
             del self._buffer[: _LENGTH.size]
             try:
                 messages.append(self._decoder.decode(self._buffer[:length]))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise WireError(f"a frame that does not fit the schema: {error}") from None
+                raise WireError(f"a frame does not fit the schema: {error}") from None
             del self._buffer[:length]
         return messages

@@ -33,16 +33,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How one request went. Times are seconds on this process's clock."""
+    """The result of one request. Times are seconds on this process's clock."""
 
     question: Question
     intended_s: float
     """When it was due, from which its latency counts."""
     ended_s: float
     arrivals: tuple[tuple[float, int], ...]
-    """For every message with tokens: when it came, with how many."""
+    """When each message with tokens arrived, and how many tokens it had."""
     status: str
-    """OK, the name of a gRPC status, or how the answer fell short."""
+    """OK, the name of a gRPC status, or what the answer lacked."""
     problem: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time from when it was due to its first token; asked for only with tokens."""
+        """Time from when the request was due to its first token. The answer must have tokens."""
         return self.arrivals[0][0] - self.intended_s
 
     @property
@@ -64,21 +64,21 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first message; None without any."""
+        """Mean time per token after the first message; None if there are no such tokens."""
         later = self.num_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
     @property
     def itls_s(self) -> list[float]:
-        """Gaps between messages: between tokens, unless the server merged several."""
+        """Times between messages, which are those between tokens unless the server merged some."""
         times = [at for at, _ in self.arrivals]
         return [after - before for before, after in pairwise(times)]
 
 
 class Caller(AsyncClient):
-    """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries.
+    """One HTTP/2 connection for all requests, as client libraries use. It is for one event loop and never retries.
 
-    timeout_s: of every request, from when it is sent.
+    timeout_s: the deadline of every request, from when it is sent.
     """
 
     def __init__(self, target: str, timeout_s: float | None = None, **connection: Any) -> None:
@@ -86,7 +86,7 @@ class Caller(AsyncClient):
         self._timeout_s = timeout_s
 
     async def send_question(self, question: Question, intended_s: float) -> Answer:
-        """Sends a request and waits for its end. Failures are in the answer."""
+        """Send a request and wait for its end. A failure is in the answer and is not raised."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
             sampling=pb.SamplingParams(temperature=0.0, seed=question.number % 2**64),
@@ -114,9 +114,9 @@ class Caller(AsyncClient):
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
-    """(status, problem) by the last message: OK only with every token."""
+    """The status and the problem by the last message. The status is OK only if every token arrived."""
     if message.finish.reason not in _ENDS:
         return pb.Finish.Reason.Name(message.finish.reason), "ended before max_tokens"
     if message.usage.completion_tokens != num_received:
-        return "INCOMPLETE", f"{num_received} tokens came, the server counts {message.usage.completion_tokens}"
+        return "INCOMPLETE", f"{num_received} tokens arrived, the server counts {message.usage.completion_tokens}"
     return OK, ""

@@ -1,8 +1,8 @@
 """One run against a server: warm-up, then the load between two readings of the server's ledger.
 
-A load is a closed loop of callers, or an open loop, which sends on time whatever the server does.
-Its latency counts from when a request was due: else a generator that waits for a slow server hides that waiting
-("coordinated omission").
+A load is a closed loop of callers, or an open loop, which sends on time whatever the server does. An open loop's
+latency counts from when a request was due. If it counted from sending, a generator that waits for a slow server
+would hide that wait ("coordinated omission").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppserve.client import CallFailed
 from ppserve.core.ledger.account import StageTimes
 
 SendQuestion = Callable[[Question, float], Awaitable[Answer]]
-"""Called with the question and with when it was due (perf_counter, in seconds)."""
+"""A function that sends a question, whose second argument is when it was due (perf_counter, in seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """`128` or `uniform:64:256`. Raises ValueError."""
+        """Read `128` or `uniform:64:256`. Raises ValueError for anything else."""
         match = re.fullmatch(r"\s*(?:uniform:(\d{1,9}):)?(\d{1,9})\s*", text)
         most = int(match[2]) if match else 0
         least = int(match[1]) if match and match[1] else most
@@ -58,14 +58,14 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The request of a number, below 0 for the warm-up: random tokens."""
+        """The request with this number, which is below 0 for the warm-up. Its tokens are random."""
         rng = random.Random(f"question {self.seed} {number}")
         num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
         return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Endless times in seconds, `rate` a second on average. Infinite: all at once."""
+    """Yield times in seconds without end, on average `rate` a second. If `rate` is infinite, all are 0."""
     rng = random.Random(f"arrivals {seed}")
     at_s = 0.0
     while True:
@@ -84,14 +84,14 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Callers with one request at a time each."""
+    """A load of callers, each with one request at a time."""
 
     concurrency: int
 
     async def run(
         self, send: SendQuestion, questions: Iterator[Question], duration_s: float, answers: list[Answer]
     ) -> None:
-        """Sends questions for so long, and appends answers as they come. Cancelling it cancels requests."""
+        """Send questions for `duration_s`, and append answers as they arrive. Cancelling this cancels requests."""
         ends_s = time.perf_counter() + duration_s
 
         async def call_in_turn() -> None:
@@ -105,7 +105,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at given times."""
+    """A load of requests at given times."""
 
     arrivals_s: Iterable[float]
     """Seconds after the start, ascending."""
@@ -122,12 +122,12 @@ class OpenLoop:
 
         begun_s = time.perf_counter()
         async with asyncio.TaskGroup() as calls:
-            # Made before it is due: that adds no latency.
+            # A question is made before it is due, so that making it adds no latency.
             for at_s, question in zip(self.arrivals_s, questions, strict=False):
                 if at_s >= duration_s:
                     return
                 intended_s = begun_s + at_s
-                # Also when late, for 0 s: else the event loop reads no answers.
+                # It sleeps even when it is late, for 0 s, so that the event loop can read answers.
                 await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
                 calls.create_task(call(question, intended_s))
 
@@ -166,7 +166,7 @@ class Measurement:
 
 
 async def introduce(caller: Caller, target: str) -> Served:
-    """Asks the server for its model and stages. Raises CallFailed."""
+    """Ask the server for its model and stages. Raises CallFailed."""
     model = await caller.model_info()
     topology = await caller.topology()
     num_replicas = max(1, len(topology.replicas))
@@ -184,7 +184,7 @@ async def introduce(caller: Caller, target: str) -> Served:
 
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
-    """Sends requests that do not count. Raises CallFailed if one fails."""
+    """Send requests that are not counted. Raises CallFailed if one fails."""
     answers: list[Answer] = []
     questions = map(workload.question, range(-num_requests, 0))
     await ClosedLoop(concurrency).run(caller.send_question, questions, math.inf, answers)
@@ -205,7 +205,7 @@ async def _is_cancelled(running: Coroutine[Any, Any, None]) -> bool:
 
 
 async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
-    """One run, up to a Ctrl-C. Raises CallFailed without a server."""
+    """Do one run, which a Ctrl-C ends early. Raises CallFailed if the server does not answer."""
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())

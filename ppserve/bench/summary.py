@@ -40,11 +40,11 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run's figures, by vLLM's names. Throughputs are per second, latencies of successes."""
+    """One run's figures, by vLLM's names. Throughputs are per second; latencies are of successful requests."""
 
     served: Served
     max_concurrency: int | None
-    """None in an open loop."""
+    """Callers of a closed loop; None in an open loop."""
     request_rate: float
     """Requests per second; infinite in a closed loop."""
     seed: int
@@ -63,11 +63,11 @@ class Summary:
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
-    client_cores: float  # that the load generator used
+    client_cores: float  # cores that the load generator used, on average
     stages: tuple[StageTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A flat object."""
+        """The figures as a flat JSON object."""
         flat: dict[str, Any] = {"backend": "ppserve", **asdict(self.served)}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -123,7 +123,7 @@ def _latencies(good: Sequence[Answer]) -> dict[str, Distribution]:
 
 
 def _shares(times: StageTimes) -> dict[str, Any]:
-    """Seconds, and shares: busy and bubble of demand time, idle of wall time."""
+    """A stage's seconds and shares. Busy and bubble are shares of the time with work, idle one of all time."""
     return {
         "busy_seconds": times.computed_ns / 1e9,
         "idle_seconds": times.idle_ns / 1e9,
@@ -136,7 +136,7 @@ def _shares(times: StageTimes) -> dict[str, Any]:
 
 
 def render_table(summary: Summary) -> str:
-    """vLLM's table, whose labels tools parse; then the stages' time."""
+    """The figures as vLLM's table, whose labels tools parse, and below it the stages' time."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [_row(label, value) for label, value in _counts(summary)]
     for title, name, attribute in _LATENCIES:
@@ -156,7 +156,7 @@ def render_table(summary: Summary) -> str:
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
-    """A line per stage: busy and bubble in percent of time with work, idle of all."""
+    """A line per stage. Busy and bubble are percents of the time with work, idle is one of all time."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
     for index, times in enumerate(ledger):
         replica, stage = divmod(index, len(ledger) // num_replicas)

@@ -23,7 +23,7 @@ from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.errors import PpserveError
 from ppserve.v1 import generation_pb2 as pb
 
-# A letter for every cause.
+# The character that draws each kind of time.
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
 _SMALLEST_BAR = 10
 _LEAST_SHOWN = 0.0005
@@ -35,12 +35,12 @@ Figures = Mapping[str, Any]
 
 
 class ScrapeFailed(PpserveError):
-    """The page could not be fetched, or is another."""
+    """The metrics page could not be fetched, or the address has another page."""
 
 
 def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """PromQL's histogram_quantile: linear in a bucket. None without observations.
-    counts: of values up to each bound, and of all."""
+    """Estimate a quantile as PromQL's histogram_quantile does, linearly in a bucket; None without observations.
+    counts: the number of values up to each bound, and last the number of all values."""
     rank = q * counts[-1]
     low_bound = low_count = 0.0
     for bound, count in zip(bounds_s, counts, strict=False):
@@ -51,7 +51,7 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
 
 
 def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
-    """Read the figures from a server's metrics port. Blocks. Raises ScrapeFailed."""
+    """Read the figures from a server's metrics port, which blocks. Raises ScrapeFailed."""
     url = f"http://{address}/load.json"
     try:
         proxies = urllib.request.ProxyHandler({} if is_this_host(address) else None)
@@ -77,7 +77,8 @@ class ServerReading:
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:
-    """metrics: HOST:PORT of the metrics port, or None. Raises CallFailed without an answer."""
+    """Read the server now. metrics: HOST:PORT of its metrics port; None = no figures. Raises CallFailed if the
+    server does not answer; if only the metrics port does not, the reading has the problem."""
     topology = client.topology()
     found, problem = None, ""
     if metrics is not None:
@@ -90,14 +91,14 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Two readings and what lies between them."""
+    """Two readings and the difference between them."""
 
     before: ServerReading
     after: ServerReading
 
     @property
     def stages(self) -> Iterator[tuple[str, pb.Stage, StageTimes]]:
-        """Name, with the replica of several, stage, and its time."""
+        """Yield each stage's name (`replica.stage` if there are several replicas), the stage, and its time."""
         topology = self.after.topology
         later = read_ledger(topology)
         ledger = between(read_ledger(self.before.topology), later) or later
@@ -118,8 +119,11 @@ class View:
             percent = f" {shares(times)[BUSY]:6.1%} busy"
             cells = max(_SMALLEST_BAR, width - len(name) - len(percent) - 1)
             lines.append(name + bar(times, cells) + percent)
-            facts = ["LOST"] * (not stage.live) + [*_waits(times), f"layers {stage.layers} on {stage.device}"]
-            facts += [f"restarted {stage.restarts} x"] * bool(stage.restarts)
+            facts = [*_waits(times), f"layers {stage.layers} on {stage.device}"]
+            if not stage.live:
+                facts.insert(0, "LOST")
+            if stage.restarts:
+                facts.append(f"restarted {stage.restarts} x")
             lines.append((" " * len(name) + "  ".join(facts))[:width])
         legend = (f"{glyph} {kind}" for kind, glyph in _GLYPHS.items())
         return [*lines, "", "  ".join(legend), *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
@@ -149,7 +153,7 @@ class View:
 
 
 def _latency(before: Figures, after: Figures) -> str:
-    """The values between two readings, or since a restart."""
+    """The median and the 99th percentile of the values between two readings, or since a restart between them."""
     added = [now - then for now, then in zip(after["counts"], before["counts"], strict=True)]
     counts = added if min(added) >= 0 else after["counts"]
     p50_s, p99_s = (quantile(after["bounds_s"], counts, q) for q in (0.5, 0.99))
@@ -157,7 +161,7 @@ def _latency(before: Figures, after: Figures) -> str:
 
 
 def bar(times: StageTimes, width: int) -> str:
-    """`width` cells. Rounds the ends of shares, not shares, so the number is exact."""
+    """A bar of exactly `width` cells: the ends of shares are rounded, not the shares themselves."""
     cells, reached = "", 0.0
     for kind, share in shares(times).items():
         reached += share

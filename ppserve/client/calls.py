@@ -1,6 +1,6 @@
 """The two clients: requests, retries, streams that resume.
 
-All is written once, as coroutines. `AsyncClient` is awaited. `Client` makes calls that block (`CallStyle`), so
+Both are written once, as coroutines. `AsyncClient` is awaited. `Client` makes calls that block (`CallStyle`), so
 each coroutine runs to its end, or to its next chunk, without an event loop.
 """
 
@@ -28,16 +28,16 @@ R = TypeVar("R")
 
 
 class CallStyle:
-    """A way to call gRPC: here its interface for asyncio."""
+    """A way to call gRPC. This one uses its interface for asyncio."""
 
     library: Any = aio
 
     async def result(self, call: Any) -> Any:
-        """The answer of a unary call. Raises grpc.RpcError."""
+        """The answer of a unary call. Raises grpc.RpcError if it fails."""
         return await call
 
     async def next_message(self, call: Any) -> Any:
-        """The next message of a stream, None at its end. Raises grpc.RpcError."""
+        """The next message of a stream; None at its end. Raises grpc.RpcError if the stream fails."""
         message = await call.read()
         return None if message is aio.EOF else message
 
@@ -62,16 +62,18 @@ class AsyncClient:
         self._channel = channel = open_channel(self._style.library, target, tls)
         self._metadata = call_metadata(api_key)
         self._retry = retry or RetryPolicy()
-        # Both now: a stub of a closed channel ends the process (grpc 1.81).
+        # Both stubs are made now, because making one for a closed channel ends the process (grpc 1.81).
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """The whole answer at once. Raises CallFailed."""
+        """Wait for the whole answer. Raises CallFailed after the last attempt, and TypeError or ValueError for an
+        argument that cannot be sent."""
         return completion_of([chunk async for chunk in self.stream(prompt, **options)])
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
-        """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
+        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `generate`
+        raises."""
         asked = read_options(options)
         limit = TimeLimit(asked.get("timeout_s"))
         conversation = Conversation(to_message(prompt, asked), self._retry)
@@ -88,30 +90,31 @@ class AsyncClient:
                 call.cancel()
 
     async def tokenize(self, text: str) -> tuple[Token, ...]:
-        """The tokens that `generate` would see."""
+        """The tokens that `generate` would make of this text. Raises CallFailed."""
         return read_tokens(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
 
     async def detokenize(self, ids: list[int]) -> str:
-        """The text of tokens."""
+        """The text of these token ids. Raises CallFailed."""
         asked = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
         return str((await self._ask(self._stub.Detokenize, asked)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """Which model is served, and within which limits."""
+        """The served model and its limits. Raises CallFailed."""
         answer: pb.GetModelInfoResponse = await self._ask(self._stub.GetModelInfo, pb.GetModelInfoRequest())
         return answer
 
     async def topology(self) -> pb.GetTopologyResponse:
-        """Which stage runs where, and where its time goes."""
+        """The stages, where each runs, and where its time went. Raises CallFailed."""
         answer: pb.GetTopologyResponse = await self._ask(self._stub.GetTopology, pb.GetTopologyRequest())
         return answer
 
     async def restart(self, replica: int, pauses: bool = False) -> None:
-        """Restarts a replica; returns when it serves again. Raises CallFailed."""
+        """Restart a replica's stage processes, and return when it serves again. pauses: whether its streams may
+        wait for it if no other replica serves. Raises CallFailed."""
         await self._ask(self._stub.RestartReplica, pb.RestartReplicaRequest(replica=replica, pauses=pauses))
 
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
-        """Whether the server says that it serves. Raises CallFailed without an answer."""
+        """Whether the server says that it serves. It is asked once. Raises CallFailed if it does not answer."""
         asked = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await self._style.result(self._health.Check(asked, timeout=TimeLimit(timeout_s).left_s))
@@ -120,7 +123,7 @@ class AsyncClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Cancel what runs and close the connection."""
+        """Cancel the calls that still run, and close the connection."""
         await self._style.result(self._channel.close())
 
     async def __aenter__(self) -> Self:
@@ -142,12 +145,12 @@ class AsyncClient:
 
 
 class _Blocking(CallStyle):
-    """gRPC's blocking interface: these coroutines never suspend."""
+    """A way to call gRPC through its blocking interface. These coroutines never suspend."""
 
     library: Any = grpc
 
     async def result(self, call: Any) -> Any:
-        return call  # it was made when it returned
+        return call  # a blocking call returns its answer
 
     async def next_message(self, call: Any) -> Any:
         return next(call, None)
@@ -181,7 +184,7 @@ def _blocking(
 
 
 class Client:
-    """One connection to a server, for ordinary code and any number of threads. target, api_key: as above."""
+    """One connection to a server, for blocking code in any threads. Its arguments are `AsyncClient`'s."""
 
     def __init__(
         self,
@@ -203,7 +206,8 @@ class Client:
     close = _blocking(AsyncClient.close)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
-        """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
+        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `generate`
+        raises."""
         chunks = self._calls.stream(prompt, **options)
         try:
             while (chunk := _run(anext(chunks, None))) is not None:

@@ -17,7 +17,7 @@ import grpc
 
 _TARGET = re.compile(r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?:\[(?P<six>[^]]*)\]|(?P<host>[^:/]*))(?::\w*)?")
 _LOOPBACK_NAMES = ("localhost", "localhost4", "localhost6", "localhost.localdomain")
-_LONGEST_S = 1e9  # gRPC takes much longer limits for past ones
+_LONGEST_S = 1e9  # gRPC treats much longer time limits as if they had passed
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Reconnect soon to a server that restarts; gRPC's first pause is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -33,7 +33,7 @@ class Tls:
     """The PEM files of an encrypted connection."""
 
     ca: Path | str | None = None
-    """File of the authority to trust; None: the system's."""
+    """File of the authority to trust; None = the system's authorities."""
     cert: Path | str | None = None
     """File of the client's own certificate, for servers that ask for one."""
     key: Path | str | None = None
@@ -43,14 +43,14 @@ class Tls:
             raise ValueError("a certificate and its key are needed together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises OSError when a file cannot be read."""
+        """gRPC's form of these files. Raises OSError when a file cannot be read."""
         paths = (self.ca, self.key, self.cert)
         return grpc.ssl_channel_credentials(*(None if path is None else Path(path).read_bytes() for path in paths))
 
 
 def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
-    """A channel of the library: grpc, or grpc.aio. It goes through a proxy that the environment names, but not to
-    this host, which a proxy could not reach, nor to one that `no_proxy` names."""
+    """Open a channel of the library, grpc or grpc.aio. A proxy that the environment names is used, except for this
+    host, which a proxy could not reach, and for hosts that `no_proxy` names. Raises OSError for a bad file."""
     options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_this_host(target)))]
     if tls is None:
         return library.insecure_channel(target, options)
@@ -58,7 +58,7 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
 
 
 def is_this_host(target: str) -> bool:
-    """Whether HOST:PORT, or gRPC's `dns:`, `ipv4:` or `ipv6:` before it, is a loopback address or name."""
+    """Whether `target` is a loopback address or name. It is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`."""
     found = _TARGET.fullmatch(target)
     host = (found["six"] or found["host"]).lower().rstrip(".") if found else ""
     with contextlib.suppress(ValueError):
@@ -69,21 +69,21 @@ def is_this_host(target: str) -> bool:
 
 
 def refuse_other_kinds(**given: tuple[object, type]) -> None:
-    """Raises TypeError for an argument of another kind, unless it is None."""
+    """Raise TypeError for an argument that is neither None nor of its type."""
     for name, (what, kind) in given.items():
         if what is not None and not isinstance(what, kind):
             raise TypeError(f"{name}: {reprlib.repr(what)} is not a {kind.__name__}")
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Raises ValueError for a key that gRPC could not send."""
+    """The metadata of every call. Raises ValueError for a key that gRPC cannot send."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("api_key: it may only have printable ASCII characters")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 class TimeLimit:
-    """The deadline of a call over all its attempts. timeout_s None: no deadline."""
+    """The deadline of a call, which covers all its attempts. A timeout_s of None means that there is none."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._deadline_s = None if timeout_s is None else time.monotonic() + min(timeout_s, _LONGEST_S)
@@ -95,6 +95,6 @@ class TimeLimit:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
-        """`wanted_s` and up to 25% more, not all at once; never beyond the deadline."""
+        """`wanted_s` plus a random part of up to 25%, so that clients spread out; at most the time left."""
         left_s = self.left_s
         return min(wanted_s * random.uniform(1.0, 1.25), math.inf if left_s is None else left_s)

@@ -1,8 +1,8 @@
-"""One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
+"""One request until it is answered, over as many calls as that takes. It has no sockets, no clock and no sleep.
 
 When a stream breaks, the next request holds the received token ids (`ResumeFrom`), and the server continues.
 Text may lag behind tokens, but a message that completes text also holds the tokens that complete it.
-So the tokens received determine the text received.
+So the received tokens determine the received text.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
 
-# Clients that seldom ask would miss a server that is up only for a while.
+# A client that retries less often could miss a server that serves only for a short time.
 _UNANSWERED_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to try, and how long to wait in between."""
+    """How long a call is tried again, and how long the pauses between attempts are."""
 
     max_attempts: int | None = None
-    """Ends a call after so many failures in a row, unless its stream has begun."""
+    """Give up after this many failed attempts in a row. It does not apply to a stream that has begun."""
     resume_timeout_s: float = 120.0
     """Seconds from the first of several failures in a row to the last attempt.
     A server may need minutes to read its weights."""
     first_pause_s: float = 0.1
-    """Seconds. Pauses double up to the longest; to a second without a server."""
+    """Seconds before the second attempt. Each pause is twice the one before, up to `max_pause_s`; while no server
+    answers, up to a second."""
     max_pause_s: float = 5.0
     resume: bool = True
-    """Whether to continue a broken stream. The server then sends token ids."""
+    """Whether to continue a broken stream. For this the server sends token ids."""
     on_retry: Callable[[CallFailed], None] | None = None
-    """Called with failures that are retried. None: the first of a row is logged."""
+    """A function that gets each failure that is retried. If None, the first of several in a row is logged."""
 
 
 class Retries:
@@ -49,15 +50,16 @@ class Retries:
         self._first: CallFailed | None = None
 
     def progress(self) -> None:
-        """A message came: earlier failures do not count any more."""
+        """Record that a message arrived, so earlier failures do not count any more."""
         self._failures = 0
         self._first = None
 
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
-        """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream broke.
+        """Seconds to wait before the next attempt, at least what the server asks for.
 
-        Raises `failure` after the last attempt, and where no retry helps. It does if no server answers
-        (UNAVAILABLE), or a full queue says when it has room.
+        has_begun: whether the call is a stream that had begun. Raises `failure` after the last attempt, and where
+        a retry does not help. It helps if no server answers (UNAVAILABLE), or if the queue is full and the server
+        says how long to wait.
         """
         first, policy = self._first, self._policy
         self._failures += 1
@@ -72,7 +74,7 @@ class Retries:
         elif first is None:
             log.warning("trying again for up to %g s after: %s", policy.resume_timeout_s, failure)
         longest_s = policy.max_pause_s if failure.reason else min(policy.max_pause_s, _UNANSWERED_PAUSE_S)
-        # Bounded, because a float's exponent is.
+        # The exponent is limited, because a float overflows above 2.0 ** 1023.
         own_s = min(longest_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
         return max(own_s, failure.retry_after_s or 0.0)
 
@@ -94,7 +96,7 @@ class _Held:
 
 
 class Conversation:
-    """A request, repeated with its seed until every sequence has ended."""
+    """A request that is repeated, with the seed of its first answer, until every sequence has ended."""
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = pb.GenerateRequest()
@@ -129,13 +131,13 @@ class Conversation:
         return read_chunk(message)
 
     def check_end(self, request: pb.GenerateRequest) -> None:
-        """Raises CallFailed if sequences have no end yet."""
+        """Raise CallFailed if a sequence that `request` asked for has not ended."""
         wanted = [request.resume.index] if request.HasField("resume") else list(self._held)
         if not all(self._held[index].has_ended for index in wanted):
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
     def pause_after(self, failure: CallFailed, now_s: float) -> float:
-        """Seconds to wait before the next call. Raises `failure` when there is none."""
+        """Seconds to wait before the next call. Raises `failure` if there is to be none."""
         has_begun = any(held.has_begun for held in self._held.values())
         if has_begun and not self._policy.resume:
             raise failure

@@ -18,7 +18,7 @@ from ppserve.errors import PpserveError, Violation
 from ppserve.v1 import generation_pb2 as pb
 
 _DETAILS_KEY = "grpc-status-details-bin"
-# Of gRPC's texts: all that it says about what is at an address.
+# gRPC tells only by these texts what it found at an address.
 _AT = r"(?:ipv[46]:|(?=unix:))(\S+): "
 _NOBODY = re.compile(
     _AT + "(?:Failed to connect to|connect failed).*(?:Connection refused|No such file or directory)"
@@ -28,7 +28,8 @@ _ANOTHER = re.compile(_AT + "Failed parsing HTTP/2")
 
 @dataclass(eq=False)
 class CallFailed(PpserveError):
-    """A failed call. Its `__cause__` is the first failure, or the first explained one."""
+    """A failed call. Its `__cause__` is the first failure in a row, preferably one for which the server gave a
+    reason."""
 
     code: str  # name of the gRPC status, such as INVALID_ARGUMENT
     problem: str
@@ -42,15 +43,15 @@ class CallFailed(PpserveError):
 
 
 def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The message that asks for this. options: by `answers.read_options`.
-    Raises ValueError for a value that its field cannot hold, TypeError for what is no prompt."""
+    """The message that asks for this. options: the result of `answers.read_options`.
+    Raises ValueError for a value that its field cannot hold, TypeError for a prompt of another type."""
     request = pb.GenerateRequest()
     asked = read_prompt(prompt)
     if isinstance(asked, str):
         _fill(request, "text", asked, "prompt")
     else:
         _fill(request.token_ids, "ids", asked, "prompt")
-    # The request last: its own `stop` and `token_ids` are messages, not these options.
+    # The request is searched last: its own `stop` and `token_ids` are messages, not these options.
     homes = (request.sampling, request.stop, request.output, request)
     for name, value in options.items():
         if name != "timeout_s":
@@ -59,7 +60,7 @@ def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest
 
 
 def _fill(home: Message, field: str, value: Any, name: str) -> None:
-    """name: what the caller calls the field."""
+    """Set a field of a message. name: the option's name, for messages. Raises ValueError."""
     try:
         if isinstance(value, Mapping):
             getattr(home, field).update(value)
@@ -113,7 +114,7 @@ def _timings(timings: pb.Timings) -> Timings:
 
 
 def read_failure(error: grpc.RpcError) -> CallFailed:
-    """The exception for a call that gRPC ended with an error, blocking or not."""
+    """The exception for a call, blocking or not, that gRPC ended with an error."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
     for name, value in error.trailing_metadata() or ():
@@ -128,10 +129,10 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
 
 
 def _in_words(problem: str) -> str:
-    """Say what is at an address where gRPC found no server of its own."""
+    """Explain gRPC's text where it found no gRPC server at an address; return others as they are."""
     if found := _NOBODY.search(problem):
         return f"no server at {unquote(found[1])}; start one with `ppserve serve`"
     if found := _ANOTHER.search(problem):
-        why = f"{unquote(found[1])} speaks HTTP or another protocol and no gRPC"
+        why = f"{unquote(found[1])} speaks HTTP or another protocol, not gRPC"
         return f"{why}; give the server's gRPC port (--port, 50051 by default)"
     return problem

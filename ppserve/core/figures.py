@@ -6,32 +6,34 @@ from collections.abc import Iterable, Sequence
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The value whose rank is nearest; 0 without values."""
+    """The value at the nearest rank of the sorted values; 0 if there are none."""
     ordered = sorted(values)
     return ordered[round((len(ordered) - 1) * percent / 100)] if ordered else 0.0
 
 
 def size(num_bytes: float) -> str:
-    """1536 bytes are `1.5 KiB`."""
+    """A number of bytes with its unit: 1536 is `1.5 KiB`."""
     unit = min(int(max(1.0, num_bytes)).bit_length() - 1, 40) // 10
     return f"{num_bytes / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
-    """`1 stage`, `2 stages`. plural: what is added to `what`."""
-    return f"{number} {what}{plural * (number != 1)}"
+    """A number with its noun: `1 stage`, `2 stages`. plural: the ending of the noun for other numbers than 1."""
+    return f"{number} {what if number == 1 else what + plural}"
 
 
 def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
-    """How a model's numbers are kept: `float32, int8 weights`."""
+    """A model's precisions in words: `float32, int8 weights`."""
     words = [dtype]
-    words += [f"{quantization} weights"] * (quantization != "none")
-    words += [f"{kv_dtype} keys and values"] * (kv_dtype != dtype)
+    if quantization != "none":
+        words.append(f"{quantization} weights")
+    if kv_dtype != dtype:
+        words.append(f"{kv_dtype} keys and values")
     return ", ".join(words)
 
 
 def table(*rows: Sequence[str], left: int = 0) -> list[str]:
-    """One line per row, in columns as wide as their widest cell; the first `left` begin at the left."""
+    """One line per row, in columns as wide as their widest cell. The first `left` columns are aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [cell.rjust(width) if place >= left else cell.ljust(width) for place, (cell, width) in enumerate(cells)]

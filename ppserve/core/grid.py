@@ -42,7 +42,11 @@ class RankGrid:
         return tuple(rank for rank in range(self.size) if self.place(rank).replica == replica)
 
     def name(self, rank: int) -> str:
-        """Without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""
+        """The rank's name in logs, such as `replica 0 stage 1 tensor 0`; axes of size 1 are omitted."""
         place = self.place(rank)
-        words = [f"replica {place.replica}"] * (self.data > 1) + [f"stage {place.stage}"]
-        return " ".join(words + [f"tensor {place.tensor}"] * (self.tensor > 1))
+        words = [f"stage {place.stage}"]
+        if self.data > 1:
+            words.insert(0, f"replica {place.replica}")
+        if self.tensor > 1:
+            words.append(f"tensor {place.tensor}")
+        return " ".join(words)

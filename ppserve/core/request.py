@@ -22,9 +22,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is drawn from its logits.
 
-    Applied in this order, as Hugging Face does: logit_bias; repetition, frequency and presence penalties; banned
-    ids (`min_tokens`) and those that a token filter forbids; temperature; top_k; top_p; min_p. `temperature` 0 is
-    greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
+    They are applied in this order, as Hugging Face does: logit_bias; repetition, frequency and presence penalties;
+    banned ids (`min_tokens`) and those of a token filter; temperature; top_k; top_p; min_p. A `temperature` of
+    0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
     """
 
     seed: int = 0
@@ -39,7 +39,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a draw depends on the tokens before it in another way than through the logits."""
+        """Whether a draw needs the earlier tokens themselves, because of a penalty, and not only the logits."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -48,7 +48,7 @@ class StopConditions:
     """When a sequence ends."""
 
     max_tokens: int
-    """Clipped so that prompt and generated tokens fit the context."""
+    """The most generated tokens. It was lowered where prompt and generated tokens would not fit the context."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -58,11 +58,11 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is sent back."""
+    """What is returned beside the text."""
 
     echo: bool = False
     logprobs: int | None = None
-    """None = none, 0 = of the drawn token, k = also of the k most likely."""
+    """None = no log-probabilities, 0 = the drawn token's, k = also those of the k most likely tokens."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     timings: bool = False
@@ -82,17 +82,17 @@ class Request:
     num_sequences: int = 1
     """The interface's `n`."""
     resume_index: int | None = None
-    """Which sequence is resumed; None when none is."""
+    """The index of the sequence that is resumed; None when none is."""
     resume_ids: tuple[int, ...] = ()
-    """The tokens of it that the caller already has."""
+    """The tokens of the resumed sequence that the caller already has."""
     length_end: FinishReason = FinishReason.MAX_TOKENS
-    """Why an answer of max_tokens tokens ends: CONTEXT_LENGTH where the context has no more."""
+    """Why an answer of max_tokens tokens ends: CONTEXT_LENGTH if the context has room for no more."""
     priority: int = 0
-    """Higher is earlier: the negative of what callers call so."""
+    """Requests of higher priority are admitted earlier. Callers send the negative of this number."""
     caller: str = ""
     """The API key's digest or the peer's address; fairness counts tokens per caller."""
     deadline_s: float | None = None
-    """On the head's monotonic clock."""
+    """Seconds on the head's monotonic clock; None = no deadline."""
 
     @property
     def indices(self) -> range:
@@ -104,7 +104,7 @@ class Request:
         """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
         stop = self.stop
         if num_generated >= stop.min_tokens:
-            # Before min_tokens such a token is never drawn; in a resumed answer it does not end the answer.
+            # Before min_tokens these tokens are never drawn; one that a resumed answer brings does not end it.
             if token_id in eos_ids and not stop.ignore_eos:
                 return FinishReason.EOS
             if token_id in stop.stop_token_ids:

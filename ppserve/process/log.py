@@ -22,7 +22,7 @@ from ppserve.config import ServerSettings
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 # Some thousand lines.
 _MAX_WAITING_BYTES = 1 << 18
-# Without progress for so long, an ending process gives up what still waits.
+# After so long without progress, a process that ends gives up the lines that still wait.
 _FLUSH_WITHIN_S = 1.0
 
 
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
-    """Sets level and format of all logs of this process. who: `head` or `stage N`."""
+    """Set level and format of all logs of this process. who: its name in them, `head` or `stage N`."""
     handler = logging.StreamHandler()
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
@@ -61,8 +61,8 @@ def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
 
 
 def never_wait_for_readers() -> None:
-    """Standard output and error take at once what is written, in every thread. Lines that a full disk does not
-    take, or that nobody reads, are lost, and counted."""
+    """Make writes to standard output and error return at once, in every thread. Lines that nobody reads, or for
+    which the disk has no room, are dropped and counted."""
     _outlets.clear()
     for fd, name in ((1, "stdout"), (2, "stderr")):
         _outlets.append(outlet := _Outlet(fd))
@@ -71,7 +71,7 @@ def never_wait_for_readers() -> None:
 
 
 def flush_streams() -> None:
-    """Waits until everything is written, while somebody reads. Before `os._exit`."""
+    """Wait until everything is written, as long as somebody reads. Call it before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for outlet in _outlets:
@@ -79,13 +79,13 @@ def flush_streams() -> None:
 
 
 def on_dropped(count: Callable[[int], None]) -> None:
-    """count: told of each lot of lines that this process drops."""
+    """Call `count` with the number of lines whenever this process drops some."""
     for outlet in _outlets:
         outlet.count = count
 
 
 class _Outlet(io.BufferedIOBase):
-    """What is written waits in memory for a thread, which hands it on, however long that takes. When too much
+    """A stream whose bytes wait in memory for a thread that writes them, however long that takes. When too much
     waits, further lines are dropped; a line says how many once the rest is read."""
 
     def __init__(self, fd: int) -> None:
@@ -116,7 +116,7 @@ class _Outlet(io.BufferedIOBase):
         return len(chunk)
 
     def drain(self) -> None:
-        """Returns when all is written, or nobody reads."""
+        """Wait until everything is written, or nothing has been read for a second."""
         with self._changed:
             before = -1
             while (self._waiting or not self._is_idle) and self._progress != before:
@@ -130,7 +130,7 @@ class _Outlet(io.BufferedIOBase):
         self.count(lines)
 
     def _hand_on(self) -> None:
-        told = 0
+        num_noticed = 0
         while True:
             with self._changed:
                 self._is_idle = True
@@ -139,15 +139,17 @@ class _Outlet(io.BufferedIOBase):
                 batch, dropped = bytes(self._waiting), self._dropped
                 self._waiting.clear()
                 self._is_idle = False
-            # What was dropped came behind this batch, which left no room.
-            if self._write_all(batch) and dropped > told and self._write_all(self._notice(dropped - told)):
-                told = dropped
+            # The dropped lines came after this batch, which left no room for them.
+            if not self._write_all(batch) or dropped <= num_noticed:
+                continue
+            if self._write_all(self._notice(dropped - num_noticed)):
+                num_noticed = dropped
 
     def _write_all(self, batch: bytes) -> bool:
-        """False if a part cannot be written, now or later."""
+        """Write a batch. Return False if a part of it cannot be written, now or later."""
         at = 0
         while at < len(batch):
-            # So much goes into a pipe at once, and no other process's line into ours.
+            # A pipe takes so many bytes at once, so that no other process's line gets into one of ours.
             end = 1 + batch.rfind(b"\n", at, at + select.PIPE_BUF) or at + select.PIPE_BUF
             try:
                 at += os.write(self._fd, batch[at:end])

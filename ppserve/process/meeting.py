@@ -1,8 +1,9 @@
 """Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
 
-Each rank finds address and secret by itself. On one host: a Unix socket without a file, named for the launcher;
-both ends must be of one user. On several hosts: a port of MASTER_ADDR, and --secret-file.
-Not by the launcher's store: everyone who can reach it may read and write it.
+Each rank finds address and secret by itself. On one host the address is a Unix socket without a file, whose name
+is made from the launcher's variables; both ends must belong to one user. On several hosts it is a port of
+MASTER_ADDR, and the secret is in --secret-file. The launcher's store is not used, because everyone who can reach
+it may read and write it.
 
 In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both.
 A recorded answer fits no other connection. The two sides' answers differ, so neither can be sent back.
@@ -96,16 +97,16 @@ def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.sock
     """Connect to the head, and prove each other's secret. Raise OSError after `within_s`, UsageError for another
     secret."""
     until_s = time.monotonic() + within_s
-    told = False
+    was_warned = False
     while True:
         try:
             return _connect(meeting, rank, max(_RETRY_EVERY_S, until_s - time.monotonic()))
         except (OSError, WireError) as error:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"{meeting.address}: {error}") from error
-            if not told:
+            if not was_warned:
                 log.warning("cannot reach the head at %s yet: %s", meeting.address, error)
-            told = True
+            was_warned = True
         time.sleep(_RETRY_EVERY_S)
 
 

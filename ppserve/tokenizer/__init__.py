@@ -1,9 +1,9 @@
 """Text to token ids and back. Never a request. The only room that imports tiktoken and tokenizers.
 
-load_tokenizer(path)         what lies beside the weights, as a Tokenizer; an empty one when nothing does
-read_chat_format(path)       its chat template and what that calls its special tokens
+load_tokenizer(path)         a model's Tokenizer, from a file beside the weights; an empty one if there is none
+read_chat_format(path)       a model's chat template, and the names that it has for special tokens
 Tokenizer                    encode, decode, the bytes of each token
-Detokenizer                  one per stream: whole characters, stop strings across token boundaries
+Detokenizer                  decodes one stream: whole characters, stop strings across token boundaries
 Piece                        the text that one token adds to a stream
 """
 

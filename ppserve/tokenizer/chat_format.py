@@ -1,4 +1,4 @@
-"""How a model is told a chat: its template, and the special tokens by their names there."""
+"""The form in which a model reads a chat: a template, and the special tokens by their names in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ppserve.files import MAX_JSON_BYTES, TINY, checked, read_bytes, read_json
 from ppserve.gguf_file import is_gguf, read_header
 
 GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-"""Special tokens: their names in a GGUF, and in templates."""
+"""Special tokens: their names in a GGUF, and those in templates."""
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
-"""The ids that a GGUF of sentencepiece need not tell, as for llama.cpp."""
+"""The ids that a GGUF of sentencepiece may leave out; llama.cpp takes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class ChatFormat:
     template: str | None = None
     """A Jinja template; None where the model has none."""
     tokens: dict[str, str] = field(default_factory=dict)
-    """`bos_token`, `eos_token` and what else the model names."""
+    """The texts of special tokens by their names, such as `bos_token` and `eos_token`."""
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """One of several templates."""
+    """One of several templates of a model."""
 
     name: str
     template: str
@@ -39,7 +39,7 @@ class _ChatConfig(msgspec.Struct, frozen=True):
 
 
 def read_chat_format(path: str) -> ChatFormat:
-    """That of the model at `path`. Raises CheckpointError."""
+    """The chat format of the model at `path`. Raises CheckpointError for an unusable file."""
     given = TINY if path == "tiny" else Path(path).expanduser()
     if is_gguf(given):
         return _of_gguf(given)
@@ -47,7 +47,7 @@ def read_chat_format(path: str) -> ChatFormat:
 
 
 def _of_directory(directory: Path) -> ChatFormat:
-    """A template file comes before tokenizer_config.json's, as in transformers."""
+    """Read the format from a directory. A template file overrides tokenizer_config.json, as in transformers."""
     config_file = directory / "tokenizer_config.json"
     template_file = directory / "chat_template.jinja"
     values: dict[str, Any] = read_json(config_file, dict[str, Any]) if lexists(config_file) else {}
@@ -59,7 +59,7 @@ def _of_directory(directory: Path) -> ChatFormat:
             template = read_bytes(template_file, MAX_JSON_BYTES).decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(template_file, "is not UTF-8 text") from error
-    # A token is its text, or an object with it.
+    # A token is written as its text, or as an object that holds the text.
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in values.items()
@@ -74,9 +74,9 @@ def _of_gguf(path: Path) -> ChatFormat:
     texts = values.get("tokenizer.ggml.tokens") or []
     if not isinstance(template, str | None):
         raise CheckpointError(path, "is not a text", "tokenizer.chat_template")
-    untold = SENTENCEPIECE_IDS if values.get("tokenizer.ggml.model") == "llama" else {}
+    defaults = SENTENCEPIECE_IDS if values.get("tokenizer.ggml.model") == "llama" else {}
     ids = {
-        name: values.get(f"tokenizer.ggml.{own}_token_id", untold.get(name)) for own, name in GGUF_TOKENS.items()
+        name: values.get(f"tokenizer.ggml.{own}_token_id", defaults.get(name)) for own, name in GGUF_TOKENS.items()
     }
     known = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(texts)}
     return ChatFormat(template, {f"{name}_token": texts[token_id] for name, token_id in known.items()})

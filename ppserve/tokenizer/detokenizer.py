@@ -1,7 +1,7 @@
 """Decodes one stream's token ids. Text is given out as early as possible and never taken back.
 
-Text waits while a character's bytes are incomplete, or its end may begin a stop string. The pieces joined are what
-decoding all ids at once gives, cut at the first stop string.
+Text is held back while a character's bytes are incomplete, or while the text's end may be the beginning of a stop
+string. The pieces joined are the text of all ids decoded at once, cut at the first stop string.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ppserve.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text added to a stream, perhaps none. matched: the stop string that ended it."""
+    """The text that a token adds to a stream, which may be empty. matched: the stop string that ended it."""
 
     text: str
     matched: str | None = None
 
 
 class Detokenizer:
-    """Undecoded bytes and held-back text of one stream.
+    """The undecoded bytes and the held-back text of one stream.
 
-    The stop string that is complete first ends the stream; if one character completes several, the longest,
-    which began first. With `include_stop` the text ends with the matched string, otherwise before it.
+    The stop string that is complete first ends the stream. If one character completes several, the longest of them
+    does, which began first. With `include_stop` the text ends with the matched string, otherwise before it.
     The first `min_tokens` tokens are not searched for stop strings.
     """
 
@@ -41,7 +41,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, token_id: int) -> Piece:
-        """The text that is certain with this token; none after a match or `finish`."""
+        """The text that is certain with this token; empty after a match or `finish`."""
         if self._ended:
             return Piece("")
         text = self._decoder.decode(self._tokenizer.text_bytes(token_id))
@@ -63,7 +63,7 @@ class Detokenizer:
         if not self._held and self._first_characters.isdisjoint(text):
             return Piece(text)
         seen = self._held + text
-        # Where stop strings are complete and begin; what is held contains no complete one.
+        # The (end, begin) of each complete stop string in the text. The text held back before contained none.
         found = [(begin + len(stop), begin) for stop in self._stops if (begin := seen.find(stop)) >= 0]
         if found:
             end, begin = min(found)
@@ -76,6 +76,6 @@ class Detokenizer:
 
 
 def _begun(stop: str, text: str) -> int:
-    """How many last characters of `text` begin `stop`."""
+    """How many of the last characters of `text` are a beginning of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

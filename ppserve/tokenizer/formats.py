@@ -1,4 +1,4 @@
-"""The files that hold a tokenizer, each read as one of Hugging Face's tokenizers."""
+"""Reads the files that hold a tokenizer, each into one of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
-    """A token beside those that merges make."""
+    """A token that was added to those that merges make."""
 
     content: str
     special: bool = False
-    """Left out of decoded text, never found in plain text."""
+    """Whether it is left out of decoded text and never found in plain text."""
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -64,7 +64,7 @@ class _AddedToken(msgspec.Struct, frozen=True):
 class _TokenizerConfig(msgspec.Struct, frozen=True):
     tokenizer_class: str | None = None
     model_type: str | None = None
-    """config.json's, which may have the class, too."""
+    """The model's type. Only config.json has it, which may have the class, too."""
     add_prefix_space: bool | None = None
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
@@ -73,11 +73,12 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
-    """token_type: by id, of those below. What is absent is as in llama.cpp."""
+    """A GGUF's values about its tokenizer, with llama.cpp's defaults."""
 
     model: Literal["gpt2", "llama"]
     tokens: list[Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)]]
     token_type: list[int] = []
+    """Each token's type, by id: one of those below."""
     pre: str | None = None
     merges: list[str] = []
     scores: list[float] = []
@@ -90,12 +91,12 @@ class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenize
 
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
-"""Types of tokens in a GGUF. Unused ones only pad the vocabulary."""
+"""Types of tokens in a GGUF; the unused ones only pad the vocabulary."""
 
 SPLIT_BY = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-"""How transformers' classes split a text that has no tokenizer.json."""
+"""How transformers' classes split a text, where the model has no tokenizer.json."""
 CLASSES = {None: "GPT2Tokenizer", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-"""The classes of models that name none, by `model_type`."""
+"""The tokenizer's class by `model_type`, for models that name none."""
 ANY_CLASS = (None, "PreTrainedTokenizer", "TokenizersBackend")
 
 LLAMA3_SPECIAL = (
@@ -103,14 +104,14 @@ LLAMA3_SPECIAL = (
     *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
     *("eom_id", "eot_id", "python_tag"),
 )
-"""Llama 3.1's, whose first ids are also 3's; the others are reserved."""
+"""The special tokens of Llama 3.1. Llama 3 has the first of them; its others are reserved."""
 
 SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""The character that sentencepiece writes for a space."""
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """A `tokenizer.json` with any splitting into words. Raises CheckpointError."""
+    """Read a `tokenizer.json`, which may split a text in any way. Raises CheckpointError."""
     content = read_bytes(path, MAX_JSON_BYTES)
     try:
         library = tokenizers.Tokenizer.from_str(content.decode())
@@ -120,7 +121,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def read_vocab_json(path: Path) -> Tokenizer:
-    """`vocab.json`, `merges.txt` and transformers' other files. Raises CheckpointError."""
+    """Read `vocab.json`, `merges.txt` and transformers' other files. Raises CheckpointError."""
     vocab = read_json(path, dict[str, TokenId])
     merges_file = path.with_name("merges.txt")
     added_file = path.with_name("added_tokens.json")
@@ -129,7 +130,7 @@ def read_vocab_json(path: Path) -> Tokenizer:
     try:
         _, merges = models.BPE.read_file(str(path), str(merges_file))
     except Exception as error:
-        raise CheckpointError(merges_file, f"is no list of merges ({reason(error)})") from error
+        raise CheckpointError(merges_file, f"is not a list of merges ({reason(error)})") from error
     listed = read_json(added_file, dict[str, TokenId]) if added_file.exists() else {}
     config = read_json(config_file, _TokenizerConfig) if config_file.exists() else _TokenizerConfig()
     added = {token_id: _AddedToken(text, special=True) for text, token_id in listed.items()}
@@ -153,18 +154,18 @@ def _class_of(directory: Path, config: _TokenizerConfig) -> str:
     path = directory / "config.json"
     model = read_json(path, _TokenizerConfig) if path.exists() else _TokenizerConfig()
     found = (config.tokenizer_class or model.tokenizer_class or "").removesuffix("Fast") or None
-    # As transformers, which believes no Qwen 2 that names another class.
+    # transformers, too, ignores the class that a Qwen 2 names.
     if found in ANY_CLASS or model.model_type == "qwen2":
         found = CLASSES.get(model.model_type)
     if found not in SPLIT_BY:
         is_there = "is missing" if found is None else f"is {shown(found)}"
-        problem = f"{is_there}; without a tokenizer.json, served are {', '.join(SPLIT_BY)}"
+        problem = f"{is_there}; without a tokenizer.json, only {', '.join(SPLIT_BY)} are served"
         raise CheckpointError(directory / "tokenizer_config.json", problem, "tokenizer_class")
     return found
 
 
 def read_tiktoken(path: Path) -> Tokenizer:
-    """tiktoken's format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
+    """Read tiktoken's format. `<|endoftext|>` gets the lowest unused id. Raises CheckpointError."""
     ranks = _read_ranks(path)
     taken = set(ranks.values())
     unused = next(i for i in range(len(ranks) + 1) if i not in taken)
@@ -172,7 +173,7 @@ def read_tiktoken(path: Path) -> Tokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Lines of base64 token and rank. Raises CheckpointError."""
+    """Read lines of a base64 token and its rank. Raises CheckpointError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path, MAX_FILE_BYTES).splitlines(), 1):
         if not line:
@@ -182,7 +183,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token = base64.b64decode(encoded, validate=True)
             token_id = msgspec.convert(rank.decode(), TokenId, strict=False)
         except ValueError:
-            raise CheckpointError(path, "not a base64 token and its rank", f"line {number}") from None
+            raise CheckpointError(path, "is not a base64 token and its rank", f"line {number}") from None
         if token in ranks or not 0 < len(token) <= MAX_TOKEN:
             raise CheckpointError(path, "this token is empty, too long or occurs twice", f"line {number}")
         ranks[token] = token_id
@@ -190,9 +191,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_llama3(path: Path) -> Tokenizer:
-    """Llama 3's: tiktoken's ranks, then 256 special tokens. Raises CheckpointError."""
+    """Read Llama 3's format: tiktoken's ranks, to which 256 special tokens are added. Raises CheckpointError."""
     if read_start(path, 1) == b"\n":  # a protobuf
-        problem = "is of sentencepiece (Llama 2): put its tokenizer.json beside it, or serve a GGUF"
+        problem = "is a sentencepiece model (Llama 2); put its tokenizer.json beside it, or serve a GGUF"
         raise CheckpointError(path, problem)
     ranks = _read_ranks(path)
     names = [*LLAMA3_SPECIAL, *(f"reserved_special_token_{i}" for i in range(3, 248))]
@@ -201,10 +202,10 @@ def read_llama3(path: Path) -> Tokenizer:
 
 
 def read_llmc_bin(path: Path) -> Tokenizer:
-    """llm.c's: a header, then each token's length and bytes. Raises CheckpointError."""
+    """Read llm.c's format: a header, then each token's length and bytes. Raises CheckpointError."""
     content = read_bytes(path, MAX_FILE_BYTES)
     if len(content) < LLMC_HEADER_BYTES:
-        raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
+        raise CheckpointError(path, f"has only {len(content)} bytes, fewer than its header")
     _, version, count, end_of_text = struct.unpack_from("<4I", content)
     magic = LLMC_MAGIC.to_bytes(4, "little")
     if not content.startswith(magic):
@@ -212,7 +213,7 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     if version not in (1, 2):
         raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
     tokens = _length_prefixed(path, content, count)
-    if version == 1:  # of GPT-2's own vocabulary: names no end of text
+    if version == 1:  # it does not say which token ends a text, since only GPT-2's vocabulary has this version
         end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
     ranks = {token: i for i, token in enumerate(tokens) if i != end_of_text}
     if len(ranks) != count - (end_of_text < count):
@@ -225,7 +226,7 @@ def _end(token_id: int) -> dict[int, _AddedToken]:
 
 
 def read_gguf(path: Path) -> Tokenizer:
-    """The tokenizer in a GGUF. Raises CheckpointError."""
+    """Read the tokenizer in a GGUF. Raises CheckpointError."""
     values = read_header(path).values
     own = {name: value for name, value in values.items() if name.startswith("tokenizer.ggml.")}
     given = checked(path, own, _GgufTokenizer)
@@ -234,7 +235,7 @@ def read_gguf(path: Path) -> Tokenizer:
         library = _sentencepiece(given) if splitting is None else _byte_level_of_gguf(given, splitting)
     except Exception as error:
         raise CheckpointError(path, f"is not a vocabulary ({reason(error)})", "tokenizer.ggml") from error
-    # llama.cpp, too, knows by its name alone that a Phi 3's tokens take the white space behind them.
+    # Tokens of a Phi 3 take the white space behind them. llama.cpp, too, knows a Phi 3 by its name alone.
     is_phi3 = re.search("phi-?3", str(values.get("general.name")), re.IGNORECASE) is not None
     added = [
         AddedToken(
@@ -256,17 +257,19 @@ def _byte_level_of_gguf(given: _GgufTokenizer, splitting: Splitting) -> tokenize
 
 
 def _splitting_of(path: Path, given: _GgufTokenizer) -> Splitting:
-    """Raises CheckpointError."""
+    """How the GGUF's tokenizer splits a text. Raises CheckpointError for an unknown way."""
     key = "tokenizer.ggml.pre"
     if given.pre is None:
-        logger.warning("%s: %s is missing, so texts are split as llama.cpp does then: convert it anew", path, key)
+        logger.warning(
+            "%s: %s is missing, so texts are split by llama.cpp's default; convert the model again", path, key
+        )
     elif given.pre not in SPLITTINGS:
-        raise CheckpointError(path, f"is {shown(given.pre)}; served are {', '.join(SPLITTINGS)}", key)
+        raise CheckpointError(path, f"is {shown(given.pre)}; only {', '.join(SPLITTINGS)} are served", key)
     return SPLITTINGS[given.pre or "default"]
 
 
 def _end_of(path: Path, given: _GgufTokenizer, name: str, by_default: bool) -> str | None:
-    """The token that begins a text (bos) or ends it (eos), if one does. Raises CheckpointError."""
+    """The token that begins every text (name: bos) or ends it (eos); None if none does. Raises CheckpointError."""
     token_id: int | None = getattr(given, f"{name}_token_id")
     is_asked: bool | None = getattr(given, f"add_{name}_token")
     if token_id is None and given.model == "llama":
@@ -283,7 +286,7 @@ def _end_of(path: Path, given: _GgufTokenizer, name: str, by_default: bool) -> s
 
 
 def _surround(library: tokenizers.Tokenizer, begin: str | None, end: str | None) -> None:
-    """Puts these tokens before and after every text."""
+    """Make the library put these tokens before and after every text."""
     named = {name: text for name, text in (("begin", begin), ("end", end)) if text is not None}
     single = [*(["begin"] if begin else []), "$A", *(["end"] if end else [])]
     special = [{"id": name, "ids": [library.token_to_id(text)], "tokens": [text]} for name, text in named.items()]
@@ -292,11 +295,11 @@ def _surround(library: tokenizers.Tokenizer, begin: str | None, end: str | None)
 
 
 def _sentencepiece(given: _GgufTokenizer) -> tokenizers.Tokenizer:
-    """Merges neighbours by the highest score; what no piece spells becomes bytes."""
+    """Make a tokenizer that merges neighbours by the highest score. A character without a token becomes bytes."""
     vocab = {token: token_id for token_id, token in enumerate(given.tokens)}
     kinds = dict(zip(given.tokens, given.token_type, strict=False))
     scored = sorted(zip(given.tokens, given.scores, strict=True), key=lambda pair: -pair[1])
-    # A text never spells another kind of token.
+    # A text is never encoded as a token of another kind.
     pieces = {token: None for token, _ in scored if kinds.get(token) not in (UNKNOWN, CONTROL, UNUSED, BYTE)}
     merges = [
         (token[:at], token[at:])
@@ -315,7 +318,7 @@ def _sentencepiece(given: _GgufTokenizer) -> tokenizers.Tokenizer:
 
 
 def gpt2_tokenizer(get_encoding: Callable[[str], tiktoken.Encoding]) -> Tokenizer:
-    """GPT-2's own, cached or downloaded. Raises what `get_encoding` raises."""
+    """Make GPT-2's own tokenizer, from tiktoken's cache or a download. Raises what `get_encoding` raises."""
     encoding = get_encoding("gpt2")
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     ranks.pop(END_OF_TEXT.encode(), None)
@@ -327,7 +330,7 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
     for token_id in range(count):
         length = content[at] if at < len(content) else 0
         if length == 0 or at + 1 + length > len(content):
-            raise CheckpointError(path, "the file ends within it, or it is empty", f"token {token_id}")
+            raise CheckpointError(path, "is empty, or the file ends within it", f"token {token_id}")
         tokens.append(content[at + 1 : at + 1 + length])
         at += 1 + length
     if at != len(content):
@@ -338,7 +341,8 @@ def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
 def _ranked(
     source: object, ranks: dict[bytes, int], added: dict[int, _AddedToken], is_llama3: bool = False
 ) -> Tokenizer:
-    """Make a tokenizer that merges by rank, as tiktoken does. Raises CheckpointError for a token no two make."""
+    """Make a tokenizer that merges by rank, as tiktoken does. Raises CheckpointError if a token is not made of two
+    earlier ones (Llama 3's need not be)."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -364,7 +368,7 @@ def _byte_level(
     splitting: Splitting,
     adds_space: bool = False,
 ) -> tokenizers.Tokenizer:
-    """added: by id. Raises CheckpointError."""
+    """Make a byte-level tokenizer. added: the added tokens, by id. Raises CheckpointError."""
     # Added tokens keep their ids only if the vocabulary has them.
     ids = vocab | {token.content: token_id for token_id, token in added.items()}
     try:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 GPT2_VOCAB_SIZE = 50257
 DOWNLOAD_TIMEOUT_S = 20.0
-"""tiktoken's own download has no limit."""
+"""Seconds that a download by tiktoken may take; tiktoken itself sets no limit."""
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {
     "tokenizer.json": read_tokenizer_json,
@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Path], Tokenizer]] = {
     "tokenizer.tiktoken": read_tiktoken,
     "tokenizer.model": read_llama3,
 }
-"""The first of these files that is there is read."""
+"""Functions that read a tokenizer, by file name. The first of these files that is there is read."""
 
 
 def load_tokenizer(
@@ -46,15 +46,15 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
-    It is read from the first of `READERS` beside the weights. Without any it is tiktoken's GPT-2 encoding, if that
-    can be had and `vocab_size`, where given, is GPT-2's. Else there is none, and the log says why.
-    Raises CheckpointError for an unusable file.
+    It is read from the first file of `READERS` beside the weights. If there is none, it is tiktoken's GPT-2
+    encoding, provided that this is cached or can be downloaded and that `vocab_size`, if given, is GPT-2's. Else
+    the tokenizer is empty, and the log says why. Raises CheckpointError for an unusable file.
     """
     given = TINY if path == "tiny" else Path(path).expanduser()
     directory = given.parent if given.is_file() else given
     tokenizer = read_gguf(given) if is_gguf(given) else _read_directory(directory)
     if tokenizer is not None:
-        # The model may lack tokens that were added: a text with one is refused.
+        # The model may lack tokens that were added to the vocabulary. A request whose text has one is refused.
         last = tokenizer.highest_encoded_id()
         if vocab_size is not None and last >= vocab_size:
             raise CheckpointError(tokenizer.source, f"token id {last} is beyond the model's {vocab_size} tokens")
@@ -65,7 +65,9 @@ def load_tokenizer(
             raise ValueError(f"{vocab_size} tokens are not GPT-2's")
         return within(DOWNLOAD_TIMEOUT_S, lambda: gpt2_tokenizer(get_encoding))
     except Exception as error:  # no network, no cache, a wrong hash: then no tokenizer
-        logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be used (%s)", problem, error)
+        logger.warning(
+            "no tokenizer, so requests need token ids: %s, and GPT-2's cannot be used (%s)", problem, error
+        )
         return no_tokenizer()
 
 

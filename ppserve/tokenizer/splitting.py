@@ -1,4 +1,4 @@
-"""Byte-level tokenizers by how they split a text into words; the names are llama.cpp's (src/llama-vocab.cpp)."""
+"""The ways in which byte-level tokenizers split a text into words, by llama.cpp's names (src/llama-vocab.cpp)."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3's and Qwen's, which differ in how many digits are one word."""
+"""The words of Llama 3 and Qwen, which differ in how many digits are one word (%s)."""
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Mistral's, where a capital may begin a word."""
+"""Mistral's words, where a capital may begin a word."""
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """patterns: each splits what those before it have left. Their matches, and what is between them, are words."""
+    """A way to split a text. Each pattern splits what the patterns before it have left. Its matches and the texts
+    between them are words."""
 
     patterns: tuple[str, ...]
     takes_words: bool = False
-    """Whether a word that is a token stays whole, whatever merges make of it."""
+    """Whether a word that is itself a token stays whole, even if merges would split it otherwise."""
     begins: bool = False
-    """Whether a GGUF that says nothing of it has a beginning of text before each text."""
+    """Whether each text gets a beginning-of-text token if the GGUF does not say."""
     composes: bool = False
-    """Whether characters are composed first (NFC)."""
+    """Whether characters are composed (NFC) before splitting."""
 
     def tokenizer(
         self, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], adds_space: bool = False
     ) -> tokenizers.Tokenizer:
-        """Raises Exception for what is no vocabulary. adds_space: in front of a text that has none."""
+        """Make the library's tokenizer. adds_space: whether a text gets a space in front if it has none.
+        Raises the library's bare Exception for an impossible vocabulary."""
         model = models.BPE(vocab=dict(vocab), merges=[*merges], ignore_merges=self.takes_words)
         library = tokenizers.Tokenizer(model)
         if self.composes:

@@ -1,7 +1,7 @@
 """Encoding and decoding with Hugging Face's tokenizers. Texts encode or raise ValueError; ids always decode.
 
-What a caller types is text, also where it spells a special token. A special token that the server itself writes
-reaches the library under a secret name: so the library finds it, and treats what is beside it as it always does.
+A caller's text stays text even where it spells a special token. A special token that the server itself writes is
+given to the library under a secret name, so that the library finds it and treats the text around it as usual.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_MISSING_BYTES = 32
 
 
 class Tokenizer:
-    """A byte-level BPE: text to ids and back. Immutable, for any threads."""
+    """A byte-level BPE that turns text into ids and back. It is immutable, and any thread may use it."""
 
     def __init__(self, source: object, library: tokenizers.Tokenizer) -> None:
-        """source: the file's name, for messages. Raises CheckpointError for other kinds."""
+        """source: the file's name, for messages. Raises CheckpointError if `library` is not a byte-level BPE."""
         _check_kind(source, library)
         _encode_plainly(library)
         self.source = source
@@ -44,23 +44,26 @@ class Tokenizer:
         self.special_ids = {token.content: token_id for token_id, token in special.items()}
         """The ids of special tokens, by their texts."""
         self.vocab_size = max(self._token_bytes, default=-1) + 1
-        """One more than the highest id; 0 where no token is a text."""
+        """The highest id plus one; 0 for an empty tokenizer."""
         self._names = _secret_names(self.special_ids)
         self._library = _with_names(library, special.values(), self._names)
         ids = ((self._library.token_to_id(name), self.special_ids[text]) for text, name in self._names.items())
         self._named: dict[int | None, int] = dict(ids)
-        """The ids of special tokens, by those that their secret names have in the library."""
+        """The ids of special tokens, by the ids that their secret names have in the library."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Ids of text, never special ones. Raises only ValueError. continues: behind the first special token."""
+        """The ids of a text, none of them special. Raises only ValueError.
+
+        continues: whether the text is encoded as if it followed a special token.
+        """
         if continues and self.special_ids:
             return self.encode_parts(["", next(iter(self.special_ids)), text])[1:]
         return self.encode_parts([text])
 
     def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
-        """Ids of texts and special tokens in turn, as of one text. Raises only ValueError.
+        """The ids of one text, whose parts are texts and special tokens in turn. Raises only ValueError.
 
-        surrounds: between `begin` and `end`, of which none is written twice.
+        surrounds: whether `begin` and `end` are put around it, unless the parts already have them.
         """
         try:
             ids = self._encode(parts)
@@ -86,22 +89,22 @@ class Tokenizer:
             found = [place for place, token_id in enumerate(ids) if token_id in self._named]
             if len(found) == len(named):
                 return [self._named.get(token_id, token_id) for token_id in ids]
-            # To the library some are no tokens here (as `single_word` or `normalized` may say), but text.
+            # The library took some names for text at their places, as `single_word` or `normalized` may require.
             starts = [*accumulate(map(len, written), initial=0)]
-            offsets = encoding.offsets  # a list that is made at each access
+            offsets = encoding.offsets  # each access makes a new list
             spans = sorted(offsets[place] for place in found)
             named = {place: name for place, name in named.items() if _are_over(spans, starts[place] + 1)}
 
     def highest_encoded_id(self) -> int:
-        """The highest id that text without tokens that were added to the vocabulary, or any text, encodes to."""
+        """The highest id that a text can encode to, tokens that were added to the vocabulary left aside."""
         return max([*self.begin, *self.end, *(self._token_bytes.keys() - self._added)], default=-1)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, also of a special one; empty for an unknown id."""
+        """The bytes of one token, special or not; empty for an unknown id."""
         return self._token_bytes.get(token_id, b"")
 
     def text_bytes(self, token_id: int) -> bytes:
-        """What the token adds to decoded text; nothing for special and unknown ones."""
+        """The bytes that the token adds to decoded text; empty for special and unknown tokens."""
         if token_id in self._special:
             return b""
         return self._token_bytes.get(token_id, b"")
@@ -111,23 +114,23 @@ class Tokenizer:
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
-        """Return it as a `tokenizer.json`, for clients that tokenize by themselves."""
+        """Return the tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""
         return self._json
 
 
 def _are_over(spans: Sequence[tuple[int, int]], place: int) -> bool:
-    """Whether one of these spans, which are sorted and apart, holds that place."""
+    """Whether one of these spans contains `place`. They are sorted and do not overlap."""
     before = bisect_right(spans, (place, math.inf))
     return before > 0 and place < spans[before - 1][1]
 
 
 def no_tokenizer() -> Tokenizer:
-    """A model without one: no text has tokens, no token a text."""
+    """The empty tokenizer, of a model that has none: no text has tokens, and no token has a text."""
     return Tokenizer("no tokenizer", tokenizers.Tokenizer(models.BPE(byte_fallback=True)))
 
 
 def byte_alphabet() -> list[str]:
-    """Each byte's character where GPT-2 spells tokens: Latin-1's, else from U+0100 on."""
+    """The character by which GPT-2 spells each byte: Latin-1's if that is printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -138,12 +141,12 @@ def _check_kind(source: object, library: tokenizers.Tokenizer) -> None:
         raise CheckpointError(source, f"is {type(library.model).__name__}, not BPE", "model.type")
     for field in () if library.model.byte_fallback else ("pre_tokenizer", "decoder"):
         if "ByteLevel" not in repr(getattr(library, field)):
-            problem = "is neither ByteLevel, nor does the model fall back to bytes"
+            problem = "is not ByteLevel, and the model does not fall back to bytes"
             raise CheckpointError(source, problem, field)
 
 
 def _encode_plainly(library: tokenizers.Tokenizer) -> None:
-    """A text has one encoding; what users type are no special tokens."""
+    """Configure the library so that a text has one encoding, and a user's text has no special tokens."""
     library.model.dropout = None
     library.encode_special_tokens = True
     library.no_truncation()
@@ -153,7 +156,7 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
 
 
 def _surroundings(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and after a text; to a reader these are special tokens."""
+    """The ids that the post-processor puts before and after a text. They become special tokens of the library."""
     around = library.encode("a")
     is_added = around.special_tokens_mask
     library.add_special_tokens(
@@ -169,8 +172,8 @@ def _surroundings(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _secret_names(texts: Iterable[str]) -> dict[str, str]:
-    """Names of special tokens that nobody can type. They begin and end as the texts do, which may matter beside
-    other tokens."""
+    """Names for special tokens, which nobody can guess. A name begins and ends like its token's text, because the
+    characters next to other tokens may matter."""
     secret = secrets.token_hex(16)
     return {text: f"{text[:1]}{secret}{number:08x}{text[-1:]}" for number, text in enumerate(texts)}
 
@@ -178,7 +181,8 @@ def _secret_names(texts: Iterable[str]) -> dict[str, str]:
 def _with_names(
     library: tokenizers.Tokenizer, special: Collection[AddedToken], names: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-    """Finds special tokens by their names, and never in a text; not even where merges would make one of it."""
+    """Make the library find special tokens by their names only, and never in a text, even if merges would make one
+    from it."""
     made = {
         text for text in names if library.token_to_id(text) in library.encode(text, add_special_tokens=False).ids
     }
@@ -198,7 +202,7 @@ def _with_names(
 
 
 def _rename(document: dict[str, Any], texts: set[str], names: Mapping[str, str]) -> None:
-    """Gives `texts` their names in a `tokenizer.json`. Those that are parts of other tokens stay text."""
+    """Rename the tokens `texts` in a `tokenizer.json`, except those that are parts of other tokens."""
     model = document["model"]
     texts = {text for text in texts - {*chain.from_iterable(model["merges"])} if len(text) > 1}
     vocab = model["vocab"].items()
@@ -212,9 +216,9 @@ def _rename(document: dict[str, Any], texts: set[str], names: Mapping[str, str])
 
 
 def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
-    """Each token's bytes. Raises CheckpointError unless all bytes are tokens, with own ids."""
+    """Each token's bytes, by id. Raises CheckpointError if tokens share an id, or too many bytes are missing."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-    # SmolLM2 lacks control characters, and bytes that UTF-8 rarely or never has.
+    # SmolLM2 lacks control characters, and bytes that are rare or absent in UTF-8.
     missing = len(byte_of.keys() - vocab.keys())
     if missing > MAX_MISSING_BYTES:
         raise CheckpointError(source, f"not a byte-level vocabulary: {missing} of the 256 bytes are missing")
@@ -222,7 +226,7 @@ def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
     for token, token_id in vocab.items():
         if token_id in tokens:
             raise CheckpointError(source, f"token id {token_id} is given to two tokens")
-        # One with a character outside the alphabet is its own text.
+        # A token with a character outside the alphabet stands for its own text.
         is_spelled = byte_of.keys() >= set(token)
         tokens[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return tokens

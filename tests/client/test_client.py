@@ -68,7 +68,7 @@ def test_a_port_that_speaks_http_is_called_that() -> None:
                 client.topology()
         finally:
             server.shutdown()
-    assert failed.value.problem.startswith(f"{target} speaks HTTP or another protocol and no gRPC; give")
+    assert failed.value.problem.startswith(f"{target} speaks HTTP or another protocol, not gRPC; give")
 
 
 def test_one_liner() -> None:

@@ -77,7 +77,7 @@ def test_a_class_with_a_splitting_of_its_own_is_refused(
 ) -> None:
     """By name; with a tokenizer.json beside, nothing needs to be known of it."""
     write(directory, model, tokenizer)
-    says = rf"tokenizer_config\.json: tokenizer_class: {found}; without a tokenizer\.json, served are GPT2Tok"
+    says = rf"tokenizer_config\.json: tokenizer_class: {found}; without a tokenizer\.json, only GPT2Tok"
     with pytest.raises(CheckpointError, match=says):
         load_tokenizer(str(directory))
     maker.write_hugging_face_vocabulary(maker.read_ranks(VOCABULARIES["tiny"]), directory)

@@ -122,7 +122,7 @@ def test_a_splitting_that_is_not_named_or_not_known(
     assert [unnamed.encode(text) for text in TEXTS] == [named.encode(text) for text in TEXTS]
     assert f"{path}: tokenizer.ggml.pre is missing" in caplog.text
     path = byte_level(tmp_path, tiny, tokenizer_pre="kimi-k2")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre: is kimi-k2; served are gpt-2, .*tekken"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre: is kimi-k2; only gpt-2, .*tekken"):
         load_tokenizer(str(path))
 
 

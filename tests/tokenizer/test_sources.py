@@ -126,7 +126,7 @@ def test_llama_3s_own_file_has_256_special_tokens_behind_its_ranks(tmp_path: Pat
 
 def test_llama_2s_own_file_is_refused_unless_another_lies_beside_it(hugging_face: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is of .*put its tokenizer\.json beside"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is a sentencepiece model .*json beside"):
         loaded(tmp_path)
     copy_of([hugging_face / "tokenizer.json"], tmp_path)
     assert loaded(tmp_path).source == tmp_path / "tokenizer.json"
@@ -251,5 +251,5 @@ def test_nothing_there_and_nothing_to_be_had(tmp_path: Path, caplog: pytest.LogC
         assert load_tokenizer(str(tmp_path), get_encoding=offline).vocab_size == 0
         nothing = load_tokenizer(str(tmp_path), vocab_size=32768, get_encoding=forbidden)
         assert (nothing.encode(""), nothing.decode([7]), nothing.token_bytes(7)) == ([], "", b"")
-    assert caplog.text.count("token ids only") == 2
+    assert caplog.text.count("requests need token ids") == 2
     assert "no network here" in caplog.text

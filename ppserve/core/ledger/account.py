@@ -61,7 +61,7 @@ class StageTimes:
 
     @property
     def busy_share(self) -> float:
-        """Share of the time with work in which the stage computed; 0 without any."""
+        """Share of the time with work in which the stage computed; 0 if there was no work."""
         return self.computed_ns / (self.demand_ns or 1)
 
     @property
@@ -70,12 +70,12 @@ class StageTimes:
         return self.idle_ns / (self.wall_ns or 1)
 
     def bubble_share(self, cause: str | None = None) -> float:
-        """Share of the time with work that one cause took, or all together."""
+        """Share of the time with work that the bubbles of one cause took, or those of all causes (None)."""
         lost_ns = sum(self.bubble_ns.values()) if cause is None else self.bubble_ns[cause]
         return lost_ns / (self.demand_ns or 1)
 
     def since(self, earlier: StageTimes) -> StageTimes:
-        """What was added after `earlier`."""
+        """The time that was added after `earlier`, a reading of the same stage."""
         return StageTimes(
             {k: v - earlier.busy_ns[k] for k, v in self.busy_ns.items()},
             {k: v - earlier.bubble_ns[k] for k, v in self.bubble_ns.items()},
@@ -90,21 +90,21 @@ class Settled:
     stage: int
     span: Span
     step_id: int | None
-    """The step computed or waited for; None for a wait without a step."""
+    """The step that was computed or waited for; None for a wait that ended without one."""
 
 
 def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
-    """Stamps of a stage whose clock is `offset_ns` ahead of the head's."""
+    """Convert a stage's stamps to the head's clock, where the stage's clock is `offset_ns` ahead."""
     return StepStamps(*(at - offset_ns for at in astuple(stamps)))
 
 
 class _Unsettled:
-    """A step until it is settled at every stage."""
+    """A step that is not settled at every stage yet."""
 
     def __init__(self, step: Step, trigger: _Unsettled | None, num_stages: int) -> None:
         self.step = step
         self.trigger = trigger  # the step that had returned last when this one was sent
-        self.visits: list[StageVisit | None] = [None] * num_stages  # of each stage, None until settled
+        self.visits: list[StageVisit | None] = [None] * num_stages  # one per stage, None until settled there
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Change:
     demand: bool
     """The server has work, and the stage is used."""
     live: bool
-    """All stages are there."""
+    """Whether all stages are there from then on."""
     last: _Unsettled | None
     """The step that had returned last before the change."""
 
@@ -134,7 +134,7 @@ class _Timeline:
 
 
 class TimeAccount:
-    """Busy, bubble and idle time of every stage, by the book of steps."""
+    """Busy, bubble and idle time of every stage, computed from the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
         """steps: of the first shape, which has the most stages. observer: called with every settled span, in order
@@ -276,12 +276,12 @@ class TimeAccount:
             self._settle_from(stage)
 
     def _settle_from(self, stage: int) -> None:
-        """Settles what can be settled at `stage`, then at the stages that depend on it."""
+        """Settle what can be settled at `stage`, then at the stages that depend on it."""
         while self._settle_stage(stage):
             stage = (stage + 1) % self.num_stages
 
     def _settle_stage(self, stage: int) -> bool:
-        """Whether anything could be settled."""
+        """Settle what can be settled at one stage. Return whether that was anything."""
         queue = self._timelines[stage].queue
         progressed = False
         while queue:

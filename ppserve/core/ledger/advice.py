@@ -7,8 +7,8 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import balance, measured_parts, split_by_cost
 
-# There is advice from these on.
-_WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time
+# Advice is given when these are reached.
+_WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time with work
 _MIN_DEMAND_NS = 2_000_000_000  # time with work, of each stage
 _WORTHWHILE_GAIN = 0.01  # in balance, by another split
 
@@ -27,7 +27,8 @@ _REMEDIES = {
 def advise(
     stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture, microbatches: int
 ) -> str:
-    """Empty when the pipeline is well used or was measured too shortly. microbatches: the most in flight."""
+    """The advice; empty when the pipeline is well used or was measured for too short a time.
+    microbatches: the most steps in flight."""
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
         return ""

@@ -60,7 +60,7 @@ class StageVisit:
 
 
 def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator[Span]:
-    """[start, end) as spans. boundaries: (until, kind of the time up to there); passed ones are skipped."""
+    """Cut [start, end) into spans. boundaries: (until, kind of the time up to it), skipped if before `start`."""
     for until, kind in boundaries:
         until = min(until, end)
         if until > start:
@@ -73,15 +73,16 @@ class UpstreamWait:
     """A wait until the stage before has computed a step. The three parts follow each other in time."""
 
     shared: tuple[Span, ...]
-    """The stage before waited too."""
+    """The part in which the stage before waited too."""
     inherited: tuple[Span, ...]
-    """It computed. This part has the length and the causes of its own wait before."""
+    """The part in which the stage before computed, at most as long as that stage itself had waited before.
+    It has the causes of that wait."""
     excess: tuple[Span, ...]
-    """It computed for longer than that."""
+    """The rest, in which the stage before computed for longer than it had waited."""
 
 
 def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> UpstreamWait:
-    """Attributes [start, end), a wait for a step until the stage before has computed it.
+    """Attribute [start, end), a wait for a step until the stage before has computed it.
 
     before: the step at the stage before. full: whether as many steps were in flight as there are stages.
     """
@@ -125,7 +126,7 @@ class RecentDelays:
                 self._ns[span.kind] += span.end - span.start
 
     def attribute(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        """The same interval, divided in proportion to the recent causes. Unchanged when there are none."""
+        """Divide the interval of `spans` in proportion to the recent causes. It is unchanged if there are none."""
         total = sum(self._ns.values())
         if not (spans and total):
             return spans

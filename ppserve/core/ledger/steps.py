@@ -1,6 +1,6 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-What steps take beside computing is measured from their stamps (`Overheads`).
+The overheads of steps, their time without computing, are measured from their stamps (`Overheads`).
 
 The replica alone writes into it. A step is *in flight* until the last stage has reported it, because only then are
 its tokens known. It stays in the book until every stage has reported it.
@@ -20,7 +20,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
 _DEADLINE_FACTOR = 5
-"""How much longer a step may take than its rows at the highest cost of a row that was seen."""
+"""How many times longer a step may take than its rows would at the highest cost per row that was seen."""
 _REMEMBERED = 256
 
 
@@ -48,8 +48,8 @@ class Step:
         self.plan = plan
         self.woken_ns = woken_ns  # when the engine's turn that made it began
         self.sent_ns = sent_ns  # when its plan had been sent to all stages
-        self.fills_pipeline = fills_pipeline  # with it at least as many were in flight as there are stages
-        self.fills_slots = fills_slots  # at least as many as there are slots
+        self.fills_pipeline = fills_pipeline  # whether at least as many were then in flight as there are stages
+        self.fills_slots = fills_slots  # whether at least as many were in flight as there are slots
         self.returned_ns: int | None = None  # when the head had the last stage's result
         self._results: list[StepResult | None] = [None] * num_stages
 
@@ -65,7 +65,7 @@ class Step:
         return self._results[stage]
 
     def set_result(self, result: StepResult, now_ns: int) -> None:
-        """For `Steps` alone."""
+        """Record a stage's result. Only `Steps` calls this."""
         self._results[result.stage] = result
         if result.stage == len(self._results) - 1:
             self.returned_ns = now_ns
@@ -84,7 +84,7 @@ class Step:
 
 
 class Steps:
-    """The steps of one pipeline. See the module for who writes and who reads."""
+    """The steps of one pipeline. The replica alone writes into it (see the module)."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -94,7 +94,7 @@ class Steps:
         self._row_ns = 0.0  # the highest time per row that any stage has taken in a step
 
     def __len__(self) -> int:
-        """Steps that some stage has not reported."""
+        """The number of steps that some stage has not reported."""
         return len(self._steps)
 
     @property
@@ -103,7 +103,7 @@ class Steps:
         return self.num_in_flight >= self.num_stages
 
     def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_slots: int) -> Step:
-        """A plan was sent to all stages. num_slots: how many steps may be in flight now."""
+        """Record a plan that was sent to all stages. num_slots: how many steps may be in flight now."""
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
@@ -113,9 +113,9 @@ class Steps:
         return step
 
     def reported(self, result: StepResult, now_ns: int) -> Step | None:
-        """A stage reported a step. The result's stamps must be on the head's clock.
+        """Record a stage's result, whose stamps must be on the head's clock, and return its step.
 
-        None, and nothing changes, if the step is not in the book or the stage has reported it before.
+        Returns None and changes nothing if the step is not in the book or the stage has reported it before.
         """
         step = self._steps.get(result.step_id)
         if step is None or result.epoch != step.plan.epoch or step.result(result.stage) is not None:
@@ -135,19 +135,19 @@ class Steps:
         self.num_in_flight = 0
 
     def head_paused(self, now_ns: int) -> None:
-        """The head itself did not run until now, so deadlines start anew."""
+        """Start deadlines anew, because the head itself did not run until now."""
         self._progress_ns = now_ns
 
     def stuck(self, now_ns: int) -> tuple[int, int] | None:
-        """The oldest step, and the first stage that owes it, if no stage has reported anything for that step's
-        deadline."""
+        """Return the oldest step's id and the first stage that owes it, if no stage has reported anything for
+        longer than that step's deadline."""
         oldest = next(iter(self._steps.values()), None)
         if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
             return None
         return oldest.plan.step_id, oldest.first_owing()
 
     def _deadline_ns(self, plan: StepPlan) -> float:
-        """How long a stage may take for a step: the longest time while the cost of a row is not known."""
+        """How long a stage may take for a step. While the cost of a row is not known it is STEP_DEADLINE_NS."""
         if not self._row_ns:
             return STEP_DEADLINE_NS
         return min(STEP_DEADLINE_NS, _LEAST_DEADLINE_NS + _DEADLINE_FACTOR * plan.num_tokens * self._row_ns)
@@ -166,28 +166,28 @@ def _transfer(sent: StepResult, received: StepResult) -> Transfer:
 
 @dataclass(frozen=True, slots=True)
 class OverheadTimes:
-    """What a step takes beside computing, in seconds; zero where nothing was measured."""
+    """The overheads of a step, which are its time without computing, in seconds; 0 where nothing was measured."""
 
     head_s: float = 0.0
-    """Time from the head's waking up to the plan being sent; what it does then (text, accounts) is in none of
-    these."""
+    """Time from the head's waking up to the plan being sent. The head's work after that (text, accounts) is in
+    none of these."""
     control_s: float = 0.0
     """Time from the plan being sent to stage 0 having read it."""
     prepare_s: float = 0.0
     """Time from a stage being free and having the plan to its being ready for hidden states."""
     sending_s: float = 0.0
-    """The sender is occupied with handing them on."""
+    """Time that the sender is occupied with handing the hidden states on."""
     transfer_s: float = 0.0
-    """Time from sent to received, where the receiver was waiting."""
+    """Time from the hidden states being sent to their being received, where the receiver was waiting."""
     return_s: float = 0.0
     """Time from the end of the last stage's computation to the head having the result."""
 
 
 class Overheads:
-    """Means of overheads over the last 256 steps without the longest 2%. The replica says when a step has stamps.
+    """Means of the overheads of the last 256 steps without the longest 2%. The replica reports each result to it.
 
-    Means, because throughput depends on them. The longest are left out because one pause of a second, which has
-    nothing to do with steps, would outweigh hundreds of them.
+    They are means because throughput depends on means. The longest are left out because one pause of a second,
+    which has nothing to do with steps, would outweigh hundreds of them.
     """
 
     def __init__(self, steps: Steps) -> None:

@@ -13,8 +13,8 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     num_stages = 1 + topology.stages[-1].stage
     num_replicas = 1 + topology.stages[-1].replica
     num_tensor = len(topology.stages[0].ranks)
-    ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
-    replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
+    ranks = f" of {num_tensor} tensor ranks each" if num_tensor > 1 else ""
+    replicas = f" in each of {num_replicas} replicas," if num_replicas > 1 else ""
     lines = [
         "",
         f"ppserve {description.version}: {description.name}, {description.num_parameters / 1e6:.4g} M parameters,"
@@ -37,8 +37,11 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
 def _stage_table(topology: Topology, num_stages: int, num_replicas: int) -> Iterator[str]:
     rows = [("stage", "layers", "device", "params", "weights", "KV")]
     for stage in topology.stages:
-        parts = ["wte"] * (stage.stage == 0) + [stage.layers]
-        parts += ["head"] * (stage.stage == num_stages - 1)
+        parts = [stage.layers]
+        if stage.stage == 0:
+            parts.insert(0, "wte")
+        if stage.stage == num_stages - 1:
+            parts.append("head")
         sizes = (f"{stage.num_parameters / 1e6:.4g} M", size(stage.weight_bytes), size(stage.kv_bytes))
         name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
         hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))

@@ -18,7 +18,7 @@ from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
-"""Per stage: as many as a picture shows."""
+"""Spans kept per stage, which are as many as the picture shows."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -58,7 +58,7 @@ def read_state(
     load: dict[str, Any],
     spans: list[list[Settled]],
 ) -> dict[str, Any]:
-    """What the page shows. Counters run since the start. load: the metrics'."""
+    """The state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = {(reading.replica, stage): of for reading in readings for stage, of in enumerate(reading.times)}
     drawn = dict(zip(times, describe_schedule(spans, now_ns), strict=True))

@@ -36,7 +36,7 @@ from ppserve.head.engine.replica import StepObserver
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
 
-# Else every counter has a second series, with its time of creation.
+# Without this every counter has a second series, with its time of creation.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Family = Counter | Gauge | Histogram
@@ -64,7 +64,7 @@ ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
 class RequestMetrics:
-    """Requests, by the replica that computed each last; "" for none."""
+    """Metrics of requests, by the replica that computed each last; the label is empty if none did."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:
         counter = partial(Counter, registry=registry)
@@ -206,7 +206,7 @@ class StepMetrics(StepObserver):
 
 
 class Metrics:
-    """All metrics. Written by the engine and the event loop, read by pages' threads."""
+    """All metrics. The engine and the event loop write them, and the threads of pages read them."""
 
     def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -227,7 +227,7 @@ class Metrics:
         self.log_lines_dropped = counter("ppserve_log_lines_dropped", log_text).inc
 
     def read_ledger(self, stage_times: StageTimesByReplica) -> None:
-        """stage_times: called at every scrape, for all replicas."""
+        """Add the ledger's metrics. stage_times: a function that each scrape calls, for all replicas."""
         self.registry.register(_LedgerCollector(stage_times))
 
     def page(self) -> Page:
@@ -249,7 +249,7 @@ class Metrics:
         }
 
     def describe(self, description: ModelDescription, topology: Topology) -> None:
-        """Sets the info metrics."""
+        """Set the info metrics."""
         for stage in topology.stages:
             for rank in stage.ranks:
                 place = (stage.replica, stage.stage, rank.rank)
@@ -259,7 +259,7 @@ class Metrics:
         self._build_info.labels(*served).set(1)
 
     def http_answered(self, path: str, status: int) -> None:
-        """path: "other" for one that is not served."""
+        """Count an answer. path: the path of the request, or "other" if it is not served."""
         self._http.labels(path, str(status)).inc()
 
 

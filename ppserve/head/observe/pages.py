@@ -1,6 +1,6 @@
 """The pages of the metrics port, by path: GET and HEAD only.
 
-Made in threads, for they may wait for the engine's, and the event loop may not.
+They are made in threads, because they may wait for the engine's thread, and the event loop must not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppserve.head.listener import Listener
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-# With so few, readers of slow pages take little from everything else.
+# There are few, so that slow pages take little time from everything else.
 _NUM_THREADS = 2
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -43,7 +43,7 @@ MakePage = Callable[[], Page]
 
 
 def json_page(ask: Callable[[], object]) -> MakePage:
-    """A page with what `ask` returns at that moment."""
+    """A page with the JSON of what `ask` returns whenever the page is asked for."""
     return lambda: Page("application/json", json.dumps(ask()).encode())
 
 

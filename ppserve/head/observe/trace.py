@@ -37,11 +37,11 @@ Event = dict[str, object]
 
 
 class Trace(StepObserver):
-    """The schedule, written to a file while it is on. Safe in any thread.
+    """The schedule, which is written to a file while the trace is on. Any thread may use it.
 
-    path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.
-    Later starts write to new, numbered files. A trace ends with a warning at `max_bytes` or when writing fails.
-    Raises ConfigError if `path` cannot be written.
+    With a `path` it is on from now. Without one it is off until `toggle`, and then written to
+    ppserve-trace-PID.json in the working directory. Later starts write to new, numbered files. A trace ends with a
+    warning at `max_bytes` or when writing fails. Raises ConfigError if `path` cannot be written.
     """
 
     def __init__(self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
@@ -79,7 +79,7 @@ class Trace(StepObserver):
                 self._complete(file)
 
     def toggle(self) -> None:
-        """If it cannot start, the reason is logged."""
+        """Start the trace, or stop it if it is on. If it cannot start, the reason is logged."""
         if self.is_on:
             self.stop()
             return
@@ -125,7 +125,7 @@ class Trace(StepObserver):
             return
         now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}
         counted = {"running": scheduler.num_running, "waiting": num_waiting}
-        which = f" of replica {replica}" * (self._num_replicas > 1)
+        which = f" of replica {replica}" if self._num_replicas > 1 else ""
         usage = {"ratio": round(scheduler.kv_usage, 4)}
         sequences: Event = {"ph": "C", "name": f"sequences{which}", **now, "args": counted}
         kv_use: Event = {"ph": "C", "name": f"KV use{which}", **now, "args": usage}
@@ -145,9 +145,9 @@ class Trace(StepObserver):
         return next(path for path in numbered if not path.exists())
 
     def _name_rows(self, file: _EventFile) -> None:
-        ranks = f" ({self._grid.tensor} tensor ranks)" * (self._grid.tensor > 1)
+        ranks = f" ({self._grid.tensor} tensor ranks)" if self._grid.tensor > 1 else ""
         titles = [
-            f"replica {replica} " * (self._num_replicas > 1) + f"stage {stage}{ranks}"
+            f"replica {replica} stage {stage}{ranks}" if self._num_replicas > 1 else f"stage {stage}{ranks}"
             for replica, stage in itertools.product(range(self._num_replicas), range(self._num_stages))
         ]
         for process, title in enumerate([*titles, "head"]):
@@ -167,7 +167,7 @@ class Trace(StepObserver):
 
     @contextmanager
     def _writing(self) -> Iterator[_EventFile | None]:
-        """The file, if one is being written. One that cannot be is closed as it is."""
+        """Yield the file, if one is being written. If a write to it fails, it is closed as it is."""
         with self._lock:
             file = self._file
             try:

@@ -329,7 +329,7 @@ def test_parts_that_are_missing_or_of_another_model(tmp_path: Path) -> None:
         assert refusal(paths[0]).path == str(paths[2])
     paths[2].write_bytes(third)
     whole = paths[0].rename(paths[0].with_name("model.gguf"))
-    assert "is part 1 of 5, as its name must say for the others to be found: *-00001-of-00005.gguf" in str(
+    assert "is part 1 of 5; the other parts are found only if its name ends with -00001-of-00005.gguf" in str(
         refusal(whole)
     )
 
@@ -362,7 +362,7 @@ def test_versions_of_gguf(version: int, tmp_path: Path) -> None:
     if version == 2:
         check(open_checkpoint(str(path)), GPT2, random_tensors(GPT2))
     else:
-        assert f"version {version}, only 2 and 3 are served" in str(refusal(path))
+        assert f"its version is {version}; only 2 and 3 are served" in str(refusal(path))
 
 
 def test_the_other_byte_order_says_so(tmp_path: Path) -> None:
@@ -505,8 +505,8 @@ def test_files_that_are_cut_short_say_so(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", GPT2, random_tensors(GPT2))
     content = path.read_bytes()
     for length, problem in (
-        (10, "cannot be read as a GGUF file (it ends, or passes 64 MiB, after byte 8)"),
-        (200, "cannot be read as a GGUF file (it ends, or passes 64 MiB, after byte"),
+        (10, "cannot be read as a GGUF file (its header ends too early, or passes 64 MiB, after byte 8)"),
+        (200, "cannot be read as a GGUF file (its header ends too early, or passes 64 MiB, after byte"),
         (len(content) - 1000, "is the file whole?"),
     ):
         path.write_bytes(content[:length])

@@ -171,7 +171,7 @@ def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:
         (b"<html>" + content, "is a web page, as a failed download leaves it, not a GGUF file"),
         (
             content.replace(theta, b"\x0b" + bytes(7) + b"split.count"),
-            "split.no: is 0 of 10000.0: no part of a model",
+            "split.no: is 0 of 10000.0 parts, which cannot be",
         ),
         (content[: kind - 20] + bytes(4) + content[kind:], "attn_q.weight: has 0 dimensions, not 1 to 4"),
         (content[:kind] + b"\x10" + content[kind + 1 :], "attn_q.weight: has the type IQ2_XXS; served are F32"),
@@ -182,5 +182,5 @@ def test_a_gguf_that_is_cut_short_or_a_part_or_none(tmp_path: Path) -> None:
     a_value = struct.pack("<IQQQIIQ", 3, 0, 1, 0, 9, 0, 3 << 30)  # a list of 3 GB
     path.write_bytes(b"GGUF" + a_value)
     os.truncate(path, 4 << 30)
-    with pytest.raises(CheckpointError, match="it ends, or passes 64 MiB, after byte"):
+    with pytest.raises(CheckpointError, match="its header ends too early, or passes 64 MiB, after byte"):
         open_checkpoint(str(path))

@@ -14,6 +14,7 @@ from ppserve.core.request import OutputOptions, Request, SamplingParams, StopCon
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.bodies import CompletionBody, GenerationBody
+from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.options import NAMES, GenerationOptions
@@ -157,9 +158,18 @@ def test_what_is_zero_or_false_is_said_and_what_is_none_is_absent() -> None:
 def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     """A field of a misspelt name would be ignored without a word."""
     assert set(Options.__annotations__) - set(NAMES) == {"request_id", "timeout_s"}
-    own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids"}
+    own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids", "best_of"}
     assert set(GenerationBody.__struct_fields__) - set(NAMES) == own
     assert set(CompletionBody.__struct_fields__) - set(NAMES) == own | {"prompt"}
+    chats = {
+        "messages",
+        "max_completion_tokens",
+        "has_logprobs",
+        "continue_final_message",
+        "add_generation_prompt",
+    }
+    chats |= {"chat_template_kwargs", "documents", "reasoning_effort"}
+    assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
 
 
 def test_defaults() -> None:

@@ -1,7 +1,7 @@
 """What the bodies of requests hold. msgspec checks names and types; `requests.to_request` checks values.
 
 Unknown fields are ignored, and named in a header of the answer. Those that would change the answer are refused by
-name, unless their value asks for nothing.
+name (`ppserve.head.api.http.unserved`), unless their value asks for nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.responses import HttpError
+from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, outside, refuse
 from ppserve.head.api.stream import AT_THE_END
@@ -44,8 +45,8 @@ _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
 class Body(msgspec.Struct, kw_only=True):
     """A JSON object. A field that is null is absent."""
 
-    unserved: ClassVar[Mapping[str, object]] = {}
-    """Refused fields, with the value that asks for nothing; None: false or empty."""
+    unserved: ClassVar[Mapping[str, Neutral]] = {}
+    """The fields that are refused, with the values that ask for nothing."""
 
     model: str | None = None
 
@@ -66,23 +67,16 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
+    @property
+    def asks(self) -> bool:
+        """Whether any event is to tell it."""
+        return bool(self.include_usage or self.continuous_usage_stats)
+
 
 class GenerationBody(Body, kw_only=True):
     """What completions and chats share, named as in the proto where that has it."""
 
-    unserved: ClassVar[Mapping[str, object]] = {
-        **dict.fromkeys(
-            (
-                *("allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json"),
-                *("guided_regex", "kv_transfer_params", "logprob_token_ids", "logits_processors"),
-                *("prompt_logprobs", "repetition_detection", "structured_outputs", "truncate_prompt_tokens"),
-                *("use_beam_search", "vllm_xargs"),
-            )
-        ),
-        "best_of": 1,
-        "response_format": {"type": "text"},
-        "skip_special_tokens": True,
-    }
+    unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
 
     temperature: float | None = None
     top_k: int | None = None
@@ -94,6 +88,8 @@ class GenerationBody(Body, kw_only=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    """OpenAI's number of answers to choose `n` from. Nothing is chosen here."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -115,7 +111,9 @@ class GenerationBody(Body, kw_only=True):
         """What types do not say, and what only this protocol allows."""
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
-        if self.stream_options is not None and not self.stream:
+        if self.best_of not in (None, 1, self.n):
+            yield Violation("best_of", "not served, unless it is 1 or n")
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
             yield Violation("stream_options", "only with stream")
 
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
@@ -130,7 +128,7 @@ class GenerationBody(Body, kw_only=True):
         if self.seed is not None and self.seed < 0:
             given["seed"] = self.seed & MAX_SEED  # ours are the same 64 bits
         if isinstance(self.stop, str):
-            given["stop"] = [self.stop]
+            given["stop"] = [self.stop] if self.stop else None
         if self.resume is not None:
             given |= {"resume_index": self.resume.index, "resume_ids": self.resume.token_ids}
         if not self.stream:
@@ -151,7 +149,7 @@ class GenerationBody(Body, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """The body of /v1/completions."""
 
-    unserved: ClassVar[Mapping[str, object]] = {**GenerationBody.unserved, "suffix": None, "prompt_embeds": None}
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_COMPLETIONS}
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
@@ -253,7 +251,7 @@ def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
 
 def to_body(given: dict[str, Any], kind: type[B]) -> B:
     """Raises InvalidRequest, naming the field that is wrong."""
-    asked = (name for name, neutral in kind.unserved.items() if _asks(given.get(name), neutral))
+    asked = (name for name, neutral in kind.unserved.items() if asks(given.get(name), neutral))
     refuse(Violation(name, "not served") for name in asked)
     try:
         body = msgspec.convert(given, kind, str_keys=True)
@@ -270,13 +268,6 @@ def check_model(name: str | None, handler: RequestHandler) -> None:
         *others, last = map(repr, (served.name, *served.aliases))
         names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {names}", "model")
-
-
-def _asks(value: Any, neutral: object) -> bool:
-    """Whether an unserved field asks for something."""
-    if neutral is None:
-        return not (value is None or value is False or value in ("", []))
-    return value is not None and value != neutral
 
 
 def _violation(problem: str) -> Violation:

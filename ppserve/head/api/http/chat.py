@@ -14,6 +14,7 @@ from ppserve.head.api.chat_template import ROLES
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import HttpError
+from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import Prompt, refuse
 from ppserve.head.api.stream import Delta
@@ -99,13 +100,7 @@ class ChatMessage(msgspec.Struct):
 class ChatBody(GenerationBody, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    unserved: ClassVar[Mapping[str, object]] = {
-        **GenerationBody.unserved,
-        **dict.fromkeys(("audio", "chat_template", "echo", "functions", "tools", "web_search_options")),
-        "function_call": "none",
-        "modalities": ["text"],
-        "tool_choice": "none",
-    }
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_CHATS}
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None  # OpenAI's newer name of max_tokens
@@ -155,7 +150,7 @@ class ChatBody(GenerationBody, kw_only=True):
         given = {
             "add_generation_prompt": not self.continue_final_message if generates is None else generates,
             "documents": self.documents,
-            "reasoning_effort": self.reasoning_effort,
+            "reasoning_effort": self.reasoning_effort or None,
         }
         named = {name: value for name, value in given.items() if value is not None}
         return {**(self.chat_template_kwargs or {}), **named}

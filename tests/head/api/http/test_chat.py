@@ -29,7 +29,7 @@ def called(arguments: object) -> dict[str, Any]:
 
 
 UNSERVED: dict[str, object] = {
-    "tools": [{"type": "function"}], "tool_choice": "auto", "functions": [{}], "function_call": "auto",
+    "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
     "response_format": {"type": "json_object"}, "guided_json": {"type": "object"}, "modalities": ["audio"],
     "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
     "best_of": 2, "bad_words": ["no"],
@@ -135,13 +135,7 @@ async def test_a_role_is_one_of_openai_s_or_of_the_template_s(served: Served) ->
     assert list(served.engine.requests[0].prompt_ids) == [*b"d:a", EOS, *b"\nf:a", EOS, *b"\n:a", EOS, *b"\na:"]
 
 
-async def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served) -> None:
-    nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
-    messages = [{"role": "user", "content": "hi", "tool_calls": None}]
-    more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
-    more |= {"top_logprobs": 0, "logprobs": False}
-    answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
-    assert answer.status == 200, answer.body
+async def test_a_tokenizer_s_description_has_the_template(served: Served) -> None:
     assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
 
 

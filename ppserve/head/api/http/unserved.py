@@ -1,0 +1,60 @@
+"""The table of refused fields: OpenAI's or vLLM's interface has them, and they would change the answer.
+
+Clients send such fields by default, with values that ask for nothing. Those are taken. docs/http.md has the same
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Neutral = tuple[object, ...]
+"""The values of a field, beside null, that ask for nothing."""
+
+NOTHING: Neutral = (False, "", [], {})
+
+OF_BOTH: Mapping[str, Neutral] = {
+    "allowed_token_ids": NOTHING,
+    "bad_words": NOTHING,
+    "guided_choice": NOTHING,
+    "guided_grammar": NOTHING,
+    "guided_json": (False, "", []),  # {} is a schema: any JSON
+    "guided_regex": NOTHING,
+    "kv_transfer_params": NOTHING,
+    "logits_processors": NOTHING,
+    "logprob_token_ids": NOTHING,
+    "prompt_logprobs": NOTHING,
+    "repetition_detection": NOTHING,
+    "response_format": (*NOTHING, {"type": "text"}),
+    "skip_special_tokens": (True,),
+    "structured_outputs": NOTHING,
+    "truncate_prompt_tokens": NOTHING,
+    "use_beam_search": NOTHING,
+    "vllm_xargs": NOTHING,
+}
+"""Refused by completions and chats."""
+
+OF_COMPLETIONS: Mapping[str, Neutral] = {
+    "prompt_embeds": NOTHING,
+    "suffix": NOTHING,
+}
+
+# Without tools there is nothing to choose from.
+_ANY_OF_NONE = (*NOTHING, "none", "auto")
+
+OF_CHATS: Mapping[str, Neutral] = {
+    "audio": NOTHING,
+    "chat_template": NOTHING,
+    "echo": NOTHING,
+    "function_call": _ANY_OF_NONE,
+    "functions": NOTHING,
+    "modalities": (*NOTHING, ["text"]),
+    "tool_choice": _ANY_OF_NONE,
+    "tools": NOTHING,
+    "web_search_options": (False, "", []),  # {} asks for a search
+}
+
+
+def asks(value: object, neutral: Neutral) -> bool:
+    """Whether a value of an unserved field asks for something. A 0 is a number, and no false."""
+    return value is not None and not any(type(value) is type(each) and value == each for each in neutral)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.bench.ledger import read_ledger
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES, HOST, IDLE, KINDS, Span
-from ppserve.head.api.grpc.messages import topology_message
+from ppserve.head.api.grpc.described import topology_message
 from ppserve.head.descriptions import describe_topology
 from ppserve.head.observe.live import (
     MAX_SPANS,

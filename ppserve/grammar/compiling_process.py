@@ -31,7 +31,7 @@ def _tried(output: StructuredOutput, library: LLTokenizer) -> dict[str, str]:
     """`text` for llguidance, once it has compiled here and has given a first mask; else what a FormRefused has."""
     try:
         text = translate(output)
-        GrammarFilter(Grammar(text, library, 0)).mask([])
+        GrammarFilter(Grammar(text, library, 0)).allowed([])
     except FormRefused as error:
         return {"problem": error.problem, "pointer": error.pointer, "keyword": error.keyword}
     except GrammarFailed as error:

@@ -9,6 +9,11 @@ from llguidance import LLMatcher, LLTokenizer
 from ppserve.grammar.limits import parser_limits
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed
 
+MAX_STATES = 16
+"""The answers of one request whose last state is kept."""
+MAX_ROLLBACK = 16
+"""The most tokens that a kept state goes back; from further back, an answer is read from the start."""
+
 
 class Grammar:
     """A form that has been compiled. Immutable, for any threads."""
@@ -26,43 +31,75 @@ class Grammar:
         return self._fresh.deep_copy()
 
 
-class GrammarFilter:
-    """The tokens that one sequence may have next. Each method is a function of `output_ids` alone.
+class _State:
+    """A matcher, and the tokens that it has read."""
 
-    The last state is kept, so another token costs one step; any other sequence of tokens is read from the start.
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.consumed: list[int] = []
+
+    def num_common(self, output_ids: Sequence[int]) -> int:
+        """How many of its tokens these begin with; 0 where it cannot go back to them: further than MAX_ROLLBACK,
+        or from its end, where the library no longer counts tokens."""
+        common = max(0, len(self.consumed) - MAX_ROLLBACK)
+        if [*output_ids[:common]] != self.consumed[:common]:
+            return 0
+        for ours, theirs in zip(self.consumed[common:], output_ids[common:], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        return 0 if common < len(self.consumed) and self.matcher.is_stopped() else common
+
+    def move_to(self, output_ids: Sequence[int], num_common: int) -> None:
+        """Forgets what it has read behind the common tokens, and reads the others."""
+        if num_common < len(self.consumed):
+            self.matcher.rollback(len(self.consumed) - num_common)
+            del self.consumed[num_common:]
+        for token_id in output_ids[num_common:]:
+            self.matcher.consume_token(token_id)
+            self.consumed.append(token_id)
+
+
+class GrammarFilter:
+    """The tokens that the answers of one request may have next: a `TokenFilter` of core/scheduling.
+
+    Each method is a function of `output_ids` alone. The last states are kept, so a token more is one step, for
+    each of several sequences, and so are a few draft tokens that were not taken. Others are read from the start.
     Not for several threads at once.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._matcher = grammar.fresh_matcher()
-        self._consumed: list[int] = []
+        self._states: list[_State] = []
+        """The most recently used is the last."""
 
-    def mask(self, output_ids: Sequence[int]) -> bytes:
-        """One bit for each of the model's logits, whether its token may follow: the lowest bit of the first byte
-        is token 0, and 32-bit words are filled up with zeros. Raises GrammarFailed."""
-        matcher = self._state(output_ids)
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        """The mask of the ids that may follow: bit i % 8 of byte i // 8 is id i. Raises GrammarFailed.
+
+        It is filled up to 32-bit words with zeros.
+        """
+        matcher = self._matcher(output_ids)
         bits = bytes(matcher.compute_bitmask())
-        self._check(matcher)
+        _check(matcher)
         if not any(bits):
             raise GrammarFailed("no token of this model can continue the answer in its form")
         return bits
 
     def accepts(self, output_ids: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
-        matcher = self._state(output_ids)
+        matcher = self._matcher(output_ids)
         num_accepted = int(matcher.validate_tokens([*draft]))
-        self._check(matcher)
+        _check(matcher)
         return num_accepted
 
     def is_complete(self, output_ids: Sequence[int]) -> bool:
         """Whether the answer has its form and may end here. Raises GrammarFailed."""
-        return bool(self._state(output_ids).is_accepting())
+        return bool(self._matcher(output_ids).is_accepting())
 
     def forced(self, output_ids: Sequence[int], limit: int) -> list[int]:
-        """The tokens, at most so many, of which each is the only one that may follow: they need no draw. Not those
-        that end the answer. Raises GrammarFailed."""
-        matcher = self._state(output_ids)
+        """The tokens, at most so many, of which each is the only one that may follow: they need no draw. Not
+        those that end the answer. Raises GrammarFailed."""
+        matcher = self._matcher(output_ids)
         found: list[int] = []
         while len(found) < limit and not matcher.is_accepting():
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -70,25 +107,28 @@ class GrammarFilter:
             if not is_single or not matcher.consume_token(bits.bit_length() - 1):
                 break
             found.append(bits.bit_length() - 1)
-        self._check(matcher)
+        _check(matcher)
         matcher.rollback(len(found))
         return found
 
-    def _state(self, output_ids: Sequence[int]) -> LLMatcher:
-        """The matcher behind these tokens. Raises GrammarFailed."""
-        num_consumed = len(self._consumed)
-        if self._matcher.is_error() or [*output_ids[:num_consumed]] != self._consumed:
-            self._matcher, self._consumed, num_consumed = self._grammar.fresh_matcher(), [], 0
-        for token_id in output_ids[num_consumed:]:
-            self._matcher.consume_token(token_id)
-            self._consumed.append(token_id)
-        self._check(self._matcher)
-        return self._matcher
+    def _matcher(self, output_ids: Sequence[int]) -> LLMatcher:
+        """The matcher that has read these tokens. Raises GrammarFailed."""
+        self._states = [state for state in self._states if not state.matcher.is_error()]
+        near = max(self._states, key=lambda state: state.num_common(output_ids), default=None)
+        num_common = 0 if near is None else near.num_common(output_ids)
+        if near is not None and (num_common or not near.consumed):
+            self._states.remove(near)
+        else:
+            near = _State(self._grammar.fresh_matcher())
+        self._states = [*self._states[-MAX_STATES + 1 :], near]
+        near.move_to(output_ids, num_common)
+        _check(near.matcher)
+        return near.matcher
 
-    @staticmethod
-    def _check(matcher: LLMatcher) -> None:
-        if matcher.is_error():
-            raise GrammarFailed(f"the answer's form cannot be followed: {_first_line(matcher.get_error())}")
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarFailed(f"the answer's form cannot be followed: {_first_line(matcher.get_error())}")
 
 
 def _first_line(text: str) -> str:

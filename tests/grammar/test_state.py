@@ -20,32 +20,47 @@ from tests.tokenizer.made_up import loaded, made_up
 def test_the_mask_does_not_depend_on_what_was_asked_before() -> None:
     """Appended tokens, a rollback, another answer: as if each were the first question."""
     grammar = compiled("json_schema", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    answer = [*b'{"a": 12, "b": [true]}']
-    expected = {length: GrammarFilter(grammar).mask(answer[:length]) for length in range(len(answer))}
+    answer = [*b'{"a": 12, "b": [true]}', END, END]
+    expected = {length: GrammarFilter(grammar).allowed(answer[:length]) for length in range(len(answer) + 1)}
     assert len({*expected.values()}) > 5
     form, rng = GrammarFilter(grammar), random.Random(3)
-    lengths = [*range(len(answer)), *(rng.randrange(len(answer)) for _ in range(100))]
+    lengths = [*range(len(answer) + 1), *(rng.randrange(len(answer) + 1) for _ in range(200))]
     for length in lengths:
         other = [*b'{"a": 7}'][: rng.randrange(8)]
         if rng.random() < 0.3:
-            form.mask(other)
-        assert form.mask(answer[:length]) == expected[length]
+            form.allowed(other)
+        assert form.allowed(answer[:length]) == expected[length]
 
 
 def test_a_token_more_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     form = GrammarFilter(compiled("json_object"))
-    form.mask([*b'{"a'])
+    form.allowed([*b'{"a'])
     monkeypatch.setattr(Grammar, "fresh_matcher", lambda _: pytest.fail("it is read from the start"))
-    form.mask([*b'{"a"'])
+    form.allowed([*b'{"a"'])
     assert form.accepts([*b'{"a"'], [*b":1"]) == 2
+
+
+def test_several_sequences_share_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin alike, go on by turns, and have drafts that are not taken: behind their beginnings, none is read
+    from the start again."""
+    grammar = compiled("json_object")
+    answers = [[*b'{"%s": [1, 2], "b": "%s"}' % (b"x" * number, b"yz" * 40)] for number in range(1, 5)]
+    turns = [answer[:length] for length in range(80) for answer in answers]
+    expected = [GrammarFilter(grammar).allowed(turn) for turn in turns]
+    form = GrammarFilter(grammar)
+    for number, (turn, mask) in enumerate(zip(turns, expected, strict=True)):
+        if len(turn) == 30:
+            monkeypatch.setattr(Grammar, "fresh_matcher", lambda _: pytest.fail("it is read from the start"))
+        assert form.allowed(turn) == mask, number
+        form.allowed([*turn, *allowed(mask)[:1]])
 
 
 def test_ends_are_allowed_only_where_the_answer_may_end() -> None:
     form = GrammarFilter(compiled("regex", "ab?"))
-    assert allowed(form.mask([])) == [ord("a")]
-    assert allowed(form.mask([*b"a"])) == [ord("b"), END, OTHER_END]
-    assert allowed(form.mask([*b"ab"])) == [END, OTHER_END]
-    assert allowed(form.mask([*b"ab", END])) == [END, OTHER_END]
+    assert allowed(form.allowed([])) == [ord("a")]
+    assert allowed(form.allowed([*b"a"])) == [ord("b"), END, OTHER_END]
+    assert allowed(form.allowed([*b"ab"])) == [END, OTHER_END]
+    assert allowed(form.allowed([*b"ab", END])) == [END, OTHER_END]
     assert [form.is_complete([*text]) for text in (b"", b"a", b"ab")] == [False, True, True]
 
 
@@ -56,7 +71,7 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token() -> None:
     assert form.accepts([*b"abc"], [END]) == 1
     assert form.accepts([*b"ab"], [END]) == 0
     assert form.accepts([*b"ab"], [PADDING]) == 0
-    assert form.mask([]) == GrammarFilter(compiled("regex", "abc+")).mask([]), "asking changes nothing"
+    assert form.allowed([]) == GrammarFilter(compiled("regex", "abc+")).allowed([]), "asking changes nothing"
 
 
 def test_a_forced_token_is_the_only_one_allowed() -> None:
@@ -65,14 +80,14 @@ def test_a_forced_token_is_the_only_one_allowed() -> None:
     assert form.forced([*b"a"], 1) == [*b"b"]
     assert form.forced([*b"abcd"], 10) == [*b"fg"], "an end is not forced"
     assert form.forced([*b"abcdfg"], 10) == []
-    assert allowed(form.mask([*b"abc"])) == [*b"de"]
+    assert allowed(form.allowed([*b"abc"])) == [*b"de"]
 
 
 def test_an_answer_that_left_its_form_ends_clearly() -> None:
     form = GrammarFilter(compiled("regex", "ab"))
     with pytest.raises(GrammarFailed):
-        form.mask([*b"x"])
-    assert allowed(form.mask([*b"a"])) == [ord("b")], "another answer is not hurt"
+        form.allowed([*b"x"])
+    assert allowed(form.allowed([*b"a"])) == [ord("b")], "another answer is not hurt"
 
 
 def test_a_state_beyond_its_limits_ends_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +102,7 @@ def test_a_state_beyond_its_limits_ends_clearly(monkeypatch: pytest.MonkeyPatch)
 
 def go_on(form: GrammarFilter, rng: random.Random, ids: list[int]) -> None:
     for _ in range(2000):
-        ids.append(rng.choice([each for each in allowed(form.mask(ids)) if each < 256]))
+        ids.append(rng.choice([each for each in allowed(form.allowed(ids)) if each < 256]))
 
 
 def test_a_schema_may_have_many_properties_that_are_not_required() -> None:
@@ -96,7 +111,7 @@ def test_a_schema_may_have_many_properties_that_are_not_required() -> None:
     form = GrammarFilter(compiled("json_schema", {"properties": properties, "additionalProperties": False}))
     answer = [*b"{" + b",".join(b'"%s":1' % name.encode() for name in names) + b"}"]
     for length in range(0, len(answer), 41):
-        assert answer[length] in allowed(form.mask(answer[:length]))
+        assert answer[length] in allowed(form.allowed(answer[:length]))
     assert form.is_complete(answer)
 
 
@@ -104,7 +119,7 @@ def test_no_token_that_the_model_has_may_continue() -> None:
     digits = Vocabulary([b"1", b"2", b""], [2])
     grammar = Grammar(translate(StructuredOutput("regex", "1x")), digits.for_library(), 0)
     with pytest.raises(GrammarFailed):
-        GrammarFilter(grammar).mask([0])
+        GrammarFilter(grammar).allowed([0])
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> bytes:
@@ -129,7 +144,7 @@ def test_a_mask_allows_the_tokens_whose_bytes_fit(kind: str, tmp_path: Path) -> 
             for token_id in range(vocab_size)
             if (text := tokenizer.text_bytes(token_id)) and written + text in prefixes
         ]
-        mask = form.mask(ids)
+        mask = form.allowed(ids)
         assert allowed(mask) == [*fitting, *([end] if written in texts() else [])]
         assert len(mask) == (vocab_size + 31) // 32 * 4
         if not fitting:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from ppserve.core.scheduling.token_filter import is_allowed
 from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.grammar.translating import translate
@@ -37,7 +38,8 @@ def fits(grammar: Grammar, text: str) -> bool:
 
 
 def allowed(mask: bytes) -> list[int]:
-    return [token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1]
+    """The ids that a mask of a `TokenFilter` allows."""
+    return [token_id for token_id in range(8 * len(mask)) if is_allowed(mask, token_id)]
 
 
 def drawn(grammar: Grammar, rng: random.Random, max_tokens: int = 400) -> bytes | None:
@@ -46,7 +48,7 @@ def drawn(grammar: Grammar, rng: random.Random, max_tokens: int = 400) -> bytes 
     form = GrammarFilter(grammar)
     ids: list[int] = []
     for _ in range(max_tokens):
-        may = allowed(form.mask(ids))
+        may = allowed(form.allowed(ids))
         plain = [token_id for token_id in may if token_id < END]
         if not plain or (len(plain) < len(may) and rng.random() < 0.5):
             return bytes(ids)

@@ -9,8 +9,8 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
-from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
-from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.plan import StepPlan, StepStamps
+from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -21,9 +21,9 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, StepObserver
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.tokenizer import no_tokenizer
-from tests.core.scheduling.rig import prompt_of
-from tests.head.engine.scripted import ARCH, NUM_BLOCKS, SECOND, ScriptedControl, decision
-from tests.hellos import hello
+from tests.core.scheduling.rig import a_request
+from tests.head.engine.scripted import BLOCK_SIZE, SECOND, RanksRig, ScriptedControl, decision
+from tests.simulated_stage import SimulatedStage
 
 MS = 1_000_000
 
@@ -51,24 +51,21 @@ class Notes(StepObserver):
         self.in_flight.append(in_flight)
 
 
-def a_request(name: str, num_prompt: int = 9, max_tokens: int = 4) -> Request:
-    prompt, stop = prompt_of(num_prompt, len(name)), StopConditions(max_tokens, ignore_eos=True)
-    return Request(name, prompt, stop, SamplingParams())
-
-
-class Rig:
-    """The last of several replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
+class Rig(RanksRig[list[SequenceEvent]]):
+    """The last of several replicas, so ranks are not stages. Its stages draw token 3, when the test says so."""
 
     def __init__(self, num_stages: int = 2, num_tensor: int = 1, num_replicas: int = 2, **config: Any) -> None:
-        self.now_ns = SECOND
         self.grid = RankGrid(num_tensor, num_replicas, num_stages)
-        self.ranks = self.grid.ranks_of(num_replicas - 1)
-        self.control, self.notes, self.request_queue = ScriptedControl(), Notes(), RequestQueue()
-        about = self.grid, "here", lambda hellos, split: decision(num_stages, split, **config), self.control
+        control, self.notes, self.request_queue = ScriptedControl(), Notes(), RequestQueue()
+        about = self.grid, "here", lambda hellos, split: decision(num_stages, split, **config), control
         members = [Members(*about, number) for number in range(num_replicas)]
-        rest = self.control, [self.notes], lambda: self.now_ns, self.request_queue
+        super().__init__(control, members[-1])
+        rest = control, [self.notes], lambda: self.now_ns, self.request_queue
         self.replicas = [Replica(each, *rest) for each in members]
         self.replica = self.replicas[-1]
+        self.stages = [
+            SimulatedStage(BLOCK_SIZE, place, draw_token=lambda *_: 3) for place in range(len(self.ranks))
+        ]
 
     def hear(self, *events: Received | Disconnected) -> list[SequenceEvent]:
         return [outcome for event in events for outcome in self.replica.handle_rank(event)]
@@ -76,34 +73,19 @@ class Rig:
     def say(self, rank: int, *messages: wire.FromStage) -> list[SequenceEvent]:
         return self.hear(*[Received(rank, self.now_ns, message) for message in messages])
 
-    def greet(self, rank: int, reason: str | None = None, weights: str = "") -> None:
-        """A stage process of this rank connects and loads its weights. reason: what its self-test found."""
-        self.say_hello(rank, weights)
-        self.say_loaded(rank, reason)
+    def greet(self, rank: int, weights: str = "") -> None:
+        """A stage process of this rank connects and loads its weights."""
+        self.hello(rank, weights=weights)
+        self.loaded(rank)
 
-    def say_hello(self, rank: int, weights: str = "") -> None:
-        self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here"), weights=weights))
-
-    def say_loaded(self, rank: int, reason: str | None = None, num_blocks: int = NUM_BLOCKS) -> None:
-        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, reason))
-
-    def join(self) -> list[SequenceEvent]:
-        """All ranks join the epoch that the first was invited to."""
-        epoch = self.replica.members.epoch
-        self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
-        return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
-
-    def form(self, reason: str | None = None) -> list[SequenceEvent]:
-        """The first epoch."""
-        for rank in self.ranks:
-            self.say_hello(rank)
-        for rank in self.ranks:
-            self.say_loaded(rank, reason)
-        return self.join()
+    def form(self, reason: str | None = None) -> None:
+        """The first epoch. reason: what each rank's self-test found."""
+        self.load(*self.ranks, reason=reason)
+        self.join()
 
     def submit(self, *names: str, max_tokens: int = 6) -> None:
         for name in names:
-            self.ask(a_request(name, max_tokens=max_tokens))
+            self.ask(a_request(name, 9, max_tokens, salt=len(name)))
 
     def ask(self, request: Request) -> None:
         self.request_queue.submit(request, self.now_ns / SECOND)
@@ -114,27 +96,26 @@ class Rig:
         self.control.sent.clear()
         self.request_queue.admit(self.now_ns / SECOND)
         self.replica.refill(self.now_ns)
-        ranks = self.replica.members.ranks_in_use
+        ranks = self.members.ranks_in_use
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[ranks[0]]] for rank in ranks)
         assert not any(sent[rank] for rank in self.ranks if rank not in ranks)
         return [m.plan for m in sent[ranks[-1]]]
 
-    def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
-        """A stage's result of a step that it computed until now."""
-        begun = self.now_ns - compute_ns
-        stamps = StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)
-        is_last = stage // self.grid.tensor == self.grid.pipeline - 1
-        drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
-        return wire.Result(RankResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
+    def result(self, plan: StepPlan, place: int, compute_ns: int = MS) -> wire.Result:
+        """A rank's result of a step that it computed until now. Those of the last stage in use draw."""
+        begun, stage = self.now_ns - compute_ns, self.stages[place]
+        layout = self.members.all[place].layout
+        stage.draws = layout is not None and layout.is_last
+        return wire.Result(stage.compute(plan, StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)))
 
     def compute(self, plan: StepPlan) -> list[SequenceEvent]:
-        """Every stage takes a millisecond for the step."""
+        """Every rank in use takes a millisecond for the step."""
         events: list[SequenceEvent] = []
-        for stage, rank in enumerate(self.ranks):
+        for place, rank in enumerate(self.members.ranks_in_use):
             self.now_ns += MS
-            events += self.say(rank, self.result(plan, stage))
+            events += self.say(rank, self.result(plan, place))
         return events
 
     def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[SequenceEvent]:
@@ -142,15 +123,13 @@ class Rig:
         events: list[SequenceEvent] = []
         for _ in range(round(2 * seconds)):
             self.now_ns += SECOND // 2
-            for rank in self.ranks:
-                if rank not in silent:
-                    self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
+            self.answer(*(rank for rank in self.ranks if rank not in silent))
             events += self.replica.tick()
         return events
 
     def lose(self, rank: int, cause: str = "exit") -> list[SequenceEvent]:
         """A rank's process dies; the others leave the epoch."""
-        epoch = self.replica.members.epoch
+        epoch = self.members.epoch
         events = self.hear(Disconnected(rank, cause))
         for other in self.ranks:
             if other != rank:
@@ -218,10 +197,16 @@ class EngineRig(Rig):
     def finish(self, *readers: Reader) -> None:
         """The only rank computes steps until these have ended."""
         while not all(reader.finish for reader in readers):
-            plans = [message for _, message in self.control.sent if isinstance(message, wire.Plan)]
-            message = plans[self._num_computed]
-            self._num_computed += 1
-            self.say(0, self.result(message.plan, 0))
+            assert self.compute_next(), "no step is in flight, and they have not ended"
+
+    def compute_next(self) -> bool:
+        """The only rank computes the oldest plan that it was sent. Returns whether there was one."""
+        plans = [message.plan for _, message in self.control.sent if isinstance(message, wire.Plan)]
+        if len(plans) == self._num_computed:
+            return False
+        self._num_computed += 1
+        self.say(0, self.result(plans[self._num_computed - 1], 0))
+        return True
 
     @property
     def serving(self) -> list[bool]:

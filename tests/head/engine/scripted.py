@@ -1,10 +1,11 @@
-"""The rules of a toy model, a control plane that remembers, and members without connections."""
+"""A control plane that remembers, and ranks without processes that say to the head what a test has them say."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
@@ -23,6 +24,8 @@ ARCH = gpt2_architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EO
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 SECOND = 1_000_000_000
+
+Heard = TypeVar("Heard")
 
 
 def decision(num_stages: int, split: Split | None = None, **config: Any) -> Decision:
@@ -58,95 +61,114 @@ class ScriptedControl:
         """Nothing is left to read."""
 
 
-class MembersRig:
-    """Members of one pipeline, or of one replica of a grid. The test sets the time."""
+class RanksRig(ABC, Generic[Heard]):
+    """Ranks of one replica, which say to the head what the test has them say. The test sets the time.
+
+    A subclass is what hears them; `say` returns what it makes of a message.
+    """
+
+    def __init__(self, control: ScriptedControl, members: Members) -> None:
+        self.now_ns = SECOND
+        self.control, self.members = control, members
+        self.ranks = members.ranks
+
+    @abstractmethod
+    def say(self, rank: int, message: wire.FromStage) -> Heard:
+        """A message of this rank arrives now."""
+
+    def hello(self, rank: int, machine: str = "here", weights: str = "") -> Heard:
+        host = wire.StageHost("host", machine, "10.0.0.1", "10.0.0.1")
+        return self.say(rank, hello(rank, self.members.grid.size, ARCH, host, weights=weights))
+
+    def loaded(self, rank: int, reason: str | None = None, num_blocks: int | None = None) -> Heard:
+        """reason: what its self-test found. Unless the test says how many blocks it has room for, a later rank has
+        room for more."""
+        num_blocks = NUM_BLOCKS + rank if num_blocks is None else num_blocks
+        return self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, reason))
+
+    def load(self, *ranks: int, reason: str | None = None) -> None:
+        """Their processes greet and load their weights; the last one of all begins an epoch."""
+        for rank in ranks:
+            self.hello(rank)
+        for rank in ranks:
+            self.loaded(rank, reason)
+
+    def forms(self) -> dict[int, wire.Form]:
+        """The `Form` messages sent since the last call."""
+        found = {rank: message for rank, message in self.control.sent if isinstance(message, wire.Form)}
+        self.control.sent.clear()
+        return found
+
+    def join(self) -> list[Heard]:
+        """From the Form of the first rank to the Ready of all in use. Returns what is made of each Ready."""
+        epoch, (first, *others) = self.members.epoch, self.members.ranks_in_use
+        assert set(self.forms()) == {first}
+        self.say(first, wire.StoreOpened(epoch, 4000 + epoch))
+        forms = self.forms()
+        assert set(forms) == set(others)
+        assert all(form.store_port == 4000 + epoch for form in forms.values())
+        heard = []
+        for rank in (first, *others):
+            assert not self.members.formed, "when all are ready, and not before"
+            heard.append(self.say(rank, wire.Ready(epoch)))
+        assert self.members.formed
+        return heard
+
+    def answer(self, *ranks: int) -> None:
+        """They answer a ping."""
+        for rank in ranks:
+            self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
+
+
+class MembersRig(RanksRig[MemberEvent | None]):
+    """Members alone, of one pipeline or of the last of several replicas."""
 
     def __init__(
-        self, num_stages: int, mistake: ConfigError | None = None, grid: RankGrid | None = None, replica: int = 0
+        self, num_stages: int, num_tensor: int = 1, num_replicas: int = 1, mistake: ConfigError | None = None
     ) -> None:
         def decide(hellos: object, split: Split | None) -> Decision:
             if self.refuses is not None:
                 raise self.refuses
-            return decision(num_stages, split, max_model_len=10 * BLOCK_SIZE)
+            return decision(num_stages, split)
 
-        self.num_stages, self.now_ns = num_stages, SECOND
         self.refuses = mistake
-        control = ScriptedControl()
+        grid, control = RankGrid(num_tensor, num_replicas, num_stages), ScriptedControl()
+        super().__init__(control, Members(grid, "here", decide, control, num_replicas - 1))
         self.sent, self.dropped = control.sent, control.dropped
-        self.members = Members(grid or RankGrid(1, 1, num_stages), "here", decide, control, replica)
         self.members.tick(self.now_ns)
         self.sent.clear()  # pings
 
-    def say(self, stage: int, message: object) -> MemberEvent | None:
-        return self.members.handle_message(stage, self.now_ns, message)
+    def say(self, rank: int, message: object) -> MemberEvent | None:
+        return self.members.handle_message(rank, self.now_ns, message)
 
-    def lose(self, stage: int, cause: str) -> EpochLost | None:
+    def lose(self, rank: int, cause: str) -> EpochLost | None:
         """Its connection ends."""
-        return self.members.handle_disconnect(stage, cause, self.now_ns)
-
-    def hello(self, rank: int, machine: str = "here") -> MemberEvent | None:
-        host = wire.StageHost("same name", machine, "10.0.0.1", "10.0.0.1")
-        return self.say(rank, hello(rank, self.members.grid.size, ARCH, host))
-
-    def loaded(self, stage: int) -> MemberEvent | None:
-        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, None))
+        return self.members.handle_disconnect(rank, cause, self.now_ns)
 
     def tick(self, seconds: float) -> EpochLost | None:
         self.now_ns += int(seconds * SECOND)
         return self.members.tick(self.now_ns)
 
-    def forms(self) -> dict[int, wire.Form]:
-        """The `Form` messages sent since the last call."""
-        found = {stage: message for stage, message in self.sent if isinstance(message, wire.Form)}
-        self.sent.clear()
-        return found
-
-    def join(self) -> int:
-        """From the Form of stage 0 to the Ready of all stages. Returns the epoch that has formed."""
+    def leave(self, *ranks: int) -> None:
+        """Check that these ranks, and no others, were told to abandon the epoch. They answer that they left it."""
         epoch = self.members.epoch
-        assert set(self.forms()) == {0}
-        self.say(0, wire.StoreOpened(epoch, 4000 + epoch))
-        others = self.forms()
-        assert set(others) == set(range(1, self.num_stages))
-        assert all(form.store_port == 4000 + epoch for form in others.values())
-        events = [self.say(stage, wire.Ready(epoch)) for stage in range(self.num_stages)]
-        assert events == [None] * (self.num_stages - 1) + [wire.Ready(epoch)], "when all are ready, and not before"
-        return epoch
-
-    def leave(self, *stages: int) -> None:
-        """Checks that these stages, and no others, were told to abandon the epoch; they answer that they left
-        it."""
-        epoch = self.members.epoch
-        told = {stage for stage, message in self.sent if isinstance(message, wire.Abandon)}
-        assert told == set(stages)
-        assert all(m == wire.Abandon(epoch) for _, m in self.sent if isinstance(m, wire.Abandon))
+        told = [(rank, message) for rank, message in self.sent if isinstance(message, wire.Abandon)]
+        assert told == [(rank, wire.Abandon(epoch)) for rank in ranks]
         self.sent.clear()
-        assert [self.say(stage, wire.Broken(epoch, "told")) for stage in stages] == [None] * len(stages)
-
-    def load(self, *stages: int) -> None:
-        """Their processes greet and load their weights; the last one of all begins an epoch."""
-        for stage in stages:
-            self.hello(stage)
-        for stage in stages:
-            self.loaded(stage)
+        assert [self.say(rank, wire.Broken(epoch, "told")) for rank in ranks] == [None] * len(ranks)
 
 
 def result(epoch: int) -> wire.Result:
     return wire.Result(RankResult(epoch, 1, 0, StepStamps(1, 2, 3, 4, 5, 6)))
 
 
-def answer(pipeline: MembersRig, *stages: int) -> None:
-    for stage in stages:
-        pipeline.say(stage, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
-
-
 def loaded_pipeline(num_stages: int = 2) -> MembersRig:
     pipeline = MembersRig(num_stages)
-    pipeline.load(*range(num_stages))
+    pipeline.load(*pipeline.ranks)
     return pipeline
 
 
 def started_pipeline(num_stages: int = 2) -> MembersRig:
     pipeline = loaded_pipeline(num_stages)
-    assert pipeline.join() == 1
+    assert pipeline.join() == [None] * (num_stages - 1) + [wire.Ready(1)]
     return pipeline

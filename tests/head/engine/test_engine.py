@@ -15,7 +15,8 @@ from ppserve.errors import Draining, InvalidRequest, Overloaded, StagesLost
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.lifetime import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
-from tests.head.engine.replica_rig import EngineRig, Reader, a_request
+from tests.core.scheduling.rig import a_request
+from tests.head.engine.replica_rig import EngineRig, Reader
 from tests.head.engine.scripted import ARCH
 from tests.hellos import hello
 
@@ -23,7 +24,7 @@ from tests.hellos import hello
 
 
 def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_may_end_the_answer() -> None:
-    request = a_request("a")
+    request = a_request("a", max_tokens=4)
     for stop, did in ((), "sent sent output sent output sent output output"), (("x",), "sent output " * 4):
         rig = EngineRig("")
         rig.finish(rig.open(replace(request, stop=replace(request.stop, stop=stop))))
@@ -33,7 +34,7 @@ def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_ma
 def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:
     rig = EngineRig("", max_queue=1, max_num_seqs=1)
     with pytest.raises(InvalidRequest, match="126 KV blocks"):
-        rig.open(a_request("long", num_prompt=500))
+        rig.open(a_request("long", num_prompt=500, max_tokens=4))
     first, waiting = rig.open(a_request("a")), rig.open(a_request("b"))
     with pytest.raises(Overloaded, match="1 requests are waiting"):
         rig.open(a_request("c"))

@@ -10,12 +10,11 @@ import pytest
 
 from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.grid import RankGrid
 from ppserve.core.plan import RankResult, StepStamps
 from ppserve.errors import ConfigError, StagesLost, UsageError
 from ppserve.head.engine.member import EpochLost, StageState
 from tests.architectures import gpt2 as gpt2_architecture
-from tests.head.engine.scripted import SECOND, MembersRig, answer, loaded_pipeline, result, started_pipeline
+from tests.head.engine.scripted import NUM_BLOCKS, SECOND, MembersRig, loaded_pipeline, result, started_pipeline
 from tests.hellos import changed
 
 Fail = Callable[[MembersRig, int], None]
@@ -33,14 +32,15 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline.load(1)
     for late in (wire.Ready(1), wire.Broken(1, "old"), wire.StoreOpened(1, 1)):
         assert pipeline.say(0, late) is None, "what is said of an old epoch is ignored"
-    assert pipeline.join() == 2
+    pipeline.join()
+    assert pipeline.members.epoch == 2
     assert [m.restarts for m in pipeline.members.all] == [0, 1, 0]
     assert isinstance(pipeline.say(0, result(2)), RankResult)
 
 
 def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     """Four ranks of the second of two replicas, two for each of two stages."""
-    rig = MembersRig(2, grid=RankGrid(2, 2, 2), replica=1)
+    rig = MembersRig(2, num_tensor=2, num_replicas=2)
     members, ranks = rig.members, (2, 3, 6, 7)
     assert members.ranks == ranks
     assert [(member.stage, member.tensor) for member in members.all] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -56,7 +56,7 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them(caplog: 
     rig.say(2, wire.StoreOpened(1, 1))
     assert list(rig.forms()) == [3, 6, 7]
     assert [rig.say(rank, wire.Ready(1)) for rank in ranks] == [None, None, None, wire.Ready(1)]
-    assert members.num_blocks == 12
+    assert members.num_blocks == NUM_BLOCKS + 2
     assert members.handle_disconnect(7, "exit", rig.now_ns) == EpochLost()
     assert "replica 1 stage 1 tensor 1: exit" in caplog.text
     left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
@@ -90,7 +90,7 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
     [
         ({"gpu": 0}, "stage 1 came back with a GPU instead of a CPU"),
         ({"quantization": "int8"}, "stage 1 came back with quantization int8 instead of none"),
-        ({"name": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
+        ({"name": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of host"),
         ({"architecture": OTHER}, "stage 1 came back with another model in /m"),
         ({"weights": "trained on", "checkpoint": "/n"}, "stage 1 came back with other weights in /n"),
         ({"machine": "started anew"}, None),
@@ -109,15 +109,15 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
 def test_the_number_of_blocks_stays_when_a_stage_comes_back_with_other_memory() -> None:
     """Block tables of open requests name blocks up to it."""
     pipeline = started_pipeline()
-    assert pipeline.members.num_blocks == 10
-    for room in (500, 5000):
+    assert pipeline.members.num_blocks == NUM_BLOCKS
+    for num_blocks in (NUM_BLOCKS // 2, NUM_BLOCKS * 2):
         pipeline.lose(1, "exit")
         pipeline.leave(0)
         pipeline.hello(1)
-        pipeline.say(1, wire.Loaded("cpu", 1, 1, 100, room, None))
+        pipeline.loaded(1, num_blocks=num_blocks)
         pipeline.tick(1)
         epoch = pipeline.members.epoch
-        assert {form.num_blocks for form in pipeline.forms().values()} == {10}
+        assert {form.num_blocks for form in pipeline.forms().values()} == {NUM_BLOCKS}
         pipeline.say(0, wire.StoreOpened(epoch, 1))
         for stage in range(2):
             pipeline.say(stage, wire.Ready(epoch))
@@ -130,7 +130,8 @@ def test_a_process_that_ends_before_the_first_epoch_is_no_restart() -> None:
     assert pipeline.lose(0, "exit") is None
     assert pipeline.members[0].restarts == 0
     pipeline.load(0, 1)
-    assert pipeline.join() == 1
+    pipeline.join()
+    assert pipeline.members.epoch == 1
 
 
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
@@ -152,7 +153,7 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
     pipeline.say(0, wire.Broken(1, "told"))
     for _ in range(2 * patience_s):
         pipeline.tick(0.5)
-        answer(pipeline, 0, 1)
+        pipeline.answer(0, 1)
         assert pipeline.dropped == []
     pipeline.tick(0.5)
     assert pipeline.dropped == [(1, "stuck")]
@@ -169,7 +170,7 @@ def test_before_the_first_epoch_an_absent_stage_has_all_the_time_that_the_start_
     pipeline.hello(1)
     for second in range(0, 3600, 5):
         assert pipeline.tick(5) is None, second
-        answer(pipeline, 1)
+        pipeline.answer(1)
     assert pipeline.dropped == []
     pipeline.hello(0)
     for stage in range(2):
@@ -178,7 +179,7 @@ def test_before_the_first_epoch_an_absent_stage_has_all_the_time_that_the_start_
     pipeline.lose(0, "exit")
     for _ in range(patience_s):
         pipeline.tick(1)
-        answer(pipeline, 1)
+        pipeline.answer(1)
     with pytest.raises(StagesLost, match="stage 0 did not come back in time"):
         pipeline.tick(1)
 
@@ -198,7 +199,7 @@ def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None
     pipeline = started_pipeline()
     events = []
     for _ in range(2 * silent_s):
-        answer(pipeline, 0)
+        pipeline.answer(0)
         events.append(pipeline.tick(0.5))
     assert [event for event in events if event is not None] == [EpochLost()]
     assert pipeline.dropped == []
@@ -206,7 +207,8 @@ def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None
     for stage in range(2):
         assert pipeline.say(stage, wire.Broken(1, "told")) is None
     pipeline.tick(0.5)
-    assert pipeline.join() == 2
+    pipeline.join()
+    assert pipeline.members.epoch == 2
     assert [member.restarts for member in pipeline.members.all] == [0, 0]
 
 
@@ -223,7 +225,7 @@ def test_a_stage_that_loads_compiles_or_connects_may_be_silent_for_thirty_second
     began_ns = pipeline.now_ns
     assert pipeline.members[1].state is state
     while not pipeline.dropped:
-        answer(pipeline, 0)
+        pipeline.answer(0)
         pipeline.tick(0.5)
     assert 30 * SECOND < pipeline.now_ns - began_ns <= 31 * SECOND
     assert (1, "frozen") in pipeline.dropped
@@ -233,7 +235,7 @@ def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() 
     pipeline = started_pipeline()
     began_ns, lost_ns = pipeline.now_ns, 0
     while not pipeline.dropped:
-        answer(pipeline, 0)
+        pipeline.answer(0)
         if pipeline.tick(0.1):
             lost_ns = lost_ns or pipeline.now_ns
             pipeline.say(0, wire.Broken(1, "told"))
@@ -269,7 +271,7 @@ def test_each_failed_attempt_doubles_the_time_to_the_next_up_to_twenty_seconds(f
         replace_dropped(pipeline)
         lost_ns = pipeline.now_ns
         while not pipeline.forms():
-            answer(pipeline, 0, 1)
+            pipeline.answer(0, 1)
             pipeline.tick(0.1)
         waited_s.append((pipeline.now_ns - lost_ns) / SECOND)
     first = 0 if formed else 1
@@ -316,7 +318,8 @@ def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
             fail_to_form(pipeline, 1)
         pipeline.sent.clear()
         pipeline.tick(1)
-        epoch = pipeline.join()
+        pipeline.join()
+        epoch = pipeline.members.epoch
         pipeline.say(1, wire.Result(RankResult(epoch, 1, 1, StepStamps(*range(6)))))
         for stage in range(2):
             pipeline.say(stage, wire.Broken(epoch, "reset"))
@@ -436,7 +439,7 @@ def test_with_fewer_stages_the_last_rank_waits_and_its_loss_is_none() -> None:
     assert pipeline.say(1, wire.Ready(2)) == wire.Ready(2), "all that are used are ready"
     assert pipeline.lose(2, "exit") is None
     pipeline.tick(1000)
-    answer(pipeline, 0, 1)
+    pipeline.answer(0, 1)
     assert pipeline.members.is_healthy(pipeline.now_ns)
     pipeline.hello(2)
     assert assigned(pipeline) == {}

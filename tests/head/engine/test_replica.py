@@ -11,12 +11,13 @@ from ppserve import wire
 from ppserve.core.architecture import Split
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
-from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps, packed_biases, packed_ids
+from ppserve.core.plan import RankResult, StepPlan, StepStamps, packed_biases, packed_ids
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
 from ppserve.errors import StagesLost
-from tests.head.engine.replica_rig import MS, Rig, a_request, finished, formed
+from tests.core.scheduling.rig import a_request
+from tests.head.engine.replica_rig import MS, Rig, finished, formed
 from tests.head.engine.scripted import NUM_BLOCKS, SECOND
 
 
@@ -80,7 +81,7 @@ def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again()
     assert rig.refill() == [], "no plan is sent while there is no epoch"
     rig.now_ns += SECOND
     rig.greet(1)
-    assert rig.join() == []
+    assert rig.join() == [[], []]
     assert rig.say(3, rig.result(plan, 1)) == [], "still of the lost epoch"
     (again,) = rig.refill()
     assert (again.epoch, again.slices[0].token_ids) == (2, plan.slices[0].token_ids)
@@ -273,12 +274,9 @@ def reshape(rig: Rig, split: Split, num_blocks: int = NUM_BLOCKS) -> list[Sequen
     rig.replica.reshape(split)
     for rank in rig.ranks:
         rig.say(rank, wire.Broken(epoch, "told"))
-    in_use = rig.replica.members.ranks_in_use
-    for rank in in_use:
-        rig.say_loaded(rank, num_blocks=num_blocks)
-    epoch = rig.replica.members.epoch
-    rig.say(in_use[0], wire.StoreOpened(epoch, 1))
-    return [event for rank in in_use for event in rig.say(rank, wire.Ready(epoch))]
+    for rank in rig.members.ranks_in_use:
+        rig.loaded(rank, num_blocks=num_blocks)
+    return [event for events in rig.join() for event in events]
 
 
 def test_with_other_numbers_of_stages_requests_go_on_and_every_stages_time_adds_up() -> None:
@@ -290,14 +288,8 @@ def test_with_other_numbers_of_stages_requests_go_on_and_every_stages_time_adds_
         assert reshape(rig, split) == []
         (plan,) = rig.refill()
         assert plan.step_id > lost.step_id, "a step's number is not used twice"
-        ranks = rig.replica.members.ranks_in_use
-        assert len(ranks) == len(split.sublayers)
-        for stage, rank in enumerate(ranks):
-            rig.now_ns += MS
-            begun = rig.now_ns - MS
-            stamps = StepStamps(begun, begun, begun, begun, rig.now_ns, rig.now_ns)
-            drawn = (Drawn(plan.slices[0].sequence_id, 3),) if rank == ranks[-1] else ()
-            events = rig.say(rank, wire.Result(RankResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn)))
+        assert len(rig.members.ranks_in_use) == len(split.sublayers)
+        events = rig.compute(plan)
         assert [event.token_id for event in events] == [3]
         lost = rig.refill()[0]
     reading = rig.replica.read()

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ppserve import wire
-from ppserve.core.plan import Drawn, RankResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from tests.core.scheduling.invariants import check_scheduler
@@ -71,7 +69,6 @@ class ScriptedRank:
 
     def __init__(self, speculate: int) -> None:
         self.rig = EngineRig("", speculate=speculate, runs_ahead=speculate == 0)
-        self._num_computed = 0
 
     def answers(self, request: Request, scripts: list[str]) -> list[Answer]:
         """What the caller gets, once every answer has ended."""
@@ -81,8 +78,9 @@ class ScriptedRank:
         queued.result(0)
         scheduler, first = self.rig.replica.scheduler, len(request.prompt_ids)
         assert scheduler is not None
-        while len(plans := self._plans) > self._num_computed:
-            self._compute(plans[self._num_computed], scripts, first)
+        (stage,) = self.rig.stages
+        stage.draw_token = lambda _, position, draw: ids_of(scripts[draw.index] + "a")[position - first]
+        while self.rig.compute_next():
             check_scheduler(scheduler, self.rig.request_queue)
             ended = {output.index for output in reader.outputs if output.finish is not None}
             assert ended.isdisjoint(s.index for s in scheduler._running.values()), "nobody reads what it computes"
@@ -90,20 +88,6 @@ class ScriptedRank:
         for output in reader.outputs:
             heard.setdefault(output.index, []).append(output)
         return [Answer.heard(heard[index]) for index in range(len(scripts))]
-
-    @property
-    def _plans(self) -> list[wire.Plan]:
-        return [message for _, message in self.rig.control.sent if isinstance(message, wire.Plan)]
-
-    def _compute(self, message: wire.Plan, scripts: list[str], first: int) -> None:
-        self._num_computed += 1
-        plan = message.plan
-        drawn = tuple(
-            Drawn(piece.sequence_id, *ids_of((scripts[draw.index] + "a")[position - first]))
-            for piece in plan.slices
-            for position, draw in piece.draws
-        )
-        self.rig.say(0, wire.Result(RankResult(plan.epoch, plan.step_id, 0, StepStamps(*range(6)), 0, drawn)))
 
     @property
     def num_accepted(self) -> int:

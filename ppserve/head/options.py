@@ -12,55 +12,84 @@ from typing import Any
 from ppserve.head.limits import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
 
 
-def _option(part: str, meaning: str, low: float | None = None, high: float | None = None) -> Any:
+def _option(
+    part: str, meaning: str, default: Any = None, *, low: float | None = None, high: float | None = None
+) -> Any:
     """A field that is absent while it is None.
 
     part: the message of the proto that has the field; empty where the proto has it elsewhere.
+    default: what an absent option means; None where that depends on the model, the call or the door.
     low, high: inclusive; None where the range depends on the model, or where values are no numbers.
     """
-    return field(default=None, metadata={"part": part, "meaning": meaning, "low": low, "high": high})
+    metadata = {"part": part, "meaning": meaning, "default": default, "low": low, "high": high}
+    return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
     """What a request asks for beside its prompt. None means that the caller did not say.
 
-    Every protocol makes one of these, and `ppserve.head.api.requests` checks it. An absent option has the default
-    of `SamplingParams`, `StopConditions` or `OutputOptions` in `ppserve.core.request`.
+    Every protocol makes one of these, and `ppserve.head.api.requests` checks it and fills in the defaults.
     """
 
-    temperature: float | None = _option("sampling", "Divides the logits; 0 is greedy.", 0, MAX_TEMPERATURE)
-    top_k: int | None = _option("sampling", "Draw from so many most likely tokens; 0 is all.", 0, MAX_COUNT)
-    top_p: float | None = _option("sampling", "Draw from the tokens of this probability; 0 is greedy.", 0, 1)
-    min_p: float | None = _option("sampling", "Leave out tokens below this part of the most likely one.", 0, 1)
+    temperature: float | None = _option(
+        "sampling", "Divides the logits; 0 is greedy.", 1.0, low=0, high=MAX_TEMPERATURE
+    )
+    top_k: int | None = _option(
+        "sampling", "Draw from so many most likely tokens; 0 is all.", 0, low=0, high=MAX_COUNT
+    )
+    top_p: float | None = _option(
+        "sampling", "Draw from the tokens of this probability; 0 is greedy.", 1.0, low=0, high=1
+    )
+    min_p: float | None = _option(
+        "sampling", "Leave out tokens below this part of the most likely one.", 0.0, low=0, high=1
+    )
     # A lower one may take logits out of float32.
-    repetition_penalty: float | None = _option("sampling", "Divides the scores of tokens that occurred.", 0.01, 10)
-    frequency_penalty: float | None = _option("sampling", "Is subtracted for each time a token occurred.", -10, 10)
-    presence_penalty: float | None = _option("sampling", "Is subtracted once for a token that occurred.", -10, 10)
-    seed: int | None = _option("sampling", "Decides every draw; a new one is made when it is absent.", 0, MAX_SEED)
-    min_tokens: int | None = _option("stop", "An answer does not end before it has so many tokens.", 0, MAX_COUNT)
-    max_tokens: int | None = _option("stop", "An answer ends with so many tokens.", 0, MAX_COUNT)
-    stream_interval: int | None = _option("output", "Tokens are sent so many at a time.", 1, MAX_COUNT)
+    repetition_penalty: float | None = _option(
+        "sampling", "Divides the scores of tokens that occurred.", 1.0, low=0.01, high=10
+    )
+    frequency_penalty: float | None = _option(
+        "sampling", "Is subtracted for each time a token occurred.", 0.0, low=-10, high=10
+    )
+    presence_penalty: float | None = _option(
+        "sampling", "Is subtracted once for a token that occurred.", 0.0, low=-10, high=10
+    )
+    seed: int | None = _option(
+        "sampling", "Decides every draw; a new one is made when it is absent.", low=0, high=MAX_SEED
+    )
+    min_tokens: int | None = _option(
+        "stop", "An answer does not end before it has so many tokens.", 0, low=0, high=MAX_COUNT
+    )
+    max_tokens: int | None = _option("stop", "An answer ends with so many tokens.", low=0, high=MAX_COUNT)
+    stream_interval: int | None = _option("output", "Tokens are sent so many at a time.", 1, low=1, high=MAX_COUNT)
     logprobs: int | None = _option("output", "Tokens come with their log probability, and this many likely ones.")
     prompt_logprobs: int | None = _option("output", "The same, for the tokens of the prompt.")
-    n: int | None = _option("sampling", "So many sequences are generated.")
-    logit_bias: Mapping[int, float] | None = _option("sampling", "Is added to the logits of these token ids.")
-    stop: Sequence[str] | None = _option("stop", "An answer ends with any of these strings.")
-    stop_token_ids: Sequence[int] | None = _option("stop", "An answer ends with any of these tokens.")
-    ignore_eos: bool | None = _option("stop", "The model's end-of-text tokens do not end an answer.")
-    include_stop: bool | None = _option("stop", "The text has the stop string that ended it.")
-    echo: bool | None = _option("output", "The text begins with the prompt.")
-    token_ids: bool | None = _option("output", "Tokens are listed with their ids.")
-    timings: bool | None = _option("output", "The end tells where the time went.")
-    priority: int | None = _option("", "Lower is earlier.")
+    n: int | None = _option("sampling", "So many sequences are generated.", 1)
+    logit_bias: Mapping[int, float] | None = _option("sampling", "Is added to the logits of these token ids.", ())
+    stop: Sequence[str] | None = _option("stop", "An answer ends with any of these strings.", ())
+    stop_token_ids: Sequence[int] | None = _option("stop", "An answer ends with any of these tokens.", ())
+    ignore_eos: bool | None = _option("stop", "The model's end-of-text tokens do not end an answer.", False)
+    include_stop: bool | None = _option("stop", "The text has the stop string that ended it.", False)
+    echo: bool | None = _option("output", "The text begins with the prompt.", False)
+    token_ids: bool | None = _option("output", "Tokens are listed with their ids.", False)
+    timings: bool | None = _option("output", "The end tells where the time went.", False)
+    priority: int | None = _option("", "Lower is earlier.", 0)
     resume_index: int | None = _option("", "The sequence that is resumed.")
-    resume_ids: Sequence[int] | None = _option("", "The tokens of it that the caller holds.")
+    resume_ids: Sequence[int] | None = _option("", "The tokens of it that the caller holds.", ())
     add_special_tokens: bool | None = _option("", "The tokenizer's own tokens are put around a prompt of text.")
+
+    @property
+    def num_sequences(self) -> int:
+        return 1 if self.n is None else self.n
 
     def said(self) -> dict[str, Any]:
         """The options that are not absent, by name."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+    def resolved(self) -> dict[str, Any]:
+        """The options by name, with the defaults of those that are absent and have one."""
+        return {**DEFAULTS, **self.said()}
 
 
 NAMES = tuple(option.name for option in fields(GenerationOptions))
@@ -72,6 +101,14 @@ RANGES: dict[str, tuple[float, float]] = {
     if option.metadata["low"] is not None
 }
 """Inclusive; of the options whose range is the same for every model."""
+
+
+DEFAULTS: dict[str, Any] = {
+    option.name: option.metadata["default"]
+    for option in fields(GenerationOptions)
+    if option.metadata["default"] is not None
+}
+"""What absent options mean, where that is the same for every model, call and door."""
 
 
 def names_of(part: str) -> frozenset[str]:

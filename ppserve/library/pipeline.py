@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, TypedDict, Unpack, cast, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -176,12 +176,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             return stream.completions()
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
-        given = read_options(options)
-        name = given.pop("request_id", "")
-        timeout_s = given.pop("timeout_s", None)
-        asked, requests = GenerationOptions(**given), {}
+        given = cast(Options, read_options(options))
+        name = given.get("request_id", "")
+        asked, requests = generation_options(given), {}
         for place, prompt in enumerate(prompts):
-            call = Call.begin({}, b"", "", has_keys=False).within(timeout_s)
+            call = Call.begin({}, b"", "", has_keys=False).within(given.get("timeout_s"))
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
             request = to_request(asked, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
@@ -228,6 +227,35 @@ def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_thre
     for thread in threads:
         thread.join(_END_WITHIN_S)
     torch.set_num_threads(torch_threads)
+
+
+def generation_options(given: Options) -> GenerationOptions:
+    """What the caller of the library asks for, as every protocol says it."""
+    return GenerationOptions(
+        temperature=given.get("temperature"),
+        top_k=given.get("top_k"),
+        top_p=given.get("top_p"),
+        min_p=given.get("min_p"),
+        repetition_penalty=given.get("repetition_penalty"),
+        frequency_penalty=given.get("frequency_penalty"),
+        presence_penalty=given.get("presence_penalty"),
+        seed=given.get("seed"),
+        n=given.get("n"),
+        logit_bias=given.get("logit_bias"),
+        max_tokens=given.get("max_tokens"),
+        min_tokens=given.get("min_tokens"),
+        stop=given.get("stop"),
+        stop_token_ids=given.get("stop_token_ids"),
+        ignore_eos=given.get("ignore_eos"),
+        include_stop=given.get("include_stop"),
+        echo=given.get("echo"),
+        logprobs=given.get("logprobs"),
+        prompt_logprobs=given.get("prompt_logprobs"),
+        token_ids=given.get("token_ids"),
+        timings=given.get("timings"),
+        stream_interval=given.get("stream_interval"),
+        priority=given.get("priority"),
+    )
 
 
 def _as_prompts(given: Any) -> list[Prompt]:

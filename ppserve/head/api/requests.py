@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from itertools import chain, count, islice
 from typing import Any, TypeVar, get_type_hints
 
@@ -23,7 +23,7 @@ from ppserve.head.limits import (
     MOST_URGENT,
     Limits,
 )
-from ppserve.head.options import PATHS, RANGES, GenerationOptions, names_of
+from ppserve.head.options import DEFAULTS, PATHS, RANGES, GenerationOptions, names_of
 from ppserve.tokenizer import Tokenizer
 
 # A request may have thousands of mistakes; these are enough to tell.
@@ -69,37 +69,33 @@ def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: C
         given = replace(given, echo=None, prompt_logprobs=None)
     max_tokens = given.max_tokens
     granted = room if max_tokens is None else min(max_tokens, room)
-    bias = tuple((token_id, c_float(by).value) for token_id, by in sorted((given.logit_bias or {}).items()))
+    options = given.resolved()
+    options["seed"] = options.get("seed", call.seed)
+    options["max_tokens"] = granted
+    bias = sorted((given.logit_bias or {}).items())
+    options["logit_bias"] = tuple((token_id, c_float(by).value) for token_id, by in bias)
+    options["stop"] = tuple(options["stop"])
+    options["stop_token_ids"] = tuple(sorted(set(options["stop_token_ids"])))
     return Request(
         id=f"{call.request_id}/{next(_serials)}",
         prompt_ids=ids,
-        sampling=_record(SamplingParams, {"seed": call.seed, **given.said(), "logit_bias": bias}),
-        stop=_stop(given, granted),
-        output=_record(OutputOptions, given.said()),
-        num_sequences=_num_sequences(given) if given.resume_index is None else 1,
+        sampling=_record(SamplingParams, options),
+        stop=_record(StopConditions, options),
+        output=_record(OutputOptions, options),
+        num_sequences=given.num_sequences if given.resume_index is None else 1,
         resume_index=given.resume_index,
         resume_ids=held,
         length_end=FinishReason.MAX_TOKENS if granted == max_tokens else FinishReason.CONTEXT_LENGTH,
-        priority=max(LEAST_URGENT, min(-(given.priority or 0), MOST_URGENT)),
+        priority=max(LEAST_URGENT, min(-options["priority"], MOST_URGENT)),
         caller=call.caller,
         deadline_s=call.deadline_s,
     )
-
-
-def _num_sequences(given: GenerationOptions) -> int:
-    return 1 if given.n is None else given.n
 
 
 def _is_greedy(given: GenerationOptions) -> bool:
     """Whether the most likely token is taken, in one of the words that there are for it."""
     is_cold = given.temperature is not None and given.temperature < c_float(MIN_TEMPERATURE).value
     return is_cold or given.top_p == 0
-
-
-def _stop(given: GenerationOptions, max_tokens: int) -> StopConditions:
-    stop = tuple(given.stop or ())
-    ids = tuple(sorted(set(given.stop_token_ids or ())))
-    return _record(StopConditions, {**given.said(), "max_tokens": max_tokens, "stop": stop, "stop_token_ids": ids})
 
 
 def refuse(*mistakes: Iterable[Violation]) -> None:
@@ -152,15 +148,20 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
     return InvalidRequest(violations)
 
 
-def _record(kind: type[R], given: Mapping[str, Any]) -> R:
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+def _record(kind: type[R], options: Mapping[str, Any]) -> R:
+    """The core's record of the options that are its fields. `_check_table` compares the names."""
+    return kind(**{field.name: options[field.name] for field in fields(kind) if field.name in options})
 
 
 def _check_table() -> None:
-    """Every field of the core's records is an option: one that is not could never be asked for."""
+    """Every field of the core's records is an option: one that is not could never be asked for.
+    A record that is made without options, as tests do, means what a request without options means."""
     for part, kind in (("sampling", SamplingParams), ("stop", StopConditions), ("output", OutputOptions)):
         missing = {field.name for field in fields(kind)} - names_of(part)
         assert not missing, f"{kind.__name__} has fields that are no options: {sorted(missing)}"
+        for field in fields(kind):
+            has_two = field.name in DEFAULTS and field.default is not MISSING
+            assert not has_two or field.default == DEFAULTS[field.name], f"two defaults of {field.name}"
 
 
 _check_table()
@@ -188,7 +189,7 @@ def _wrong_numbers(given: GenerationOptions, limits: Limits) -> Iterator[Violati
         if (value := getattr(given, name)) is not None:
             yield from outside(PATHS[name], value, low, high)
     why = "" if limits.max_n == MAX_N else ", as many as run at once here (--max-num-seqs)"
-    for wrong in outside("sampling.n", _num_sequences(given), 1, limits.max_n):
+    for wrong in outside("sampling.n", given.num_sequences, 1, limits.max_n):
         yield Violation(wrong.field, wrong.problem + why)
 
 
@@ -223,7 +224,7 @@ def _wrong_stop(given: GenerationOptions, description: ModelDescription) -> Iter
 def _wrong_resume(given: GenerationOptions, room: int, description: ModelDescription) -> Iterator[Violation]:
     if given.resume_index is None:
         return
-    index, n, max_tokens = given.resume_index, _num_sequences(given), given.max_tokens
+    index, n, max_tokens = given.resume_index, given.num_sequences, given.max_tokens
     field = "resume.generated_token_ids"
     held = given.resume_ids or ()
     if not 0 <= index < n:

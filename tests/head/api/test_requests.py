@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from ppserve.answers import Options
+from ppserve.answers import Options, read_options
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.bodies import CompletionBody, GenerationBody
+from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Resume
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
-from ppserve.head.options import NAMES, GenerationOptions
+from ppserve.head.options import DEFAULTS, NAMES, GenerationOptions
+from ppserve.library.pipeline import generation_options
 from ppserve.tokenizer import no_tokenizer
 from tests.fake_engine import CARD, EOS, ByteCodec
 
@@ -170,6 +171,47 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     }
     chats |= {"chat_template_kwargs", "documents", "reasoning_effort"}
     assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
+
+
+VALUES: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 5, "min_tokens": 1, "max_tokens": 7,
+    "stream_interval": 3, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "logit_bias": {5: 1.0}, "stop":
+    ["x"], "stop_token_ids": [3], "ignore_eos": True, "include_stop": True, "echo": True, "token_ids":
+    True, "timings": True, "priority": 2, "resume_index": 0, "resume_ids": [1], "add_special_tokens":
+    False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_option_arrives_from_every_door_that_has_it(name: str) -> None:
+    value = VALUES[name]
+    doors = 0
+    if name in Options.__annotations__:
+        given = cast(Options, read_options({name: value}))
+        assert list(generation_options(given).said()) == [name]
+        doors += 1
+    bodies: list[tuple[type[GenerationBody], dict[str, Any]]] = [
+        (CompletionBody, {"prompt": "a"}),
+        (ChatBody, {"messages": [], "has_logprobs": True}),
+    ]
+    for kind, always in bodies:
+        if name in kind.__struct_fields__:
+            bare, body = kind(**always, stream=True), kind(**always, stream=True, **{name: value})
+            added = {
+                key: held for key, held in body.options().said().items() if bare.options().said().get(key) != held
+            }
+            assert added == {name: value}
+            doors += 1
+    assert doors or name in ("resume_index", "resume_ids")
+    resumed = CompletionBody(resume=Resume(token_ids=[1])).options()
+    assert (resumed.resume_index, resumed.resume_ids) == (0, [1])
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_is_what_is_said_by_saying_nothing(name: str) -> None:
+    default = {} if name == "logit_bias" else DEFAULTS[name]
+    assert replace(made(**{name: default}), id="") == replace(made(), id="")
 
 
 def test_defaults() -> None:

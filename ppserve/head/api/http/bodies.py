@@ -23,7 +23,6 @@ from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_lo
 from ppserve.head.api.requests import Prompt, outside, refuse
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
-from ppserve.head.options import NAMES as OPTIONS
 from ppserve.head.options import GenerationOptions
 
 MAX_BODY_BYTES = 1 << 20
@@ -121,19 +120,35 @@ class GenerationBody(Body, kw_only=True):
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
-        """What the body asks for: its fields that have an option's name, and those that say it otherwise."""
-        given = {name: value for name, value in msgspec.structs.asdict(self).items() if name in OPTIONS}
-        if self.top_k == ALL_TOKENS:
-            given["top_k"] = 0
-        if self.seed is not None and self.seed < 0:
-            given["seed"] = self.seed & MAX_SEED  # ours are the same 64 bits
-        if isinstance(self.stop, str):
-            given["stop"] = [self.stop] if self.stop else None
-        if self.resume is not None:
-            given |= {"resume_index": self.resume.index, "resume_ids": self.resume.token_ids}
-        if not self.stream:
-            given["stream_interval"] = AT_THE_END
-        return GenerationOptions(**given)
+        """What the body asks for: every option that completions and chats share."""
+        top_k, seed, stop, resume = self.top_k, self.seed, self.stop, self.resume
+        if isinstance(stop, str):
+            stop = [stop] if stop else None
+        return GenerationOptions(
+            temperature=self.temperature,
+            top_k=0 if top_k == ALL_TOKENS else top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            # Ours are the same 64 bits, without a sign.
+            seed=None if seed is None else seed & MAX_SEED,
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
+            stream_interval=self.stream_interval if self.stream else AT_THE_END,
+            n=self.n,
+            logit_bias=self.logit_bias,
+            stop=stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop=self.include_stop,
+            token_ids=self.token_ids,
+            priority=self.priority,
+            resume_index=None if resume is None else resume.index,
+            resume_ids=None if resume is None else resume.token_ids,
+            add_special_tokens=self.add_special_tokens,
+        )
 
     @property
     def names(self) -> dict[str, str]:
@@ -157,8 +172,13 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def options(self) -> GenerationOptions:
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        scores = self.logprobs if self.echo else None
-        return replace(super().options(), max_tokens=max_tokens, prompt_logprobs=scores)
+        return replace(
+            super().options(),
+            max_tokens=max_tokens,
+            echo=self.echo,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
 
     async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt

@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
         *("ppserve.model.cache", "ppserve.__version__", "click"),
     },
+    "ppserve.cli.chat_terminal": {"prompt_toolkit", "rich"},
     "parallel_state": {"ppserve.core.grid", "torch"},
 }
 
@@ -267,8 +268,8 @@ BUDGET = {
     "ppserve/library/*.py": 541,
     "ppserve/client/*.py": 654,
     "ppserve/bench/*.py": 824,
-    "ppserve/cli/*.py": 1_500,
-    "tests/**/*.py": 33_900,
+    "ppserve/cli/*.py": 2_150,
+    "tests/**/*.py": 34_150,
     "benchmarks/**/*.py": 2_744,
     "README.md": 200,
 }

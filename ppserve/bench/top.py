@@ -10,7 +10,7 @@ import json
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,19 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
 
 def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
     """Read the figures from a server's metrics port, which blocks. Raises ScrapeFailed."""
-    url = f"http://{address}/load.json"
+    return fetch_json(address, "/load.json", _FIGURES, timeout_s)
+
+
+def fetch_json(address: str, path: str, keys: Set[str], timeout_s: float) -> dict[str, Any]:
+    """Read a page of a server's metrics port, an object with these keys, which blocks. Raises ScrapeFailed."""
+    url = f"http://{address}{path}"
     try:
         proxies = urllib.request.ProxyHandler({} if is_this_host(address) else None)
         with urllib.request.build_opener(proxies).open(url, timeout=timeout_s) as response:
-            figures: Figures = json.load(response)
-        if not isinstance(figures, dict) or not figures.keys() >= _FIGURES:
+            page = json.load(response)
+        if not isinstance(page, dict) or not page.keys() >= keys:
             raise ValueError("is not the page of a ppserve server")
-        return figures
+        return page
     except http.client.HTTPException as error:
         raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__}), so no metrics port") from None
     except (OSError, ValueError) as error:

@@ -206,6 +206,7 @@ def test_a_refused_restart_names_the_flag(target: str) -> None:
 # ---- standard output that cannot be written to ------------------------------------------------------------
 
 PLAN = [sys.executable, "-m", "ppserve", "plan"]
+NO_SERVER = "no server at http://127.0.0.1:1; start one with: ppserve serve --model smollm2"
 
 
 def test_a_full_disk_is_one_line_and_a_pipe_without_a_reader_ends_the_command_in_silence() -> None:
@@ -225,7 +226,7 @@ def test_a_full_disk_is_one_line_and_a_pipe_without_a_reader_ends_the_command_in
         (["generate", "hi"], ">&-", 1, "standard output is closed"),
         (["plan"], ">&-", 0, ""),
         (["generate", "-"], "<&-", 2, "Invalid value for 'PROMPT': standard input is closed"),
-        (["chat", "--url", "127.0.0.1:1"], "<&- >&-", 0, ""),
+        (["chat", "--url", "127.0.0.1:1"], "<&- >&-", 1, NO_SERVER),
     ],
 )
 def test_a_closed_stream_is_named_where_it_is_needed(

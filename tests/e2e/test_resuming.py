@@ -27,7 +27,7 @@ def parts_of(completion: Completion) -> list[tuple[object, ...]]:
 
 
 def ask(http: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ppserve", "chat", "--url", f"http://{http}"]
+    command = [sys.executable, "-m", "ppserve", "chat", "--temperature", "0", "--url", f"http://{http}"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write("Once upon a time there was a dragon.\n")

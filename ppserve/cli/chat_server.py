@@ -1,0 +1,168 @@
+"""The server that `ppserve chat` talks to: OpenAI's chat completions over HTTP, one request at a time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from ppserve.cli.client import trusting
+from ppserve.errors import PpserveError
+
+_READS_WITHIN_S = 120.0
+_FIRST_ANSWER_WITHIN_S = 10.0
+_TRY_AGAIN = (429, 502, 503)
+_NOT_ALLOWED = (401, 403)
+
+
+class Lost(Exception):
+    """The server cannot be reached, or ended the stream before the answer's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says about the model that it serves."""
+
+    name: str
+    context: int | None
+    """Most tokens of a conversation; None where the server does not say."""
+    is_ppserve: bool
+
+
+class ReceivedAnswer:
+    """One answer as far as it was received. Its seed and token ids continue it after a server's restart."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = {**body, "stream": True, "return_token_ids": True}
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.num_tokens = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finish_reason is not None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the next request, which continues the answer where it has tokens."""
+        return {**self._body, "resume": {"token_ids": self.ids}} if self.ids else self._body
+
+    def add(self, event: dict[str, Any]) -> str:
+        """Record an event and return its new text. Raises Lost for one that says that the stream failed."""
+        if "error" in event:
+            raise Lost(event["error"].get("message", "the stream failed"))
+        if "seed" in event:
+            self._body["seed"] = event["seed"]
+        new = ""
+        for choice in event.get("choices", ()):
+            text = choice["delta"].get("content") or ""
+            new += text
+            ids = choice.get("token_ids") or []
+            self.ids += ids
+            # Servers that send no ids send about one token an event.
+            self.num_tokens += len(ids) if ids or not text else 1
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.text += new
+        return new
+
+
+class ChatServer:
+    """A server's address, and how requests are sent to it."""
+
+    def __init__(self, url: SplitResult, key: str | None, authority: Path | None) -> None:
+        """authority: the PEM file that an https server is checked with. Raises ConfigError for an unusable one."""
+        kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if url.scheme == "https":
+            kind = partial(http.client.HTTPSConnection, context=trusting(authority))
+        self.url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
+        self._connect = partial(kind, url.hostname, url.port)
+        self._path = url.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+
+    def served(self, wanted: str | None) -> ServedModel | None:
+        """The model called `wanted`, or the first; None if the server does not say which it serves.
+
+        Raises PpserveError where nobody listens, and where the key is not accepted.
+        """
+        try:
+            status, content = self._get(f"{self._path}/models")
+        except ConnectionRefusedError:
+            raise PpserveError(f"no server at {self.url}; {START_ONE}") from None
+        except OSError as error:
+            raise PpserveError(f"no server at {self.url} ({error}); {START_ONE}") from None
+        except http.client.HTTPException as error:
+            raise PpserveError(self._no_http(error)) from None
+        if status in _NOT_ALLOWED:
+            raise PpserveError(f"{self.url}: {_problem(content)}")
+        try:
+            models = json.loads(content)["data"]
+            model = next((each for each in models if each["id"] == wanted), models[0])
+            return ServedModel(str(model["id"]), model.get("max_model_len"), model.get("owned_by") == "ppserve")
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return None
+
+    def texts(self, answer: ReceivedAnswer) -> Iterator[str]:
+        """Yield the text that each event adds. Raises Lost where trying again may help, else PpserveError."""
+        with closing(self._connect(timeout=_READS_WITHIN_S)) as connection:
+            try:
+                content = json.dumps(answer.body(), ensure_ascii=False).encode()
+                connection.request("POST", f"{self._path}/chat/completions", content, self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    problem = _problem(response.read())
+                    raise Lost(problem) if response.status in _TRY_AGAIN else PpserveError(problem)
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        yield self._read(line[6:], answer)
+            except UnicodeEncodeError:
+                raise PpserveError("a message is not UTF-8 text") from None
+            except OSError as error:
+                raise Lost(f"{self.url}: {error}") from None
+            except http.client.HTTPException as error:
+                raise Lost(self._no_http(error)) from None
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        """The status and content of a page."""
+        with closing(self._connect(timeout=_FIRST_ANSWER_WITHIN_S)) as connection:
+            connection.request("GET", path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def _no_http(self, error: http.client.HTTPException) -> str:
+        """The error's own text is not shown: it may be bytes of another protocol."""
+        return f"{self.url}: no HTTP answer ({type(error).__name__}); give the server's HTTP port"
+
+    def _read(self, event: bytes, answer: ReceivedAnswer) -> str:
+        try:
+            return answer.add(json.loads(event))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            sent = event.decode("utf-8", "replace").strip()[:200]
+            raise PpserveError(f"{self.url} sent no event of a chat: {sent!r}") from None
+
+
+START_ONE = "start one with: ppserve serve --model smollm2"
+
+
+def parse_url(text: str) -> SplitResult:
+    """Read http://HOST:PORT, where http:// may be left out. Raises ValueError for other texts."""
+    url = urlsplit(text if "://" in text else f"http://{text}")
+    is_plain = text.isascii() and text.isprintable() and " " not in text
+    if url.scheme not in ("http", "https") or not url.hostname or url.port == 0 or not is_plain:
+        raise ValueError(f"{text!r} is not http://HOST:PORT")
+    url.hostname.encode("idna")  # raises UnicodeError for what no lookup takes
+    return url
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return " ".join(str(json.loads(content)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return content.decode("utf-8", "replace").partition("\n")[0][:200] or "the server gave no reason"

@@ -1,0 +1,155 @@
+"""The conversation of `ppserve chat`: its messages and settings, and one answer from its question to its end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+from ppserve.cli.chat_server import ChatServer, Lost, ReceivedAnswer
+from ppserve.errors import PpserveError
+
+_PAUSE_S = 0.5
+
+
+class Screen(Protocol):
+    """Where a conversation is shown."""
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Is entered before an answer's first text. When it is left, the answer's last line ends."""
+
+    def write(self, text: str) -> None:
+        """Show the next text of the answer."""
+
+    def note(self, text: str) -> None:
+        """Show what is no part of the answer, on lines of its own."""
+
+    def problem(self, text: str) -> None:
+        """Show what went wrong."""
+
+
+class Interrupts:
+    """Lets Ctrl-C raise KeyboardInterrupt while an answer is read, and only then."""
+
+    def __init__(self) -> None:
+        self._is_armed = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Take the signal, until the block's end. Without `arm` it does nothing."""
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            self.disarm()
+            signal.signal(signal.SIGINT, before)
+
+    def arm(self) -> None:
+        self._is_armed = True
+
+    def disarm(self) -> None:
+        self._is_armed = False
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_armed:
+            self._is_armed = False
+            raise KeyboardInterrupt
+
+
+class Dialogue:
+    """The messages so far, and the settings that are sent with them."""
+
+    def __init__(self, server: ChatServer, screen: Screen, retry_s: float) -> None:
+        """retry_s: seconds to keep trying while no server answers."""
+        self._server, self._screen, self._retry_s = server, screen, retry_s
+        self._interrupts = Interrupts()
+        self.settings: dict[str, Any] = {}
+        self.system: str | None = None
+        self.shows_timings = False
+        self.history: list[dict[str, str]] = []
+        """Questions and answers in turn."""
+
+    def ask(self, text: str) -> bool:
+        """Show the answer as it arrives, up to a Ctrl-C. Return whether it ended without an error."""
+        question = {"role": "user", "content": text}
+        answer = ReceivedAnswer({**self.settings, "messages": [*self.messages(), question]})
+        begun_s = time.monotonic()
+        first_s: float | None = None
+        problem: str | None = None
+        was_stopped = False
+        with self._interrupts.caught():
+            with self._screen.answering():
+                try:
+                    self._interrupts.arm()
+                    for new in self._texts(answer):
+                        if first_s is None:
+                            first_s = time.monotonic() - begun_s
+                        self._screen.write(new)
+                    self._interrupts.disarm()
+                except KeyboardInterrupt:
+                    was_stopped = True
+                except PpserveError as error:
+                    self._interrupts.disarm()
+                    problem = str(error)
+            if problem is not None:
+                self._screen.problem(problem)
+                if not answer.text:
+                    return False
+            self.history += [question, {"role": "assistant", "content": answer.text}]
+            self._explain_end(answer, was_stopped)
+            if self.shows_timings:
+                self._show_timings(answer.num_tokens, first_s or 0.0, time.monotonic() - begun_s)
+        return problem is None
+
+    def messages(self) -> list[dict[str, str]]:
+        """All messages, with the system's before the others."""
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        return [*instructions, *self.history]
+
+    def take_back(self) -> str | None:
+        """Forget the last question with its answer, and return the question; None where there is none."""
+        if not self.history:
+            return None
+        question = self.history[-2]["content"]
+        del self.history[-2:]
+        return question
+
+    def _explain_end(self, answer: ReceivedAnswer, was_stopped: bool) -> None:
+        """Say why an answer ends before the model ended it."""
+        if was_stopped:
+            self._screen.note("[broken off here by Ctrl-C]")
+        elif answer.finish_reason == "length":
+            most = self.settings.get("max_tokens")
+            is_full = most is None or answer.num_tokens < most
+            why = "the context is full; /reset begins anew" if is_full else "/set max_tokens N allows more"
+            self._screen.note(f"[broken off here after {answer.num_tokens} tokens: {why}]")
+
+    def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
+        """Yield the answer's texts up to its end. While the server cannot be reached, the request is repeated."""
+        until_s: float | None = None
+        while not answer.is_complete:
+            try:
+                for new in filter(None, self._server.texts(answer)):
+                    until_s = None
+                    yield new
+                if not answer.is_complete:
+                    raise Lost("the stream ended too early")
+            except Lost as error:
+                if answer.is_complete:
+                    break
+                if answer.text and not answer.ids:
+                    raise PpserveError(f"the answer broke off: {error}") from None
+                if until_s is None:
+                    until_s = time.monotonic() + self._retry_s
+                    self._screen.note(f"[the server is away ({error}): trying for {self._retry_s:g} s]")
+                if time.monotonic() >= until_s:
+                    raise PpserveError(f"no answer: {error}") from None
+                time.sleep(_PAUSE_S)
+
+    def _show_timings(self, num_tokens: int, first_s: float, took_s: float) -> None:
+        rate = max(0, num_tokens - 1) / max(took_s - first_s, 1e-9)
+        in_all = f"{num_tokens} tokens in {took_s:.2f} s"
+        self._screen.note(f"[{in_all}; the first after {first_s:.2f} s, then {rate:.1f} a second]")

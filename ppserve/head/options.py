@@ -36,23 +36,39 @@ class GenerationOptions:
         "sampling", "Divides the logits; 0 is greedy.", 1.0, low=0, high=MAX_TEMPERATURE
     )
     top_k: int | None = _option(
-        "sampling", "Draw from so many most likely tokens; 0 is all.", 0, low=0, high=MAX_COUNT
+        "sampling", "Draw from so many of the most likely tokens; 0 draws from all.", 0, low=0, high=MAX_COUNT
     )
     top_p: float | None = _option(
-        "sampling", "Draw from the tokens of this probability; 0 is greedy.", 1.0, low=0, high=1
+        "sampling",
+        "Draw from the most likely tokens that have this probability together; 0 is greedy.",
+        1.0,
+        low=0,
+        high=1,
     )
     min_p: float | None = _option(
-        "sampling", "Leave out tokens below this part of the most likely one.", 0.0, low=0, high=1
+        "sampling",
+        "Leave out tokens that are less likely than this part of the most likely one.",
+        0.0,
+        low=0,
+        high=1,
     )
     # A lower one may take logits out of float32.
     repetition_penalty: float | None = _option(
-        "sampling", "Divides the scores of tokens that occurred.", 1.0, low=0.01, high=10
+        "sampling",
+        "Divides the positive logits of tokens that occurred, and multiplies their negative ones.",
+        1.0,
+        low=0.01,
+        high=10,
     )
     frequency_penalty: float | None = _option(
-        "sampling", "Is subtracted for each time a token occurred.", 0.0, low=-10, high=10
+        "sampling",
+        "Is subtracted from a token's logit for each time that it was generated.",
+        0.0,
+        low=-10,
+        high=10,
     )
     presence_penalty: float | None = _option(
-        "sampling", "Is subtracted once for a token that occurred.", 0.0, low=-10, high=10
+        "sampling", "Is subtracted from a token's logit once it was generated.", 0.0, low=-10, high=10
     )
     seed: int | None = _option(
         "sampling", "Decides every draw; a new one is made when it is absent.", low=0, high=MAX_SEED
@@ -62,7 +78,9 @@ class GenerationOptions:
     )
     max_tokens: int | None = _option("stop", "An answer ends with so many tokens.", low=0, high=MAX_COUNT)
     stream_interval: int | None = _option("output", "Tokens are sent so many at a time.", 1, low=1, high=MAX_COUNT)
-    logprobs: int | None = _option("output", "Tokens come with their log probability, and this many likely ones.")
+    logprobs: int | None = _option(
+        "output", "Tokens come with their log-probability, and with so many of the most likely ones."
+    )
     prompt_logprobs: int | None = _option("output", "The same, for the tokens of the prompt.")
     n: int | None = _option("sampling", "So many sequences are generated.", 1)
     logit_bias: Mapping[int, float] | None = _option("sampling", "Is added to the logits of these token ids.", ())
@@ -73,9 +91,9 @@ class GenerationOptions:
     echo: bool | None = _option("output", "The text begins with the prompt.", False)
     token_ids: bool | None = _option("output", "Tokens are listed with their ids.", False)
     timings: bool | None = _option("output", "The end tells where the time went.", False)
-    priority: int | None = _option("", "Lower is earlier.", 0)
+    priority: int | None = _option("", "A request with a lower one is admitted earlier.", 0)
     resume_index: int | None = _option("", "The sequence that is resumed.")
-    resume_ids: Sequence[int] | None = _option("", "The tokens of it that the caller holds.", ())
+    resume_ids: Sequence[int] | None = _option("", "The tokens of the resumed sequence that the caller holds.", ())
     add_special_tokens: bool | None = _option("", "The tokenizer's own tokens are put around a prompt of text.")
 
     @property

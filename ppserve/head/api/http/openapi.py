@@ -19,8 +19,8 @@ from ppserve.head.options import RANGES, GenerationOptions
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
-# What HTTP takes beside an option's own range.
-_LOWEST = {"seed": MIN_SEED, "top_k": ALL_TOKENS}
+LOWEST = {"seed": MIN_SEED, "top_k": ALL_TOKENS}
+"""What HTTP takes below an option's own range."""
 _MEANINGS = {option.name: option.metadata["meaning"] for option in fields(GenerationOptions)}
 _PLACES = "#/components/schemas/"
 _KEY = "key"
@@ -84,7 +84,7 @@ def _describe_fields(schema: dict[str, Any], body: type[Body]) -> None:
         described["description"] = _MEANINGS[field.name]
         if field.name in RANGES:
             low, high = RANGES[field.name]
-            described |= {"minimum": _LOWEST.get(field.name, low), "maximum": high}
+            described |= {"minimum": LOWEST.get(field.name, low), "maximum": high}
 
 
 def _operation(of: HttpPath, has_keys: bool) -> dict[str, Any]:

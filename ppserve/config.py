@@ -111,6 +111,8 @@ class ServerSettings:
     http_port: int = 8000
     cors_origin: tuple[str, ...] = ()
     """The origins whose pages may read HTTP answers; `*` = all."""
+    no_page: bool = False
+    """HTTP shows no page at its root."""
     chat_template: Path | None = None
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0

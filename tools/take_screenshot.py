@@ -1,8 +1,9 @@
-"""Take the picture of the live page that the README shows.
+"""Take the picture of the page that the README shows.
 
-    python tools/take_screenshot.py HOST:PORT [--out docs/live-page.png] [--scheme dark] [--width 1100]
+    python tools/take_screenshot.py HOST:PORT [--out docs/page.png] [--scheme dark] [--width 1100] [--height 640]
 
-HOST:PORT is a server's metrics address; give it something to do before. Needs chromium.
+HOST:PORT is a server's HTTP address, or its metrics address for the page without the prompt. Give the server
+something to do before. On the HTTP port the page asks for a story. Needs chromium.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ PICTURE_S = 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/live-page.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/page.png")
     parser.add_argument("--scheme", choices=("dark", "light"), default="dark")
     parser.add_argument("--width", type=int, default=1100)
+    parser.add_argument("--height", type=int, default=640, help="at most so much of the page, from its top")
     options = parser.parse_args()
     if browser.EXECUTABLE is None:
         raise SystemExit("needs chromium")
@@ -37,8 +39,11 @@ def main() -> None:
         page.open(f"http://{options.address}/")
         # The bars then stand for a stretch of time, and not for all since the start.
         page.wait_for(f"readings.length > {INTERVAL_S}")
-        page.evaluate(f"byId('window').value = '{PICTURE_S}'; draw()")
-        height = page.evaluate("document.documentElement.scrollHeight")
+        if page.evaluate("Boolean(ASKS)"):
+            page.evaluate("document.querySelector('input[value=text]').click(); byId('send').click()")
+            page.wait_for("byId('schedule-text').textContent.includes('with your request')")
+        page.evaluate(f"byId('window').value = '{PICTURE_S}'; windowChosen = true; byId('pause').click()")
+        height = min(options.height, page.evaluate("document.documentElement.scrollHeight"))
         page.resize(options.width, height, phone=options.width < 600)
         # Two frames later the new size has been drawn.
         page.wait_for("new Promise((ok) => requestAnimationFrame(() => requestAnimationFrame(() => ok(true))))")

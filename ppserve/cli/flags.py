@@ -165,10 +165,11 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
     "Front doors": (
         _flag("--host", "Address to listen on.", IP, default="127.0.0.1"),
         _port("--port", "Port of gRPC; 0 picks a free one.", default=50051),
-        _port("--http-port", "Port of HTTP with OpenAI's paths; 0 picks a free one.", default=8000),
+        _port("--http-port", "Port of HTTP with OpenAI's paths and the page; 0 picks a free one.", default=8000),
         _list("--cors-origin", "Origins whose web pages may read HTTP answers; * allows all.", ORIGINS),
+        _flag("--no-page", "Do not show the page on the HTTP port.", is_flag=True),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine as well, on the gRPC port, for routers.", is_flag=True),
-        _port("--metrics-port", "Port of /metrics and the live page; 0 picks a free one.", default=9400),
+        _port("--metrics-port", "Port of /metrics and the page without a prompt; 0 picks one.", default=9400),
         _flag("--api-key-file", "File of accepted API keys, one a line; SIGHUP reads it again.", FILE),
         _flag("--tls-cert", "Certificate for gRPC and HTTP; needs --tls-key.", FILE),
         _flag("--tls-key", "Key of --tls-cert.", FILE),

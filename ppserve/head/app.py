@@ -18,15 +18,24 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, StagesLost, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.http.page import PageState
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
 from ppserve.head.engine.control_sockets import SocketControlPlane
 from ppserve.head.engine.loop import build_engine
+from ppserve.head.engine.replica import StepObserver
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
-from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
+from ppserve.head.observe.live import (
+    RecentRequests,
+    RecentSpans,
+    describe_costs,
+    links_of,
+    live_pages,
+    read_state,
+)
 from ppserve.head.observe.metrics import Metrics
-from ppserve.head.observe.pages import MakePage, json_page
+from ppserve.head.observe.pages import json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.starting import WaitLimit, find_missing
@@ -94,6 +103,11 @@ class HeadProcess:
         on_dropped(self._metrics.log_lines_dropped)
         self._trace = Trace(grid, config.server.trace)
         self._spans = RecentSpans(grid.pipeline, grid.data)
+        self._requests = RecentRequests(grid.data)
+        self._links: dict[str, str] = {}  # of the page's two views, once the servers are open
+        observers: list[StepObserver] = [self._metrics.steps, self._trace, self._spans]
+        if not config.server.no_page:
+            observers.append(self._requests)
         loop = asyncio.get_running_loop()
         self._engine = build_engine(
             config,
@@ -101,7 +115,7 @@ class HeadProcess:
             self._control,
             hand_over=loop.call_soon_threadsafe,
             on_output=self._metrics.requests.on_output,
-            step_observers=(self._metrics.steps, self._trace, self._spans),
+            step_observers=observers,
         )
         self._members = tuple(replica.members for replica in self._engine.replicas)
         self._formed = asyncio.wrap_future(self._engine.formed)
@@ -137,8 +151,7 @@ class HeadProcess:
     async def _serve(self) -> None:
         """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""
         handler = self._make_handler()
-        pages = self._pages(handler.description)
-        servers = Servers(self._config.server, handler, self._metrics.http_answered, pages)
+        servers = self._make_servers(handler)
         self._on_reload(handler, servers)
         await self._open(servers, handler)
         await self._report_health(handler)
@@ -171,18 +184,26 @@ class HeadProcess:
         self._engine.drain()
         return timeout_s
 
-    def _pages(self, description: ModelDescription) -> dict[str, MakePage]:
-        engine, metrics, spans = self._engine, self._metrics, self._spans
+    def _make_servers(self, handler: RequestHandler) -> Servers:
+        engine, metrics, spans, settings = self._engine, self._metrics, self._spans, self._config.server
         metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
-        live = live_pages(lambda: read_state(engine.snapshot(), description, metrics.read_load(), spans.recent()))
-        read = {"/load.json": metrics.read_load, "/costs.json": lambda: describe_costs(engine.snapshot())}
-        return {"/metrics": metrics.page, **{path: json_page(ask) for path, ask in read.items()}, **live}
+
+        def read() -> dict[str, Any]:
+            readings, load = engine.snapshot(), metrics.read_load()
+            return read_state(readings, handler.description, load, spans.recent(), self._links)
+
+        others = {"/load.json": metrics.read_load, "/costs.json": lambda: describe_costs(engine.snapshot())}
+        pages = {"/metrics": metrics.page, **{path: json_page(ask) for path, ask in others.items()}}
+        shown = None if settings.no_page else PageState(read, self._requests.steps_of)
+        return Servers(settings, handler, metrics.http_answered, {**pages, **live_pages(read)}, shown)
 
     async def _open(self, servers: Servers, handler: RequestHandler) -> None:
         description = handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
         ports = await servers.open()
+        settings = self._config.server
+        self._links = links_of(ports, not settings.no_page, settings.tls_cert is not None)
         # Searching what exists now, the collector would stop streams for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -190,9 +211,9 @@ class HeadProcess:
         self._announce(description, topology, ports)
 
     def _announce(self, description: ModelDescription, topology: Topology, ports: Ports) -> None:
+        print(banner(description, topology, self._config.server, ports), file=sys.stderr, flush=True)
         host = self._config.server.host
         host = f"[{host}]" if ":" in host else host
-        print(banner(description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].grid.pipeline}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
 

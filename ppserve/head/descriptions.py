@@ -20,6 +20,18 @@ from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.limits import Limits
 from ppserve.tokenizer import ChatFormat, Tokenizer, load_tokenizer, read_chat_format
 
+STAGE_STATES = ("away", "loading", "waiting", "ready")
+"""How far a rank or a stage is. One that waits has its weights, and joins when all others have theirs."""
+
+_STATE_WORDS = {
+    StageState.ABSENT: "away",
+    StageState.LOADING: "loading",
+    StageState.LEAVING: "waiting",
+    StageState.LOADED: "waiting",
+    StageState.FORMING: "waiting",
+    StageState.READY: "ready",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -67,6 +79,7 @@ class RankDescription:
     gather_s: float = 0.0  # how long it has waited for the others
     live: bool = True
     restarts: int = 0
+    state: str = "ready"  # one of STAGE_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ class StageDescription:
     bubble_s: Mapping[str, float] = field(default_factory=dict)  # by cause
     idle_s: float = 0.0
     live: bool = True
+    state: str = "ready"  # of STAGE_STATES, the first that one of its ranks is in
     restarts: int = 0
     replica: int = 0
     steps: int = 0  # computed
@@ -230,6 +244,7 @@ def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
         bubble_s={cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
         idle_s=times.idle_ns / 1e9,
         live=all(rank.live for rank in ranks),
+        state=min((rank.state for rank in ranks), key=STAGE_STATES.index),
         restarts=sum(rank.restarts for rank in ranks),
         steps=steps,
         ranks=ranks,
@@ -248,5 +263,6 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
         num_parameters=loaded.params,
         gather_s=gathered_ns / 1e9,
         live=member.state is StageState.READY,
+        state=_STATE_WORDS[member.state],
         restarts=member.restarts,
     )

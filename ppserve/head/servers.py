@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.api.http.page import PageState
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
@@ -31,13 +32,16 @@ class Servers:
         handler: RequestHandler,
         count_answer: Callable[[str, int], None],
         pages: Mapping[str, MakePage],
+        page_state: PageState | None = None,
     ) -> None:
-        """Raises ConfigError for wrong certificates. Call inside the event loop."""
+        """pages: the metrics port's. page_state: None where HTTP shows no page.
+
+        Raises ConfigError for wrong certificates. Call inside the event loop."""
         self._settings, self._handler = settings, handler
         others = [VllmService(handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)
         self._grpc = GrpcServer(handler, others, self.certificates)
-        self._http = HttpServer(handler, count_answer, self.certificates, settings.cors_origin)
+        self._http = HttpServer(handler, count_answer, self.certificates, settings.cors_origin, page=page_state)
         self._pages = PageServer(pages)
 
     async def open(self) -> Ports:

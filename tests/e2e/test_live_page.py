@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from ppserve.core.ledger.causes import KINDS
@@ -101,16 +102,21 @@ def test_by_keyboard_on_a_phone_in_the_dark(server: Server, page: browser.Page) 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
 
     reached = []
-    for _ in range(4):
+    for _ in range(6):
         page.press("Tab")
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert reached == ["pause", "window", "schedule", "SUMMARY"]
+    assert reached == ["other-view", "pause", "window", "schedule", "SUMMARY", "SUMMARY"]
     page.press("Enter", "\r")
-    page.wait_for("document.querySelector('details').open")
-    cells = page.evaluate("[...document.querySelectorAll('#figures tbody tr')].map((r) => r.children.length)")
+    page.wait_for("document.querySelector('#shares').closest('details').open")
+    meanings = page.evaluate(
+        "[...document.querySelectorAll('#meanings dt')].map((name) => name.nextSibling.textContent)"
+    )
+    assert len(meanings) == len(KINDS)
+    assert all(words.endswith(".") for words in meanings)
+    cells = page.evaluate("[...document.querySelectorAll('#shares tbody tr')].map((r) => r.children.length)")
     assert cells == [1 + len(KINDS)] * 2
 
-    page.evaluate("byId('schedule').focus()")
+    page.evaluate("byId('schedule').focus(); byId('window').value = '0.3'")
     page.press("-", "-")
     assert page.evaluate("byId('window').value") == "1"
     page.press(" ", " ")
@@ -130,16 +136,53 @@ def test_a_stage_that_was_replaced_is_told(server: Server, page: browser.Page) -
     page.resize(1100, 900)
     page.open(f"http://{server.metrics}/")
     page.wait_for("document.querySelectorAll('.stage').length === 2")
-    os.kill(server.stage_pid(1), signal.SIGKILL)
+    killed = server.stage_pid(1)
+    # Until it may go on, what would start the stage again holds still.
+    keeper = psutil.Process(server.rank_pid(1))
+    keeper.suspend()
+    try:
+        os.kill(killed, signal.SIGKILL)
+        page.wait_for("byId('contact').textContent === 'recovering'")
+        page.wait_for("byId('away').textContent.startsWith('Stage 1 is away; ')")
+        assert "wait" in page.evaluate("byId('away').textContent")
+        names = page.evaluate("[...document.querySelectorAll('.stage b')].map((name) => name.textContent)")
+        assert names == ["Stage 0 waits for the others", "Stage 1 is away"]
+    finally:
+        keeper.resume()
     page.wait_for("document.querySelectorAll('.stage')[1].textContent.includes('started again 1×')")
     page.wait_for("byId('model').textContent.includes('epoch 2') && !document.querySelector('.dead')")
     page.wait_for("shown.stages.every((stage) => stage.spans.length > 0)")
+    page.wait_for("byId('contact').textContent === 'serving' && byId('away').textContent === ''")
+    assert page.complaints == []
+
+
+def test_an_answer_streams_while_its_slices_are_marked_and_goes_on_behind_a_killed_stage(
+    server: Server, page: browser.Page
+) -> None:
+    page.resize(1600, 900)
+    page.open(f"http://{server.http}/")
+    page.wait_for("byId('contact').textContent === 'serving'")
+    page.evaluate("byId('prompt').value = 'Once upon a time'; byId('seed').value = '7'")
+    page.evaluate("byId('max_tokens').value = '400'; byId('send').click()")
+    page.wait_for("byId('schedule-text').textContent.includes('with your request')")
+    page.wait_for("latest !== null")
+    text = page.evaluate("latest.text")
+    assert len(text) > 40
+
+    page.evaluate("byId('again').click()")
+    page.wait_for("isAsking && document.querySelector('.turn.assistant').textContent.length > 60")
+    epoch = page.evaluate("shown.epoch")
+    os.kill(server.stage_pid(1), signal.SIGKILL)
+    page.wait_for("document.querySelector('.end')?.textContent === 'the same answer, character for character'")
+    assert page.evaluate("latest.text") == text
+    page.wait_for(f"shown.epoch === {epoch + 1}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1600
     assert page.complaints == []
 
 
 def test_a_server_that_is_gone_is_noticed(page: browser.Page) -> None:
     with serving(1, by=Forked) as short_lived:
         page.open(f"http://{short_lived.metrics}/")
-        page.wait_for("byId('contact').textContent === 'live'")
-    page.wait_for("byId('contact').textContent.startsWith('no contact')")
+        page.wait_for("byId('contact').textContent === 'serving'")
+    page.wait_for("byId('contact').textContent.startsWith('unreachable')")
     assert page.evaluate("document.body.classList.contains('lost')")

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
+from ppserve.core.ledger.causes import CAUSES, IMBALANCE, MEANINGS, TOKEN_RETURN
 from ppserve.core.partition import balance, measured_parts, split_by_cost
 
 # Advice is given when these are reached.
 _WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time with work
 _MIN_DEMAND_NS = 2_000_000_000  # time with work, of each stage
 _WORTHWHILE_GAIN = 0.01  # in balance, by another split
-
-_REMEDIES = {
-    FILL_DRAIN: "fewer sequences are ready than there are stages; more concurrent requests would fill them",
-    TRANSFER: "stages wait for hidden states to arrive; stages on one host (--transport shm) or fewer of them"
-    " would help",
-    TOKEN_RETURN: "stages wait for tokens on their way back; larger steps (more concurrent requests) would help",
-    HOST: "stages wait for the head or for their inputs; a free core for the head, or fewer and larger steps"
-    " (more concurrent requests) would help",
-    GATHER: "tensor ranks wait for each other; a core of its own for each, or stages in place of tensor ranks,"
-    " would help",
-}
 
 
 def advise(
@@ -37,9 +26,10 @@ def advise(
     share = lost_ns[cause] / demand_ns
     if share < _WORTHWHILE_SHARE:
         return ""
-    remedy = _rebalance(stages, layouts, arch) if cause == IMBALANCE else _REMEDIES[cause]
+    meaning = MEANINGS[cause]
+    remedy = _rebalance(stages, layouts, arch) if cause == IMBALANCE else f"{meaning.what}; {meaning.helps}"
     if cause == TOKEN_RETURN and microbatches <= len(stages):
-        remedy = f"stages wait for tokens on their way back; --microbatches {len(stages) + 1} would hide it"
+        remedy = f"{meaning.what}; --microbatches {len(stages) + 1} would hide it"
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 

@@ -42,6 +42,42 @@ KINDS = (*BUSY, *CAUSES, IDLE)
 
 
 @dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a kind of time is, and what makes less of it, in words."""
+
+    what: str
+    helps: str = ""  # empty for time that is not lost
+
+
+MEANINGS = {
+    "prefill": Meaning("stages compute prompts"),
+    "decode": Meaning("stages compute the tokens of answers"),
+    "mixed": Meaning("stages compute prompts and answers in one step"),
+    FILL_DRAIN: Meaning(
+        "fewer sequences are ready than there are stages", "more concurrent requests would fill them"
+    ),
+    IMBALANCE: Meaning("one stage takes longer than the others", "another split (--layers) may help"),
+    TRANSFER: Meaning(
+        "stages wait for hidden states to arrive",
+        "stages on one host (--transport shm) or fewer of them would help",
+    ),
+    TOKEN_RETURN: Meaning(
+        "stages wait for tokens on their way back", "larger steps (more concurrent requests) would help"
+    ),
+    HOST: Meaning(
+        "stages wait for the head or for their inputs",
+        "a free core for the head, or fewer and larger steps (more concurrent requests) would help",
+    ),
+    GATHER: Meaning(
+        "tensor ranks wait for each other",
+        "a core of its own for each, or stages in place of tensor ranks, would help",
+    ),
+    IDLE: Meaning("the server has no work"),
+}
+"""Every kind has one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """An interval of one stage's time, [start, end) in nanoseconds. kind: one of KINDS."""
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from ppserve.core.cost_model import StageCost
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
+from ppserve.core.request import Request
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache, worst_case_blocks
 from ppserve.core.scheduling.composer import Composer, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -310,6 +311,11 @@ class Scheduler:
         self.num_releases += 1
 
     # State
+
+    def request_of(self, sequence_id: int) -> Request | None:
+        """The request of a running sequence; None for one that has ended."""
+        sequence = self._running.get(sequence_id)
+        return None if sequence is None else sequence.request
 
     @property
     def num_running(self) -> int:

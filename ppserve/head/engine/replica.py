@@ -60,8 +60,8 @@ class ReplicaReading:
 class StepObserver:
     """Receives replicas' events in the engine's thread, and does nothing with them."""
 
-    def on_step_sent(self, replica: int, step: Step) -> None:
-        """A step was sent to all stages."""
+    def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
+        """A step was sent to all stages. scheduler: it knows the requests of the step's sequences."""
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
         """A stage's result of a step is in the book."""
@@ -175,7 +175,7 @@ class Replica:
         self._account_for_result()
         self._account.dispatched(step)
         for observer in self._observers:
-            observer.on_step_sent(self.number, step)
+            observer.on_step_sent(self.number, step, scheduler)
 
     def report_load(self) -> None:
         """Tell the observers that a turn has ended, also while the pipeline is lost."""

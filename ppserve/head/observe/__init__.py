@@ -1,1 +1,1 @@
-"""Metrics, trace and live page of the engine. Never a decision that changes what is computed."""
+"""Metrics, trace and page of the engine. Never a decision that changes what is computed."""

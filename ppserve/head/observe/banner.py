@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ppserve.config import ServerSettings
 from ppserve.core.figures import counted, size, table
 from ppserve.head.descriptions import ModelDescription, Topology
-from ppserve.head.listener import Ports
+from ppserve.head.listener import Ports, address_text
 
 
-def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:
+def banner(description: ModelDescription, topology: Topology, settings: ServerSettings, ports: Ports) -> str:
     num_stages = 1 + topology.stages[-1].stage
     num_replicas = 1 + topology.stages[-1].replica
     num_tensor = len(topology.stages[0].ranks)
@@ -25,12 +26,16 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     ]
     if not description.deterministic:
         lines.append(f"  not deterministic here: {description.nondeterministic_reason}")
-    lines += [f"  gRPC     {host}:{ports.grpc}", f"  HTTP     http://{host}:{ports.http}/v1"]
-    lines += [f"  metrics  http://{host}:{ports.metrics}/metrics", "", "Try:"]
+    grpc, http, metrics = (address_text(settings.host, port) for port in (ports.grpc, ports.http, ports.metrics))
+    scheme = "http" if settings.tls_cert is None else "https"
+    lines += [f"  gRPC     {grpc}", f"  HTTP     {scheme}://{http}/v1"]
+    if not settings.no_page:
+        lines.append(f"  page     {scheme}://{http}/")
+    lines += [f"  metrics  http://{metrics}/metrics", "", "Try:"]
     if description.has_tokenizer:
-        lines.append(f'  ppserve generate --target {host}:{ports.grpc} "Once upon a time"')
+        lines.append(f'  ppserve generate --target {grpc} "Once upon a time"')
     else:
-        lines.append(f"  ppserve health --target {host}:{ports.grpc}    (no tokenizer: send token ids)")
+        lines.append(f"  ppserve health --target {grpc}    (no tokenizer: send token ids)")
     return "\n".join([*lines, ""])
 
 

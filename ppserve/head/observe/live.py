@@ -1,4 +1,4 @@
-"""The live page on the metrics port: one file, whose script reads `/state.json` every second.
+"""What the page shows of the pipelines: its script reads `/state.json` every second.
 
 The state holds counters, not rates, so any number of browsers can read at any interval.
 """
@@ -6,16 +6,19 @@ The state holds counters, not rates, so any number of browsers can read at any i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib import resources
 from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
-from ppserve.core.ledger.causes import IDLE, KINDS
+from ppserve.core.ledger.causes import IDLE, KINDS, MEANINGS
+from ppserve.core.ledger.steps import Step
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.head.descriptions import ModelDescription, describe_topology
 from ppserve.head.engine.replica import ReplicaReading, StepObserver
-from ppserve.head.observe.pages import MakePage, Page, json_page
+from ppserve.head.listener import Ports
+from ppserve.head.observe.page import page_of
+from ppserve.head.observe.pages import MakePage, json_page
 
 MAX_SPANS = 1500
 """Spans kept per stage, which are as many as the picture shows."""
@@ -40,6 +43,29 @@ class RecentSpans(StepObserver):
         return [list(spans) for spans in self._spans]
 
 
+class RecentRequests(StepObserver):
+    """Which requests the latest MAX_SPANS steps of every replica computed. Written by the engine's thread."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._steps = [
+            deque[tuple[int, frozenset[tuple[str, str]]]](maxlen=MAX_SPANS) for _ in range(num_replicas)
+        ]
+
+    def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
+        requests = [scheduler.request_of(each.sequence_id) for each in step.plan.slices]
+        owners = frozenset((request.caller, request.id) for request in requests if request is not None)
+        self._steps[replica].append((step.plan.step_id, owners))
+
+    def steps_of(self, caller: str, name: str) -> list[list[int]]:
+        """The steps of each replica that computed `caller`'s call of this name: of no other caller's, whose calls
+        may have the same name."""
+
+        def are_own(owners: frozenset[tuple[str, str]]) -> bool:
+            return any(owner == caller and request.rpartition("/")[0] == name for owner, request in owners)
+
+        return [[step_id for step_id, owners in list(steps) if are_own(owners)] for steps in self._steps]
+
+
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
     """List each stage's spans: kind, start in µs before now, duration in µs, step or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
@@ -57,8 +83,10 @@ def read_state(
     description: ModelDescription,
     load: dict[str, Any],
     spans: list[list[Settled]],
+    links: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`."""
+    """The state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`. links:
+    those of `links_of`."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = {(reading.replica, stage): of for reading in readings for stage, of in enumerate(reading.times)}
     drawn = dict(zip(times, describe_schedule(spans, now_ns), strict=True))
@@ -72,7 +100,10 @@ def read_state(
         **load,
         **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice")},
         "replicas": [{"replica": reading.replica, "serves": reading.serves} for reading in readings],
+        "status": "serving" if all(reading.serves for reading in readings) else "recovering",
+        "links": links,
         "kinds": KINDS,
+        "meanings": {kind: asdict(MEANINGS[kind]) for kind in KINDS},
         "stages": [
             {**asdict(stage), "time_s": _seconds(times[place]), "spans": drawn[place]}
             for stage, place in zip(topology.stages, places, strict=True)
@@ -80,10 +111,14 @@ def read_state(
     }
 
 
+def links_of(ports: Ports, has_page: bool, has_tls: bool) -> dict[str, str]:
+    """Where the page's two views are, for whoever knows the host: scheme and port."""
+    scheme = "https" if has_tls else "http"
+    return {"metrics": f"http:{ports.metrics}", **({"ask": f"{scheme}:{ports.http}"} if has_page else {})}
+
+
 def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
-    html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
-    # The rest of its policy is in the page, with the digests of its script and style.
-    page = Page("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": "frame-ancestors 'none'"})
+    page = page_of(asks="", wants_key=False)
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 

@@ -173,7 +173,7 @@ class StepMetrics(StepObserver):
         for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
             family.labels(replica)
 
-    def on_step_sent(self, replica: int, step: Step) -> None:
+    def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
         self._tokens[replica][step.plan.phase].observe(step.plan.num_tokens)
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 # There are few, so that slow pages take little time from everything else.
 _NUM_THREADS = 2
-_HEADERS = {
+PAGE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -36,7 +36,7 @@ _HEADERS = {
 class Page(NamedTuple):
     content_type: str
     body: bytes
-    headers: Mapping[str, str] = {}  # added to `_HEADERS`, or replacing them
+    headers: Mapping[str, str] = {}  # added to `PAGE_HEADERS`, or replacing them
 
 
 MakePage = Callable[[], Page]
@@ -54,7 +54,9 @@ class PageServer(Listener):
 
         def missing(_request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            return PlainTextResponse(f"try {known}\n", error.status_code, {**_HEADERS, **(error.headers or {})})
+            return PlainTextResponse(
+                f"try {known}\n", error.status_code, {**PAGE_HEADERS, **(error.headers or {})}
+            )
 
         routes = [Route(path, self._endpoint(path, make), methods=["GET"]) for path, make in pages.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: missing})
@@ -67,13 +69,13 @@ class PageServer(Listener):
     def _endpoint(self, path: str, make: MakePage) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             if request.state.is_surplus:
-                headers = {**_HEADERS, "Retry-After": "1", "Connection": "close"}
+                headers = {**PAGE_HEADERS, "Retry-After": "1", "Connection": "close"}
                 return PlainTextResponse("there are too many connections\n", 503, headers)
             try:
                 page = await asyncio.get_running_loop().run_in_executor(self._threads, make)
             except Exception:
                 log.exception("%s failed", path)
-                return PlainTextResponse("see the server's log\n", 500, _HEADERS)
-            return Response(page.body, headers={**_HEADERS, **page.headers, "Content-Type": page.content_type})
+                return PlainTextResponse("see the server's log\n", 500, PAGE_HEADERS)
+            return Response(page.body, headers={**PAGE_HEADERS, **page.headers, "Content-Type": page.content_type})
 
         return answer

@@ -35,7 +35,7 @@ class Notes(StepObserver):
         self.called: list[tuple[object, ...]] = []
         self.in_flight: list[int] = []
 
-    def on_step_sent(self, replica: int, step: Step) -> None:
+    def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
         self.called.append(("sent", step.plan.step_id))
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:

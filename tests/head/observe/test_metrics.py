@@ -227,7 +227,7 @@ def test_a_step_in_either_order_of_reports(metrics):
     steps = Steps(2)
     for order in ((first, second), (second, first)):
         step = steps.sent(plan(7), 0, 0, num_slots=2)
-        metrics.steps.on_step_sent(0, step)
+        metrics.steps.on_step_sent(0, step, loaded(1, 0.5))
         for result in order:
             assert steps.reported(result, 7_000_000) is step
             metrics.steps.on_step_reported(0, step, result.stage)

@@ -25,6 +25,7 @@ from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
 from ppserve.head.api.http.openapi import Endpoint, HttpPath, describe_paths
+from ppserve.head.api.http.page import PageState
 from ppserve.head.api.http.responses import HttpError, JsonResponse, TooManyConnections, error_json, error_response
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates
@@ -73,13 +74,14 @@ class HttpServer(Listener):
         tls: Certificates | None = None,
         cors_origins: Sequence[str] = (),
         max_connections: int = MAX_CONNECTIONS,
+        page: PageState | None = None,
     ) -> None:
         """count_answer: gets every answer's path ("other" if not served) and status. cors_origins: pages of these
-        may read answers; "*" for all."""
+        may read answers; "*" for all. page: what it shows; None: there is no page."""
         self._handler = handler
         self._count_answer = count_answer
         described = HttpPath("GET", "/openapi.json", "Describe these paths.", self._describe)
-        self._served = [*PATHS, described]
+        self._served = [*PATHS, described, *(page.paths() if page is not None else ())]
         self._by_path = {each.path: each for each in self._served if "{" not in each.path}
         app = Starlette(
             routes=[

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppserve.config import ServerSettings
+from ppserve.head.api.http.page import PageState
 from ppserve.head.api.http.server import MAX_CONNECTIONS, HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
@@ -93,7 +94,10 @@ class Served:
 
 @asynccontextmanager
 async def served_http(
-    engine: FakeEngine | None = None, max_connections: int = MAX_CONNECTIONS, **settings: Any
+    engine: FakeEngine | None = None,
+    max_connections: int = MAX_CONNECTIONS,
+    page: PageState | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """A server on a free port that says that it is healthy."""
     engine = engine or FakeEngine()
@@ -102,7 +106,11 @@ async def served_http(
     handler = handler_of(engine, parsed)
     handler.set_serving(True)
     certificates, origins = read_certificates(parsed), parsed.cors_origin
-    server = HttpServer(handler, lambda *answer: counted.update([answer]), certificates, origins, max_connections)
+
+    def count(path: str, status: int) -> None:
+        counted[path, status] += 1
+
+    server = HttpServer(handler, count, certificates, origins, max_connections, page)
     port = await server.start(parsed.host, parsed.http_port)
     try:
         yield Served(engine, handler, port, counted)

@@ -1,0 +1,297 @@
+"""The page on the HTTP port: what serves it, and what it does in a browser with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppserve.head.api.http.page import PageState
+from ppserve.head.observe.live import read_state
+from tests import browser
+from tests.fake_engine import CARD, READING, FakeEngine
+from tests.head.api.grpc.test_server import KEYS
+from tests.head.api.http.asking import TEMPLATE, Served, served_http
+
+KEY = "0123456789abcdef"
+LATENCY = {"bounds_s": [0.1, 1.0], "counts": [0, 0, 0]}
+LOAD: dict[str, Any] = {
+    **dict.fromkeys(("running", "waiting", "in_flight", "kv_usage", "requests", "prompt_tokens"), 0),
+    "generated_tokens": 0,
+    "ttft": LATENCY,
+    "itl": LATENCY,
+}
+STEPS = {"mine": [[1, 3]]}
+asked_for: list[tuple[str, str]] = []
+
+
+def steps_of(caller: str, name: str) -> list[list[int]]:
+    asked_for.append((caller, name))
+    return STEPS.get(name, [[]])
+
+
+PAGE = PageState(lambda: read_state((READING,), CARD, LOAD, [[]], {"metrics": "http:9"}), steps_of)
+
+
+@asynccontextmanager
+async def with_page(tmp_path: Path, engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    settings = {"chat_template": tmp_path / "chat.jinja", **settings}
+    async with served_http(engine, page=PAGE, **settings) as served:
+        yield served
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    (tmp_path / "keys").write_text(KEYS)
+    return tmp_path / "keys"
+
+
+async def test_the_page_may_run_its_own_script_and_ask_its_own_origin_alone(tmp_path: Path) -> None:
+    async with with_page(tmp_path) as served:
+        page = await served.ask("/")
+        state = await served.ask("/state.json?request=mine")
+        counted = Counter(served.counted)
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src 'self';" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == state.headers["cache-control"] == "no-store"
+    assert b'data-asks="chat" data-wants-key="false"' in page.body
+    assert (state.json["own"], state.json["status"]) == ([[1, 3]], "serving")
+    assert counted == {("/", 200): 1, ("/state.json", 200): 1}
+
+
+async def test_with_keys_the_page_loads_without_one_and_its_state_does_not(tmp_path: Path, keys: Path) -> None:
+    async with with_page(tmp_path, api_key_file=keys) as served:
+        page = await served.ask("/")
+        assert page.status == 200
+        assert b'data-wants-key="true"' in page.body
+        asked_for.clear()
+        assert (await served.ask("/state.json?request=mine")).status == 401
+        assert (await served.ask("/state.json?request=mine", authorization="Bearer wrong")).status == 401
+        assert asked_for == []
+        state = await served.ask("/state.json?request=mine", authorization=f"Bearer {KEY}")
+        assert state.json["own"] == [[1, 3]]
+        ((caller, name),) = asked_for
+        assert (caller[:4], name) == ("key:", "mine")
+        described = (await served.ask("/openapi.json", authorization=f"Bearer {KEY}")).json["paths"]
+        assert "security" not in described["/"]["get"]
+        assert described["/state.json"]["get"]["security"]
+
+
+async def test_no_page_is_no_page(served: Served) -> None:
+    for path in ("/", "/state.json"):
+        answer = await served.ask(path)
+        assert (answer.status, answer.json["error"]["code"]) == (404, "not_found")
+
+
+async def test_the_page_knows_what_it_can_ask_for(tmp_path: Path) -> None:
+    async with served_http(page=PAGE) as served:
+        assert b'data-asks="text"' in (await served.ask("/")).body
+
+
+# ---- in a browser -----------------------------------------------------------------------------------------
+
+
+needs_chromium = pytest.mark.skipif(browser.EXECUTABLE is None, reason="needs chromium, which is not installed")
+
+SEND = "byId('send').click()"
+DONE = "byId('stop').disabled && !byId('send').disabled && latest !== null"
+
+
+def answer_text() -> str:
+    return "[...document.querySelectorAll('.turn.assistant')].at(-1).children[1].textContent"
+
+
+async def in_browser(look: Callable[[browser.Page], None]) -> None:
+    """Run `look` in a thread: the server lives in this one's event loop."""
+
+    def run() -> None:
+        with browser.chromium() as page:
+            look(page)
+
+    await asyncio.to_thread(run)
+
+
+def requested_hosts(page: browser.Page) -> set[str]:
+    found = page.evaluate(
+        "performance.getEntries().filter((e) => e.name.includes('://')).map((e) => new URL(e.name).host)"
+    )
+    return set(found)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_a_chat_streams_is_asked_again_and_can_be_had_with_curl(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with with_page(tmp_path, engine) as served:
+        address = f"http://127.0.0.1:{served.port}"
+
+        def look(page: browser.Page) -> None:
+            page.resize(1600, 900)
+            page.open(address + "/")
+            page.wait_for("byId('contact').textContent === 'serving'")
+            page.evaluate("byId('max_tokens').value = '7'; byId('temperature').value = '0.5'")
+            page.evaluate(f"byId('prompt').value = 'hi <b>'; {SEND}")
+            page.wait_for(DONE)
+            first = page.evaluate(answer_text())
+            assert len(first) == 7
+            assert page.evaluate("document.querySelector('.turn.user').textContent").endswith("hi <b>")
+            assert "7 tokens, first token after" in page.evaluate("byId('figures').textContent")
+            page.evaluate("byId('again').click()")
+            page.wait_for("document.querySelector('.end')?.textContent.startsWith('the same answer')")
+            assert page.evaluate(answer_text()) == first
+            curl = page.evaluate("byId('curl').querySelector('pre').textContent")
+            assert f"curl -sN {address}/v1/chat/completions " in curl
+            told = json.loads(curl.partition(" -d '")[2].removesuffix("'"))
+            assert told == {
+                "messages": [{"role": "user", "content": "hi <b>"}],
+                "temperature": 0.5,
+                "max_tokens": 7,
+                "seed": page.evaluate("latest.seed"),
+                "stream": True,
+            }
+            # The next message carries the chat so far.
+            page.evaluate(f"byId('prompt').value = 'more'; {SEND}")
+            page.wait_for(f"turns.length === 4 && {DONE}")
+            assert page.complaints == []
+            assert requested_hosts(page) == {f"127.0.0.1:{served.port}"}
+
+        await in_browser(look)
+    first, again, more = engine.requests
+    assert first.sampling == again.sampling
+    assert first.prompt_ids == again.prompt_ids == more.prompt_ids[: len(first.prompt_ids)]
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_a_completion_is_stopped_and_its_text_kept(tmp_path: Path) -> None:
+    async with with_page(tmp_path, FakeEngine(halt_after=3)) as served:
+
+        def look(page: browser.Page) -> None:
+            page.resize(390, 800, phone=True)
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.evaluate("document.querySelector('input[value=text]').click()")
+            page.evaluate("byId('prompt').focus(); byId('prompt').value = 'Once'")
+            page.press("Enter", "\r")
+            page.wait_for("document.querySelector('.turn.assistant')?.textContent.includes('Once')")
+            page.wait_for(f"{answer_text()}.length === 7")
+            page.press("Escape")
+            page.wait_for("document.querySelector('.end')?.textContent === 'stopped'")
+            page.wait_for(DONE)
+            assert len(page.evaluate(answer_text())) == 7, "three tokens behind the prompt"
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            assert page.complaints == []
+
+        await in_browser(look)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten_when_wrong(tmp_path: Path, keys: Path) -> None:
+    async with with_page(tmp_path, api_key_file=keys) as served:
+
+        def look(page: browser.Page) -> None:
+            address = f"http://127.0.0.1:{served.port}/"
+            page.open(address)
+            page.wait_for("byId('contact').textContent === 'needs a key' && !byId('key-form').hidden")
+            assert page.complaints == [], "nothing was asked for without a key"
+            give = "byId('key').value = {!r}; byId('key-form').querySelector('button').click()"
+            page.evaluate(give.format("no key of theirs"))
+            page.wait_for("!byId('key-form').hidden && byId('key-problem').textContent.includes('does not know')")
+            assert page.evaluate("sessionStorage.length") == 0
+            page.evaluate(give.format(KEY))
+            page.wait_for("byId('contact').textContent === 'serving' && byId('key-form').hidden")
+            page.open(address)
+            page.wait_for("byId('contact').textContent === 'serving'")
+            page.evaluate(f"byId('max_tokens').value = '5'; byId('prompt').value = 'hi'; {SEND}")
+            page.wait_for(DONE)
+            assert len(page.evaluate(answer_text())) == 5
+            assert "$PPSERVE_API_KEY" in page.evaluate("byId('curl').textContent")
+            assert KEY not in page.evaluate("document.documentElement.outerHTML")
+            assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+        await in_browser(look)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_errors_are_told_where_the_answer_would_be(tmp_path: Path) -> None:
+    async with with_page(tmp_path) as served:
+
+        def look(page: browser.Page) -> None:
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.evaluate(f"byId('temperature').value = '-1'; byId('prompt').value = 'hi'; {SEND}")
+            page.wait_for("document.querySelector('.end')?.getAttribute('role') === 'alert'")
+            assert "temperature" in page.evaluate("document.querySelector('.end').textContent")
+            assert page.evaluate("byId('send').disabled") is False
+
+        await in_browser(look)
+
+
+MARKDOWN = """# Title <b>
+
+A *word* and **two** with `code <i>` and [a link](https://example.com/a?b=c) and [none](javascript:alert(1)).
+<img src=x onerror=alert(1)> ![picture](https://example.com/x.png)
+
+1. first
+2. second
+   - inner
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+> quoted
+
+```python
+print("<script>alert(1)</script>")
+"""
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_markdown_becomes_elements_and_markup_stays_text(tmp_path: Path) -> None:
+    async with with_page(tmp_path) as served:
+
+        def look(page: browser.Page) -> None:
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.evaluate(
+                f"window.into = newTurn('model', 'assistant'); showMarkdown(into, {json.dumps(MARKDOWN)})"
+            )
+            tags = page.evaluate("[...into.querySelectorAll('*')].map((e) => e.localName)")
+            assert not {"b", "i", "img", "script"} & set(tags)
+            assert {"h3", "em", "strong", "ol", "ul", "li", "table", "blockquote", "pre", "button"} <= set(tags)
+            assert page.evaluate("[...into.querySelectorAll('a')].map((a) => a.href)") == [
+                "https://example.com/a?b=c",
+                "https://example.com/x.png",
+            ]
+            assert "onerror=alert(1)>" in page.evaluate("into.textContent")
+            code = page.evaluate("into.querySelector('pre').textContent")
+            assert code == 'print("<script>alert(1)</script>")\n'
+            # Text that comes leaves the blocks before it as they are.
+            page.evaluate(
+                "window.heading = into.firstChild; showMarkdown(into, into.given = '# Title <b>\\n\\nnew')"
+            )
+            assert page.evaluate("into.firstChild === heading && into.children.length") == 2
+            # Any text is shown, however far it is from markdown.
+            for odd in ("```", "* ", "[](", "|\n|-", "> > > x", "**" * 400, "- " * 300, "`" * 50, "1." * 99):
+                page.evaluate(f"showMarkdown(into, {json.dumps(odd)})")
+            assert page.complaints == []
+            assert requested_hosts(page) == {f"127.0.0.1:{served.port}"}
+
+        await in_browser(look)

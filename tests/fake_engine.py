@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +40,7 @@ from ppserve.tokenizer import ChatFormat, no_tokenizer
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello
+from tests.simulated_stage import mix
 
 T = TypeVar("T")
 
@@ -122,8 +122,7 @@ class ByteCodec:
 
 def drawn_token(request: Request, index: int, offset: int) -> int:
     """A lower-case letter that depends on seed, index, prompt and offset, as a real draw does."""
-    key = f"{request.sampling.seed} {index} {offset} {request.prompt_ids}"
-    return ord("a") + hashlib.sha256(key.encode()).digest()[0] % 26
+    return ord("a") + mix(request.sampling.seed, index, offset, *request.prompt_ids) % 26
 
 
 def generation(request: Request, index: int) -> list[TokenOutput]:

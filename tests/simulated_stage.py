@@ -43,6 +43,7 @@ from ppserve.core.scheduling.token_filter import is_allowed, packed_mask
 
 VOCAB_SIZE = 41
 EOS_ID = 7
+CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
 STAMPS = StepStamps(0, 0, 0, 0, 0, 0)
 _MASK = (1 << 61) - 1
 
@@ -93,6 +94,12 @@ class Answer:
     token_ids: tuple[int, ...]
     finish: FinishReason
     prompt_logprobs: tuple[float, ...] = ()
+
+    def allows(self, token_ids: tuple[int, ...], finish: FinishReason) -> bool:
+        """Whether a caller may get these tokens with this end: all of them, or those before it was cut short."""
+        if finish in CUT_SHORT:
+            return token_ids == self.token_ids[: len(token_ids)]
+        return (token_ids, finish) == (self.token_ids, self.finish)
 
 
 def expected_answer(

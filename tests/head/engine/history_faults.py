@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.head.engine.scripted import SECOND
-from tests.head.engine.simulated_stages import StageProcess
+from tests.head.engine.simulated_processes import StageProcess
 
 if TYPE_CHECKING:
     from tests.head.engine.history import History

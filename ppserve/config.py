@@ -15,7 +15,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 
@@ -27,8 +27,9 @@ class ModelSettings:
     path: str = "tiny"
     """The model: `tiny`, a directory, a file or a hub id."""
     dtype: str = "auto"
-    quantization: str = "none"
-    """Type of the weights of the linear layers and the LM head."""
+    quantization: str = "auto"
+    """Type of the weights of the linear layers and the LM head. `auto` is the file's own, where CPUs compute and
+    `dtype` is `auto` too."""
     force_cpu: bool = False
     served_model_name: tuple[str, ...] = ()
     """Names that callers may use for the model; answers carry the first. Without any, it is the hub id or the last

@@ -127,7 +127,7 @@ FAKE = """import os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 os.rename(sys.argv[1], sys.argv[1] + ".pid")
 if "soon" in sys.argv:
-    print("ppserve ready grpc=a:1 http=b:2", flush=True)
+    print("ppserve ready grpc=a:1 metrics=a:3 stages=2 http=b:2", flush=True)
 time.sleep(60)
 """
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
+READY = re.compile(r"^ppserve ready grpc=\S+ metrics=(\S+) .*http=(\S+)$", re.MULTILINE)
 PPSERVE = (sys.executable, "-m", "ppserve")
 ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
@@ -45,9 +45,8 @@ def main() -> int:
                     return server.returncode
                 time.sleep(0.1)
             signal.signal(signal.SIGINT, lambda *_: None)
-            return subprocess.run(
-                [*PPSERVE, "chat", "--url", f"http://{ready[1]}", *others], check=False
-            ).returncode
+            places = ("--url", f"http://{ready[2]}", "--metrics", ready[1])
+            return subprocess.run([*PPSERVE, "chat", *places, *others], check=False).returncode
         finally:
             server.terminate()
             server.wait()

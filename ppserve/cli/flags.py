@@ -99,8 +99,9 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         ),
         _choice("--dtype", cfg.DTYPES, "auto", "Type of weights and hidden states."),
         _choice(
-            "--quantization", cfg.QUANTIZATIONS, "none",
-            "Type of the linear layers' weights; the LM head then is int8. CPUs only.",
+            "--quantization", cfg.QUANTIZATIONS, "auto",
+            "Type of the linear layers' weights; the LM head then is int8. CPUs only. auto: int4 for a GGUF"
+            " in Q4_0 or Q4_1 (with --dtype auto), as the file has it; none for others.",
         ),
         _flag("--chat-template", "Jinja template for chats. Default: the model's own.", FILE),
     ),

@@ -36,8 +36,8 @@ _OF_SERVE = (
 def plan(**flags: Any) -> None:
     """What would run where: layers, parameters, KV memory, balance. Reads no weights.
 
-    Most flags are serve's. --dtype auto is float32 here; without --kv-cache-memory blocks take what the weights
-    leave of --stage-memory.
+    Most flags are serve's. --dtype auto is float32 here, and --quantization auto is none; without
+    --kv-cache-memory blocks take what the weights leave of --stage-memory.
     """
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
@@ -51,13 +51,15 @@ def plan(**flags: Any) -> None:
 
 def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
     """Read the flags. Raises ConfigError."""
-    as_given = "layers", "quantization", "max_model_len", "block_size", "stage_memory", "kv_cache_memory"
+    as_given = "layers", "max_model_len", "block_size", "stage_memory", "kv_cache_memory"
     dtype = "float32" if flags["dtype"] == "auto" else flags["dtype"]
+    quantization = "none" if flags["quantization"] == "auto" else flags["quantization"]
     context = arch.context(flags["max_model_len"])
     if context < 2:
         raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
     return Intent(
         num_stages=flags["stages"],
+        quantization=quantization,
         num_tensor=flags["tensor_parallel"],
         dtype=dtype,
         kv_dtype=dtype if flags["kv_dtype"] == "auto" else flags["kv_dtype"],

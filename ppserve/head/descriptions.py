@@ -165,7 +165,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         architecture=arch,
         num_parameters=arch.num_params,
         dtype=hello.model.dtype,
-        quantization=config.model.quantization,
+        quantization=hello.model.quantization,
         max_context=decision.scheduling.max_model_len,
         has_tokenizer=tokenizer.vocab_size > 0,
         deterministic=not reasons,

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from ppserve.config import DeviceSettings, ModelSettings, SchedulingSettings, ServeConfig
+from ppserve.config import DeviceSettings, SchedulingSettings, ServeConfig
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.cpu.backend import cpu_precision
@@ -21,25 +21,30 @@ from ppserve.stage.device import REFERENCE, DeviceSetup
 log = logging.getLogger(__name__)
 
 
-def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> DeviceSetup:
+def choose(
+    config: ServeConfig, environment: RankEnvironment, stored_dtype: str, stored_quantization: str = "none"
+) -> DeviceSetup:
     """Choose the device, by the rank's place among `devices_here`, and the dtypes. Raise ConfigError."""
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
     stages_on_gpu = devices.count(device)
     on_gpu = device.type == "cuda"
+    reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     quantization = config.model.quantization
+    if quantization == "auto":
+        keeps = not on_gpu and not reference and config.model.dtype == "auto"
+        quantization = stored_quantization if keeps else "none"
     kv_dtype = config.cache.kv_dtype
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device, quantization)
     cores = available_cores()
     own_threads = max(1, cores // stages_here)
     threads = config.pipeline.threads or own_threads
-    reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     for flag, asked in (("--quantization", quantization), ("--kv-dtype", kv_dtype)):
         if asked in ("int8", "int4") and (on_gpu or reference):
             raise ConfigError(flag, f"{asked} needs a CPU; add --force-cpu or leave it out")
     if kv_dtype == "auto":
-        kv_dtype = _own_kv_dtype(config.model, dtype, stored_dtype)
+        kv_dtype = _own_kv_dtype(config.model.dtype, quantization, dtype, stored_dtype)
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
         log.warning("%s; every step waits for threads that have none", many)
@@ -57,11 +62,11 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     )
 
 
-def _own_kv_dtype(settings: ModelSettings, dtype: str, stored_dtype: str) -> str:
+def _own_kv_dtype(asked: str, quantization: str, dtype: str, stored_dtype: str) -> str:
     """The type of keys and values where `auto` is asked for."""
     # Beside quantized weights the file's: float32 would double what a step reads.
-    is_quantized = settings.quantization != "none"
-    return "bfloat16" if is_quantized and settings.dtype == "auto" and stored_dtype == "bfloat16" else dtype
+    is_quantized = quantization != "none"
+    return "bfloat16" if is_quantized and asked == "auto" and stored_dtype == "bfloat16" else dtype
 
 
 def _options(device: DeviceSettings, scheduling: SchedulingSettings, kv_dtype: str) -> DeviceOptions:

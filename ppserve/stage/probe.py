@@ -62,7 +62,7 @@ class ProbeResult:
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
     """Opens the checkpoint's headers and chooses the device. Raises UsageError."""
     stored = open_checkpoint(config.model.path)
-    setup = choose(config, environment, stored.stored_dtype)
+    setup = choose(config, environment, stored.stored_dtype, stored.stored_quantization)
     checkpoint = stored.rounded_to(setup.dtype)
     return ProbeResult(checkpoint, setup, fingerprint(checkpoint))
 

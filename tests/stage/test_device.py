@@ -150,6 +150,19 @@ def test_int8_means_float32_for_the_rest_on_every_cpu(variant: str, monkeypatch:
     assert computes[0].kv_dtype == "bfloat16"
 
 
+def test_a_files_own_four_bits_are_served_on_cpus_unless_another_type_is_asked_for() -> None:
+    config, place = replace(ServeConfig(), device=DeviceSettings(devices=("cpu",))), RankEnvironment(0, 1, 0, 1)
+
+    def chosen(stored: str, **asked: str) -> str:
+        model = replace(config.model, **asked)
+        return choose(replace(config, model=model), place, "float32", stored).quantization
+
+    assert (chosen("int4"), chosen("none")) == ("int4", "none")
+    assert chosen("int4", dtype="float32") == "none"
+    assert chosen("int4", quantization="none") == "none"
+    assert chosen("int4", quantization="int8") == "int8"
+
+
 def test_devices_are_those_that_were_asked_for() -> None:
     assert devices_here(asking("cpu", "cpu:0"), 2) == (CPU, CPU)
     with pytest.raises(ConfigError, match="1 devices for 2 stages"):

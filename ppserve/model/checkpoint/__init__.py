@@ -68,6 +68,8 @@ class Checkpoint(Protocol):
     architecture: Architecture
     stored_dtype: str
     """`float32`, `bfloat16` or `float16`, as most weights are stored."""
+    stored_quantization: str = "none"
+    """`int4` where the file has most weights in the 4 bits in which CPUs compute, and else `none`."""
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """Reads a part of one tensor, to the CPU and memory of its own. Raises CheckpointError."""

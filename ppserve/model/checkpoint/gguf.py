@@ -83,6 +83,7 @@ class Quantized:
     def __init__(self, blocks: np.ndarray[Any, Any], kind: Type) -> None:
         self._blocks = blocks
         self._kind = kind
+        self.has_four_bits = kind in (Type.Q4_0, Type.Q4_1)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
         rows, *columns = part if isinstance(part, tuple) else (part,)
@@ -91,7 +92,7 @@ class Quantized:
 
     def four_bits(self, rows: Any) -> FourBits | None:
         """These rows as they are; None for another type."""
-        if self._kind not in (Type.Q4_0, Type.Q4_1):
+        if not self.has_four_bits:
             return None
         halves = 1 if self._kind == Type.Q4_0 else 2
         blocks = np.ascontiguousarray(self._blocks[rows])
@@ -110,6 +111,7 @@ class Interleaved:
 
     def __init__(self, numbers: Any, num_rows: int, head_size: int) -> None:
         self._numbers = numbers
+        self.has_four_bits = getattr(numbers, "has_four_bits", False)
         self._order = np.arange(num_rows).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def __getitem__(self, part: Any) -> torch.Tensor:

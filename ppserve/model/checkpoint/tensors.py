@@ -87,6 +87,7 @@ class FileCheckpoint:
                 raise CheckpointError(path, "this tensor is missing", field=name)
             num_stored[self._tensors[name].dtype] += math.prod(shape)
         self.stored_dtype = num_stored.most_common(1)[0][0]
+        self.stored_quantization = "int4" if self._has_mostly_four_bits() else "none"
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         stored = self._stored(name)
@@ -98,6 +99,12 @@ class FileCheckpoint:
             return None
         found: list[FourBits] = [part for own in rows if (part := read(own)) is not None]
         return FourBits(*map(torch.cat, zip(*found, strict=True))) if found else None
+
+    def _has_mostly_four_bits(self) -> bool:
+        """Whether `four_bits` gives most of the weights."""
+        sizes = [(tensor.numbers, math.prod(tensor.shape)) for tensor in self._tensors.values()]
+        in_four = sum(count for numbers, count in sizes if getattr(numbers, "has_four_bits", False))
+        return 2 * in_four > sum(count for _, count in sizes)
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors[name]

@@ -113,6 +113,7 @@ def test_gguf(tmp_path: Path, model: str, kind: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", arch, tensors, kind, model)
     checkpoint = open_checkpoint(str(path))
     assert checkpoint.architecture == arch == read_architecture(str(tmp_path))
+    assert checkpoint.stored_quantization == ("int4" if kind in ("Q4_0", "Q4_1") else "none")
     part = TensorPart((slice(3, 9), slice(40, 60)), slice(5, 40))
     for name, shape in tensor_shapes(arch).items():
         whole, expected = checkpoint.tensor(name), tensors[name]

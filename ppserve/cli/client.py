@@ -16,7 +16,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.main import say
-from ppserve.cli.types import FILE, POSITIVE, TEXT, Number, Parsed, address
+from ppserve.cli.types import FILE, POSITIVE, TEXT, HelpfulCommand, Number, Parsed, address
 from ppserve.client import (
     AsyncClient,
     CallFailed,
@@ -153,7 +153,11 @@ def _prompt(text: str) -> str:
         raise ValueError("standard input is not UTF-8 text") from None
 
 
-@click.command(params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION])
+@click.command(
+    cls=HelpfulCommand,
+    too_many=lambda _words: 'quote the prompt: ppserve generate "Once upon a time"',
+    params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION],
+)
 @click.argument("prompt", type=Parsed("text", _prompt))
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object per message; with --no-stream one per answer."

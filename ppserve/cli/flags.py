@@ -20,6 +20,7 @@ from ppserve.cli.types import (
     PORTS,
     SIZE,
     TEXT,
+    HelpfulCommand,
     Number,
     auto_or,
 )
@@ -243,8 +244,20 @@ def _refuse_removed(ctx: click.Context, param: click.Parameter, value: str | Non
         raise click.BadParameter(f"it was removed: {_REMOVED[param.opts[0]]}", ctx, param)
 
 
-class ServeCommand(click.Command):
+_EPILOG = (
+    "Every flag has an environment variable, such as PPSERVE_HTTP_PORT for --http-port, and an entry of the same"
+    " name in the --config file; a flag overrides its variable, and that the file."
+)
+
+
+class ServeCommand(HelpfulCommand):
     """A command whose help shows FLAGS under their headings."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example"):
+            formatter.write_text("ppserve serve --model smollm2 --stages 2 --http-port 8080")
+        formatter.write_paragraph()
+        formatter.write_text(_EPILOG)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, flags in FLAGS.items():

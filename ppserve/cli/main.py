@@ -6,7 +6,9 @@ import io
 import os
 import sys
 import time
+from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import ClassVar
 
 import click
@@ -18,6 +20,8 @@ from ppserve.process.lifetime import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
 _EXIT_BROKEN_PIPE = 141  # as a shell has it
+MODELS = ("tiny", "smollm2")
+"""Models that are known by a name."""
 
 
 class _ServeByDefault(click.Group):
@@ -33,9 +37,32 @@ class _ServeByDefault(click.Group):
     }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ("--help", "--version")):
-            args = ["serve", *args]
+        match args:
+            case ["help", *rest]:
+                args = [*rest[:1], "--help"]
+            case ["version"]:
+                args = ["--version"]
+            case ["-h" | "--help" | "--version", *_]:
+                pass
+            case [first, *_] if not first.startswith("-"):
+                pass
+            case _:
+                args = ["serve", *args]
         return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self._MODULES:
+            raise click.UsageError(f"there is no command {args[0]!r}; {self._meant(args[0])}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def _meant(self, given: str) -> str:
+        """What a word that is no command was probably meant to be, as a sentence's end."""
+        if given in MODELS or "/" in given or Path(given).exists():
+            return f"did you mean --model {given}?"
+        near = get_close_matches(given, [*self._MODULES, "help", "version"], 1)
+        return f"did you mean {near[0]}?" if near else "ppserve --help lists the commands"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._MODULES)
@@ -47,7 +74,11 @@ class _ServeByDefault(click.Group):
         return command
 
 
-@click.group(cls=_ServeByDefault, context_settings={"show_default": True})
+@click.group(
+    cls=_ServeByDefault,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+    epilog="`ppserve help COMMAND` shows the options of a command. Without a command, serve runs.",
+)
 @click.version_option(__version__)
 def cli() -> None:
     """Pipeline-parallel text generation for GPT-2 and the Llamas."""

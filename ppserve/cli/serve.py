@@ -26,6 +26,7 @@ _RANKS_PER_CORE = 64
 
 @click.command(
     cls=ServeCommand,
+    too_many=lambda words: f"did you mean --model {words[0]}?",
     params=[*(flag for flags in FLAGS.values() for flag in flags), *removed("--parallel", "--expect")],
     context_settings={"auto_envvar_prefix": "PPSERVE"},
 )

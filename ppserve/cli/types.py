@@ -34,6 +34,22 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+class HelpfulCommand(click.Command):
+    """A command that says what to do about words which it does not take."""
+
+    def __init__(self, *args: Any, too_many: Callable[[list[str]], str], **kwargs: Any) -> None:
+        """too_many: says what was probably meant, of the words that are too many."""
+        super().__init__(*args, **kwargs)
+        self.allow_extra_args = True
+        self._too_many = too_many
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            ctx.fail(f"unexpected: {' '.join(ctx.args)}; {self._too_many(ctx.args)}")
+        return rest
+
+
 class Number(click.FloatRange):
     """A number in a range. click's own type accepts `nan`, which is within all bounds."""
 

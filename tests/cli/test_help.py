@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 
 import click
+import pytest
 
+from ppserve import __version__
 from ppserve.cli.main import cli
+from tests.commands import run
 from tests.test_architecture import FRAGMENT
 
 
@@ -36,3 +39,38 @@ def test_a_help_text_begins_with_a_subject_or_a_verb_and_ends_with_a_period() ->
     found = dict(help_texts())
     assert {"serve --model", "generate --seed", "plan"} <= found.keys()
     assert [name for name, text in found.items() if not is_whole(text)] == []
+
+
+# ---- what was probably meant ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sevre"], "there is no command 'sevre'; did you mean serve?"),
+        (["hlep"], "there is no command 'hlep'; did you mean help?"),
+        (["xyzzy"], "there is no command 'xyzzy'; ppserve --help lists the commands"),
+        (["tiny"], "there is no command 'tiny'; did you mean --model tiny?"),
+        (["org/name"], "there is no command 'org/name'; did you mean --model org/name?"),
+        (["serve", "smollm2"], "unexpected: smollm2; did you mean --model smollm2?"),
+        (["generate", "Once", "upon"], 'unexpected: upon; quote the prompt: ppserve generate "Once upon a time"'),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_probably_meant(arguments: list[str], said: str) -> None:
+    ended = run(*arguments)
+    assert (ended.returncode, ended.one_line) == (2, f"ppserve: error: {said}\n")
+
+
+@pytest.mark.parametrize("asking", [["-h"], ["--help"], ["help"]])
+def test_help_lists_the_commands_however_it_is_asked_for(asking: list[str]) -> None:
+    ended = run(*asking)
+    assert ended.returncode == 0
+    assert {"serve", "chat", "fetch"} <= set(re.findall(r"^  (\w+) ", ended.stdout, re.MULTILINE))
+
+
+def test_help_of_a_command_and_the_version() -> None:
+    texts = [run(*asking).stdout for asking in (["help", "serve"], ["serve", "-h"], ["serve", "--help"])]
+    assert len(set(texts)) == 1
+    for part in ("ppserve serve --model smollm2", "PPSERVE_HTTP_PORT", "--config file"):
+        assert part in " ".join(texts[0].split())
+    assert run("version").stdout == run("--version").stdout == f"ppserve, version {__version__}\n"

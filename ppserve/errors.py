@@ -22,7 +22,12 @@ status is a plain string, so that only the rooms that speak gRPC import grpc.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
+
+MAX_VIOLATIONS = 8
+"""A request may have thousands of mistakes; so many are enough to tell."""
 
 
 class PpserveError(Exception):
@@ -84,6 +89,12 @@ class InvalidRequest(RequestError, status="INVALID_ARGUMENT", http_status=400, r
         assert violations
         super().__init__("; ".join(f"{v.field}: {v.problem}" if v.field else v.problem for v in violations))
         self.violations = violations
+
+
+def refuse(*mistakes: Iterable[Violation]) -> None:
+    """Raises InvalidRequest with the first mistakes, if there are any."""
+    if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
+        raise InvalidRequest(violations)
 
 
 class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", http_status=429, reason="QUEUE_FULL"):

@@ -52,11 +52,11 @@ class LocalControlPlane:
         self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 
     def close(self, goodbye_s: float) -> None:
-        """Nothing to do: who started the threads waits for them."""
+        """Does nothing: who started the threads waits for them."""
 
 
 def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
-    """A thread for each rank. Raises UsageError."""
+    """Make a thread for each rank. Raises UsageError."""
     grid = config.pipeline.grid(world_size)
     connectors = [ThreadConnector() for _ in range(grid.data)]
     threads = []
@@ -64,13 +64,15 @@ def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane
         found = probe(config, RankEnvironment(rank, world_size, rank, world_size))
         connector = connectors[grid.place(rank).replica]
         stage = StageLoop(wire.Start(config, rank, world_size), found, link, connector)
-        args = stage, found.setup, link
-        threads.append(threading.Thread(target=_run_stage, args=args, name=grid.name(rank), daemon=True))
+        thread = threading.Thread(
+            target=_run_stage, args=(stage, found.setup, link), name=grid.name(rank), daemon=True
+        )
+        threads.append(thread)
     return threads
 
 
 def _run_stage(stage: StageLoop, setup: DeviceSetup, link: HeadLink) -> None:
-    """A stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
+    """Run a stage in its thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         setup.bind_this_thread()
         stage.run()

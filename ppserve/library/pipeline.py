@@ -157,9 +157,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     # ---- generating ----
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> Stream:
-        """Pieces of text, as they are made. Options are those of the Python client.
+        """Return a stream of chunks of text, as they are made. Options are those of the Python client.
 
-        prompt: a text, token ids, or a list of such, which run together. Then `piece.request_id` is the prompt's
+        prompt: a text, token ids, or a list of such, which run together. Then `chunk.request_id` is the prompt's
         place in the list (after your own `request_id` and a dash, if you give one).
         Closing the stream early ends its requests. Raises InvalidRequest, naming what is wrong, or TypeError
         before anything runs; Overloaded ends those that were queued.
@@ -167,11 +167,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return self._submit(_as_prompts(prompt), options)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """`generate`, read to its end."""
+        """Call `generate`, and read its stream to the end."""
         return self.complete_all([prompt], **options)[0]
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
-        """All of these together, in their order."""
+        """Complete all of these prompts together. Completions come in the order of prompts."""
         with self._submit(_as_prompts(prompts) if len(prompts) else [], options) as stream:
             return stream.completions()
 
@@ -190,11 +190,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     # ---- what it says ----
 
     def topology(self) -> Topology:
-        """What each stage holds, and how long its steps take."""
+        """Return what each stage holds, and how long its steps take."""
         return describe_topology(self._running().snapshot())
 
     def ledger(self) -> Ledger:
-        """Where every stage's time went, from the making of the pipeline to now."""
+        """Return where every stage's time went, from the making of the pipeline to now."""
         topology = self.topology()
         return Ledger(topology.stages, topology.advice)
 
@@ -202,7 +202,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return f"<Pipeline {self.model.name!r}, {self.model.numbers}>"
 
     def _running(self) -> Engine:
-        """Raises Draining after `close` and in another process, or StagesLost."""
+        """Return the engine. Raises Draining after `close` and in another process, or StagesLost."""
         if os.getpid() != self._pid:
             raise Draining("this pipeline's threads are in another process: make one in each process")
         if not self._end.alive:
@@ -214,7 +214,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     # ---- its end ----
 
     def close(self) -> None:
-        """Ends every stream that is open, and all threads. May be called twice."""
+        """End every stream that is open, and all threads. It may be called twice."""
         self._end()
 
     def __exit__(self, *_error: object) -> None:
@@ -222,7 +222,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Gives torch its threads back. No method: that would hold the pipeline."""
+    """End all threads and give torch its own back. This is no method, for that would hold the pipeline."""
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)
@@ -230,7 +230,7 @@ def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_thre
 
 
 def generation_options(given: Options) -> GenerationOptions:
-    """What the caller of the library asks for, as every protocol says it."""
+    """Return what the caller of the library asks for, in the form that every protocol gives it."""
     return GenerationOptions(
         temperature=given.get("temperature"),
         top_k=given.get("top_k"),
@@ -259,7 +259,7 @@ def generation_options(given: Options) -> GenerationOptions:
 
 
 def _as_prompts(given: Any) -> list[Prompt]:
-    """A list of one prompt or several. (Token ids are one.) Raises TypeError."""
+    """Return one prompt or several as a list. Token ids are one prompt. Raises TypeError."""
     try:
         return [read_prompt(given)]
     except TypeError:

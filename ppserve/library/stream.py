@@ -1,4 +1,4 @@
-"""What a caller of the library reads: pieces of one or more requests, as they are made."""
+"""A stream is what a caller of the library reads: chunks of one or more requests, as they are made."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _News = queue.SimpleQueue[tuple[str, Sequence[TokenOutput]]]
 
 class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs.
-    Threads that share it get different pieces.
+    Threads that share it get different chunks.
 
-    Raises a request's error where its next piece would be; the others can be read on.
+    Raises a request's error where its next chunk would be; the others can be read on.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
             raise
 
     def completions(self) -> list[Completion]:
-        """Reads to the end: one for each request, in their order."""
+        """Read to the end, and return a completion for each request, in their order."""
         chunks: dict[str, list[Chunk]] = {name: [] for name in self._open}
         for chunk in self:
             chunks[chunk.request_id].append(chunk)
         return [completion_of(of_one) for of_one in chunks.values()]
 
     def close(self) -> None:
-        """Cancels the requests that have not ended."""
+        """Cancel the requests that have not ended."""
         for pending in self._open.values():
             self._engine.cancel(pending.request.id)
         self._open.clear()
@@ -65,12 +65,12 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
                 if not self._open:
                     raise StopIteration
                 self._add_outputs(*self._news.get())
-            piece = self._ready.popleft()
-        if isinstance(piece, Draining | StagesLost):
+            ready = self._ready.popleft()
+        if isinstance(ready, Draining | StagesLost):
             self._running()  # raises why: a program may know more than callers
-        if isinstance(piece, RequestError):
-            raise piece
-        return piece
+        if isinstance(ready, RequestError):
+            raise ready
+        return ready
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -118,5 +118,5 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
 
 def _sink(name: str, news: _News) -> Sink:
-    """Holds no stream: one that nobody reads ends."""
+    """Make a sink that holds no stream, so that a stream which nobody reads ends."""
     return lambda outputs: news.put((name, outputs))

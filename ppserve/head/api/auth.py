@@ -35,14 +35,16 @@ class ApiKeys:
 
 
 def bearer_key(headers: Mapping[str, Any]) -> str | None:
-    """The key in the first `authorization` of headers or metadata, if any."""
+    """Return the key in the first `authorization` of headers or metadata, if there is one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
-    """The name under which fairness counts a call: its key, else its certificate, else its host. key: an accepted
-    one. With unchecked keys a client could be as many callers as it likes."""
+    """Return the name under which fairness counts a call: its key, else its certificate, else its host.
+
+    key: an accepted one. With unchecked keys a client could be as many callers as it likes.
+    """
     if key is not None:
         return "key:" + _digest(key).hex()[:16]
     if certificate:
@@ -51,7 +53,7 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """A file's keys, one a line; blank lines and # are skipped. Raises ConfigError."""
+    """Read a file's keys, one a line. Blank lines and those that begin with # are skipped. Raises ConfigError."""
     lines = read_file("--api-key-file", path).decode(errors="replace").splitlines()
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
@@ -65,7 +67,7 @@ def read_keys(path: Path) -> list[str]:
 
 
 def read_file(flag: str, path: Path) -> bytes:
-    """What it holds. Raises ConfigError."""
+    """Return what the file holds. Raises ConfigError."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What surrounds a request: caller, name, time limit, and what its caller is told of an error."""
+"""A call knows who asks, under which name, within which time, and what its caller is told of an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call:
 
     @classmethod
     def begin(cls, headers: Mapping[str, Any], certificate: bytes, host: str, has_keys: bool) -> Call:
-        """A call that begins now. headers: or metadata. certificate, host: the caller's."""
+        """Make a call that begins now. headers: HTTP's, or gRPC's metadata. certificate, host: the caller's."""
         trace = headers.get("traceparent", "")
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",
@@ -46,14 +46,15 @@ class Call:
         )
 
     def within(self, timeout_s: float | None) -> Call:
-        """The same call, whose caller waits so long from now, if it has a limit."""
+        """Return the same call, whose caller waits `timeout_s` from now; None: without a limit."""
         if timeout_s is None:
             return self
         deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         return replace(self, deadline_s=deadline_s)
 
     def named(self, request_id: str, field: str = "request_id") -> Call:
-        """Named by its caller, if at all. Raises InvalidRequest for names unfit for logs."""
+        """Return the same call under the name that its caller gives it; an empty one names nothing. Raises
+        InvalidRequest for names that do not fit a log."""
         if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])
@@ -61,7 +62,7 @@ class Call:
 
     @property
     def trace(self) -> dict[str, str]:
-        """What log records of this call carry."""
+        """The fields that log records of this call carry."""
         return {"request_id": self.request_id} | ({"traceparent": self.traceparent} if self.traceparent else {})
 
     @property
@@ -70,7 +71,7 @@ class Call:
         return [(name.replace("request_id", "x-request-id"), value) for name, value in self.trace.items()]
 
     def refusal(self, error: Exception) -> RequestError:
-        """What its caller is told of `error`. Logs it, without the caller's words."""
+        """Return what the caller is told of `error`, and log it without the caller's words."""
         if not isinstance(error, RequestError):
             log.error("unexpected error in a call", exc_info=error, extra=self.trace)
             return RequestError(INTERNAL_TEXT)

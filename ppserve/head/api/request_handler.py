@@ -1,4 +1,4 @@
-"""A call's life, the same for every protocol: tokenize, check, submit, stream."""
+"""Serve a call, in the same way for every protocol: tokenize it, check it, submit it, stream its answer."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class RequestHandler:
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
     ) -> AsyncIterator[RequestStream]:
-        """A new request's stream, to be read in the block; leaving that early ends the request.
-        news, deadline_is_error: see `RequestStream`. Raises RequestError if refused."""
+        """Open a new request's stream, to be read in the block; leaving that early ends the request.
+        news, deadline_is_error: see `RequestStream`. Raises RequestError if the request is refused."""
         with self.counting_refusals():
             surrounds = given.add_special_tokens is not False
             prompt_ids = (
@@ -110,10 +110,12 @@ class RequestHandler:
         log.info("request %s: %s", call.request_id, end, extra=call.trace | {"caller": call.caller})
 
     async def _submit(self, stream: RequestStream) -> None:
-        what = stream.request, stream.push, self.tokenizer, self.description.architecture.eos_ids
-        length = _HELD_COSTS * len(stream.request.resume_ids)
+        request, eos_ids = stream.request, self.description.architecture.eos_ids
+        length = _HELD_COSTS * len(request.resume_ids)
         with self.counting_refusals():
-            opened = await run_in_thread_if_long(length, lambda: OpenRequest(*what))
+            opened = await run_in_thread_if_long(
+                length, lambda: OpenRequest(request, stream.push, self.tokenizer, eos_ids)
+            )
             await asyncio.wrap_future(self._engine.submit(opened))
 
     def _close(self, stream: RequestStream) -> None:
@@ -136,11 +138,11 @@ class RequestHandler:
             await asyncio.sleep(_RESTART_CHECK_S)
 
     async def topology(self) -> Topology:
-        """What runs where, and where its time went."""
+        """Return what runs where, and where its time went."""
         return await asyncio.to_thread(lambda: describe_topology(self._engine.snapshot()))
 
     async def snapshot(self) -> tuple[ReplicaReading, ...]:
-        """The state of every replica."""
+        """Return the state of every replica."""
         return await asyncio.to_thread(self._engine.snapshot)
 
     @property
@@ -148,7 +150,7 @@ class RequestHandler:
         return len(self._streams)
 
     def set_serving(self, serving: bool) -> None:
-        """Whether the stages of a replica answer."""
+        """Note whether the stages of any replica answer."""
         self.is_serving = serving and not self._draining
         self.serving_changed.set()
         self.serving_changed = asyncio.Event()
@@ -169,11 +171,12 @@ class RequestHandler:
 
     async def tokenize(self, field: str, *texts: str, surrounds: bool = True) -> list[int]:
         """Call `encode`, in a worker thread for long texts."""
-        what = field, texts, self.tokenizer, self.description, surrounds
-        return await run_in_thread_if_long(sum(map(len, texts)), lambda: encode(*what))
+        return await run_in_thread_if_long(
+            sum(map(len, texts)), lambda: encode(field, texts, self.tokenizer, self.description, surrounds)
+        )
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
-        """The text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""
+        """Return the text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""
         check_ids(field, ids, self.description)
         tokenizer = self.tokenizer
         return await run_in_thread_if_long(
@@ -181,7 +184,7 @@ class RequestHandler:
         )
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Hugging Face's `tokenizer_config.json`. Raises InvalidRequest without one."""
+        """Return what Hugging Face's `tokenizer_config.json` holds. Raises InvalidRequest without a tokenizer."""
         description, template = self.description, self.template
         if not description.has_tokenizer:
             raise InvalidRequest([Violation("", "this model has no tokenizer: send token ids")])
@@ -198,5 +201,5 @@ class RequestHandler:
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
-    """What `work` returns; in a thread where other streams would wait."""
+    """Return what `work` returns. It runs in a thread where other streams would wait for it."""
     return work() if length < LONG_TEXT else await asyncio.to_thread(work)

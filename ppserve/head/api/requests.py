@@ -5,14 +5,14 @@ Fields are named as in the proto, here and in errors; protocols with other names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import MISSING, fields, replace
-from itertools import chain, count, islice
+from itertools import count
 from typing import Any, TypeVar, get_type_hints
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.head.api.call import Call
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
@@ -26,9 +26,6 @@ from ppserve.head.limits import (
 from ppserve.head.options import DEFAULTS, PATHS, RANGES, GenerationOptions, names_of
 from ppserve.tokenizer import Tokenizer
 
-# A request may have thousands of mistakes; these are enough to tell.
-MAX_VIOLATIONS = 8
-
 Prompt = str | Sequence[int]
 
 # Names are not unique: calls may have several prompts, or be resumed while open.
@@ -40,7 +37,7 @@ R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 def to_request(
     given: GenerationOptions, prompt_ids: Sequence[int], description: ModelDescription, call: Call
 ) -> Request:
-    """The request that the core sees. An empty prompt starts from the end-of-text token.
+    """Make the request that the core sees. An empty prompt starts from the end-of-text token.
 
     Fractions are rounded to float32, as in gRPC: a request draws the same tokens by every protocol.
     Raises InvalidRequest, naming every field that is outside the limits.
@@ -51,7 +48,7 @@ def to_request(
     ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
-        _wrong_prompt(ids, room, given.max_tokens != 0, description),
+        _wrong_prompt(ids, given.max_tokens != 0, description),
         _wrong_numbers(given, description.limits),
         _wrong_bias(given, description),
         _wrong_stop(given, description),
@@ -61,7 +58,7 @@ def to_request(
 
 
 def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: Call) -> Request:
-    """`given`, which is checked, with every default. room: for new tokens."""
+    """Make a request of options that are checked. room: how many new tokens the context has place for."""
     if _is_greedy(given):
         given = replace(given, temperature=0.0, top_p=given.top_p or 1.0)
     held = tuple(given.resume_ids or ())
@@ -93,23 +90,18 @@ def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: C
 
 
 def _is_greedy(given: GenerationOptions) -> bool:
-    """Whether the most likely token is taken, in one of the words that there are for it."""
+    """Return whether the most likely token is always taken. There are several ways to ask for it."""
     is_cold = given.temperature is not None and given.temperature < c_float(MIN_TEMPERATURE).value
     return is_cold or given.top_p == 0
-
-
-def refuse(*mistakes: Iterable[Violation]) -> None:
-    """Raises InvalidRequest with the first mistakes, if there are any."""
-    if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
-        raise InvalidRequest(violations)
 
 
 def encode(
     field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription, surrounds: bool = True
 ) -> list[int]:
-    """The tokens of a text; of several, every second is a special one. Raises InvalidRequest.
+    """Return the tokens of a text. Where there are several texts, every second one is a special token's.
+    Raises InvalidRequest.
 
-    surrounds: with the tokens that the tokenizer puts around a text, such as its beginning of text.
+    surrounds: whether the tokenizer puts its own tokens around the text, such as a beginning of text.
     """
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
@@ -125,7 +117,7 @@ def encode(
 
 
 def echo(prompt: Prompt, request: Request, tokenizer: Tokenizer) -> str:
-    """The prompt's text, where the request wants it back."""
+    """Return the prompt's text where the request wants it back, else an empty text."""
     if not request.output.echo:
         return ""
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
@@ -138,7 +130,8 @@ def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> 
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
-    """The same mistakes by another protocol's names: of `names`, else in `home`."""
+    """Return the error with the names that another protocol has for its fields: those of `names`, else the
+    part after the proto's dot, behind `home`."""
     violations = []
     for violation in error.violations:
         field, bracket, rest = violation.field.partition("[")
@@ -173,12 +166,15 @@ def _mute(field: str, has_text: bool, description: ModelDescription) -> Iterator
         yield Violation(field, "this model has no tokenizer, so there is no text")
 
 
-def _wrong_prompt(ids: Sequence[int], room: int, new: bool, description: ModelDescription) -> Iterator[Violation]:
+def _wrong_prompt(ids: Sequence[int], generates: bool, description: ModelDescription) -> Iterator[Violation]:
+    """The mistakes of a prompt. generates: whether tokens are to follow it."""
+    too_long = f"{len(ids)} tokens do not fit the context of {description.max_context}"
     if not ids:
         yield Violation("prompt", "empty, and this model has no end-of-text token to start from")
-    elif room < new:
-        problem = f"{len(ids)} tokens do not fit the context of {description.max_context}"
-        yield Violation("prompt", problem if room else f"{problem} together with a generated one")
+    elif len(ids) > description.max_context:
+        yield Violation("prompt", too_long)
+    elif len(ids) == description.max_context and generates:
+        yield Violation("prompt", f"{too_long} together with a generated one")
     else:
         yield from _wrong_ids("token_ids.ids", ids, len(ids), description)
 
@@ -188,9 +184,11 @@ def _wrong_numbers(given: GenerationOptions, limits: Limits) -> Iterator[Violati
     for name, (low, high) in (RANGES | {"logprobs": scores, "prompt_logprobs": scores}).items():
         if (value := getattr(given, name)) is not None:
             yield from outside(PATHS[name], value, low, high)
-    why = "" if limits.max_n == MAX_N else ", as many as run at once here (--max-num-seqs)"
     for wrong in outside("sampling.n", given.num_sequences, 1, limits.max_n):
-        yield Violation(wrong.field, wrong.problem + why)
+        if limits.max_n < MAX_N:
+            yield Violation(wrong.field, f"{wrong.problem}, as many as run at once here (--max-num-seqs)")
+        else:
+            yield wrong
 
 
 def _wrong_bias(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
@@ -251,7 +249,7 @@ def _wrong_text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
 
 
 def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDescription) -> Iterator[Violation]:
-    """At most one mistake."""
+    """Yield the first id that is none, or that there are too many."""
     vocab_size = description.architecture.vocab_size
     if len(ids) > limit:
         yield _too_many(field, len(ids), limit, "tokens")
@@ -262,7 +260,7 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
 
 
 def outside(field: str, value: float, low: float, high: float) -> Iterator[Violation]:
-    """The mistake of a number that is not within limits, if it is one."""
+    """Yield a mistake if a number is not within limits, which are inclusive."""
     if not c_float(low).value <= value <= high:  # rounded as values are; also catches NaN
         yield Violation(field, f"{_shown(value)} is outside {_shown(low)} to {_shown(high)}")
 

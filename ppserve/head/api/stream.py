@@ -49,7 +49,7 @@ class Delta:
     @property
     def num_generated(self) -> int:
         """The sequence's tokens so far, with those that were resumed from."""
-        return self.last.offset + (self.last.token_id is not None)
+        return self.last.offset if self.last.token_id is None else self.last.offset + 1
 
 
 class RequestStream:
@@ -91,12 +91,12 @@ class RequestStream:
         self.news.set()
 
     def fail(self, error: RequestError) -> None:
-        """The request ends with `error` after what is pending."""
+        """End the request with `error`, after what is pending."""
         self._error = self._error or error
         self.news.set()
 
     def pop_deltas(self) -> Iterator[Delta]:
-        """A delta for each sequence that is due, then the request's error."""
+        """Yield a delta for each sequence that is due. Raises the request's error after them."""
         for index in list(self._outputs):
             if self._is_due(index):
                 yield self._pop_delta(index)
@@ -132,14 +132,14 @@ class RequestStream:
         )
 
     def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
-        """None when the request ended before its prompt was scored."""
+        """The prompt's tokens with their scores; none when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
         ids = self.request.prompt_ids
         return tuple(zip(ids, scores, strict=True)) if len(scores) >= len(ids) else ()
 
 
 async def deltas_of(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share `news`, with their places, then the first error."""
+    """Yield deltas of requests that share `news`, with their places. Raises the first error after them."""
     news = streams[0].news
     while not all(stream.is_complete for stream in streams):
         await news.wait()

@@ -11,11 +11,11 @@ import pytest
 
 from ppserve.answers import Options, read_options
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
-from ppserve.errors import InvalidRequest
+from ppserve.errors import MAX_VIOLATIONS, InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Resume
 from ppserve.head.api.http.chat import ChatBody
-from ppserve.head.api.requests import MAX_VIOLATIONS, check_ids, encode, to_request
+from ppserve.head.api.requests import check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.options import DEFAULTS, NAMES, GenerationOptions
 from ppserve.library.pipeline import generation_options

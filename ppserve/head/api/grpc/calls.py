@@ -1,4 +1,4 @@
-"""Around gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
+"""What surrounds gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class KeyCheck(aio.ServerInterceptor):
 
 
 def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHandler:
-    """A service as a server registers it."""
+    """Return a service in the form in which a server registers it."""
     methods = [method for method in service.descriptor.methods if hasattr(service, method.name)]
     handlers = {method.name: _method(service, method, handler) for method in methods}
     return grpc.method_handlers_generic_handler(service.descriptor.full_name, handlers)
 
 
 def call_from(context: Context, has_keys: bool) -> Call:
-    """Its deadline counts from now."""
+    """Make a call of what gRPC tells of it. Its deadline counts from now."""
     peer = context.peer()
     certificate = b",".join(context.peer_identities() or ())
     metadata = first_of_each(context.invocation_metadata())
@@ -91,7 +91,7 @@ def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
-    """Bytes in, bytes out. Parsed here, not by gRPC: bad bytes get a proper status."""
+    """Make a handler of bytes, which are parsed here and not by gRPC: bad bytes get a proper status."""
     answered = partial(_answer, getattr(service, method.name), method, handler)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(answered)
@@ -139,7 +139,7 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
 
 
 def end_with(context: Context, error: RequestError) -> None:
-    """The call ends with this status and its details once its method returns.
+    """Give a call the status and the details with which it ends once its method returns.
     `context.abort` would leave an error and a call that refer to each other."""
     status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
     status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))

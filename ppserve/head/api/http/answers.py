@@ -24,13 +24,12 @@ from ppserve.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's value.
 _MIN_LOGPROB = -9999.0
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 Json = dict[str, Any]
 
 
 class Answers:
-    """The answers to one call. requests: one for each prompt, in order."""
+    """Makes the answers to one call. requests: one for each prompt, in order."""
 
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     id_prefix: ClassVar[str] = "cmpl-"
@@ -50,16 +49,16 @@ class Answers:
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        """All sequences as one answer. deltas: one for each, with its prompt's place."""
+        """Write all sequences as one answer. deltas: one for each, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
     def opening(self) -> Iterator[bytes]:
-        """The events before the first delta's."""
+        """Yield the events before the first delta's."""
         return iter(())
 
     def event(self, place: int, delta: Delta) -> bytes:
-        """What is new of a sequence of the prompt at `place`."""
+        """Write what is new of a sequence of the prompt at `place`."""
         prompt = self._prompts[place]
         return self._event(prompt, self._choice(prompt, delta, is_whole=False))
 
@@ -70,7 +69,7 @@ class Answers:
         return encode(self._record(self.objects[1], (choice,), **more))
 
     def last_event(self) -> bytes | None:
-        """The usage of all, where it is asked for."""
+        """Write the usage of all prompts, where it is asked for."""
         if not self._options.include_usage:
             return None
         return encode(self._record(self.objects[1], (), usage=_usage(self._prompts)))
@@ -89,21 +88,21 @@ class Answers:
 
 
 class PromptProgress:
-    """What was seen of one prompt's sequences. place: its place in the call."""
+    """Keeps what was seen of one prompt's sequences. place: the prompt's place in the call."""
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
         self.request = request
         self.has_scores = request.output.logprobs is not None
         self.has_ids = request.output.token_ids
         self.writers = defaultdict[int, LogprobWriter](new_writer)
-        """A writer for each sequence: each counts its characters."""
+        """The writers of sequences, by index. Each counts its own characters."""
         self.newest: dict[int, Delta] = {}
         self._place = place
         self.prompt_tokens: Sequence[ScoredToken] = ()
-        """The prompt's, where their scores are asked for."""
+        """The prompt's tokens, where their scores are asked for."""
 
     def choice(self, delta: Delta) -> Json:
-        """The fields that completions and chats share. Once for each delta, in order."""
+        """Return the fields that completions and chats share. It is called once for each delta, in order."""
         self.newest[delta.index] = delta
         self.prompt_tokens = delta.prompt_tokens or self.prompt_tokens
         reason, matched = delta.last.finish, delta.last.matched
@@ -142,23 +141,27 @@ class LogprobWriter:
         self._offset = 0
 
     def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """The next tokens, after the prompt's if given: in every list an entry for each.
+        """Return the next tokens, after the prompt's if given: in every list an entry for each.
         `text_offset` counts the characters before a token. No character spans prompt and answer."""
         entries = [self._completed(*token) for token in prompt]
         self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
         entries += [self._completed(*token) for token in generated]
-        return {name: [entry[place] for entry in entries] for place, name in enumerate(_LISTS)}
+        lists = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+        return {name: [entry[name] for entry in entries] for name in lists}
 
-    def _completed(self, token_id: int, score: Score) -> tuple[Any, ...]:
-        """Its value in each list."""
+    def _completed(self, token_id: int, score: Score) -> Json:
+        """A token's value in each of the lists."""
         name, offset = self._name(token_id), self._offset
         self._offset += len(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
-        if score is None:
-            return name, None, None, offset
-        return name, _finite(score.logprob), self._top(name, score), offset
+        return {
+            "tokens": name,
+            "token_logprobs": None if score is None else _finite(score.logprob),
+            "top_logprobs": None if score is None else self._top(name, score),
+            "text_offset": offset,
+        }
 
     def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
-        """The likeliest first, which keeps a name that two tokens have."""
+        """The likely tokens by their names, the likeliest first: it keeps a name that two tokens have."""
         top: dict[str, float] = {}
         for token_id, logprob in score.top:
             top.setdefault(self._name(token_id), _finite(logprob))
@@ -166,7 +169,7 @@ class LogprobWriter:
         return top
 
     def chat(self, scored: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """The sequence's next tokens, as chats show them."""
+        """Return the sequence's next tokens, as chats show them."""
         entries = []
         for token_id, score in scored:
             assert score is not None, "only the first token of a prompt has no score"
@@ -183,7 +186,7 @@ class LogprobWriter:
 
 
 def token_name(content: bytes) -> str:
-    r"""A token as text; incomplete characters as `bytes:\xe2\x80`, OpenAI's way."""
+    r"""Return a token as text. Incomplete characters are written as `bytes:\xe2\x80`, OpenAI's way."""
     try:
         return content.decode()
     except UnicodeDecodeError:

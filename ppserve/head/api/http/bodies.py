@@ -16,11 +16,11 @@ from urllib.parse import quote
 import msgspec
 from starlette.requests import Request
 
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, outside, refuse
+from ppserve.head.api.requests import Prompt, outside
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
@@ -48,6 +48,10 @@ class Body(msgspec.Struct, kw_only=True):
     """The fields that are refused, with the values that ask for nothing."""
 
     model: str | None = None
+
+    def violations(self) -> Iterator[Violation]:
+        """The mistakes that types do not show, by the names of this protocol."""
+        return iter(())
 
     def keep(self, given: dict[str, Any]) -> None:
         """Keep what types do not name."""
@@ -107,7 +111,7 @@ class GenerationBody(Body, kw_only=True):
     resume: Resume | None = None
 
     def violations(self) -> Iterator[Violation]:
-        """What types do not say, and what only this protocol allows."""
+        """The mistakes that types do not show, and those in what only this protocol allows."""
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
         if self.best_of not in (None, 1, self.n):
@@ -116,7 +120,7 @@ class GenerationBody(Body, kw_only=True):
             yield Violation("stream_options", "only with stream")
 
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        """Raises RequestError."""
+        """Return the prompts that are asked for. Raises RequestError."""
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
@@ -152,7 +156,7 @@ class GenerationBody(Body, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """The body's names, where they are not the part after the proto's dot."""
+        """The names of this body's fields by the proto's names, where they are not the part after its dot."""
         return {
             "token_ids.ids": "prompt",
             "output.prompt_logprobs": "logprobs",
@@ -198,8 +202,8 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Names the ignored fields in `request.state`. Raises InvalidRequest, and HttpError for a body that is too
-    long or in another coding, and for another model."""
+    """Read and check a body. The names of ignored fields are kept in `request.state`. Raises InvalidRequest, and
+    HttpError for a body that is too long or in another coding, and for another model."""
     coding = request.headers.get("content-encoding", "").lower()
     if coding not in ("", "identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"
@@ -227,12 +231,12 @@ def _check_length(content: bytes | bytearray) -> None:
 
 
 def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
-    """A body as it was sent. Raises what `parse_json` and `to_body` raise."""
+    """Read a body as it was sent. Raises what `parse_json` and `to_body` raise."""
     return to_body(parse_json(content), kind)
 
 
 def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str, Any]:
-    """A JSON object. Raises InvalidRequest, and HttpError for what becomes too long."""
+    """Read a JSON object. Raises InvalidRequest, and HttpError for what is too long when it is unpacked."""
     try:
         if is_zipped:
             unzipping = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -251,7 +255,7 @@ def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str,
 
 
 def _with_integers(value: Any) -> Any:
-    """5.0 as 5: some languages have no other numbers."""
+    """Return the value with 5 for every 5.0: some languages have no other numbers."""
     if isinstance(value, dict):
         return {name: _with_integers(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -261,7 +265,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
-    """The first names of fields that are ignored, fit for a header."""
+    """Return the first names of ignored fields, in a form that fits a header."""
     known, options = {*kind.__struct_encode_fields__, *kind.unserved}, given.get("stream_options")
     names = [name for name, value in given.items() if name not in known and value is not None]
     if "stream_options" in known and isinstance(options, dict):
@@ -270,19 +274,20 @@ def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
 
 
 def to_body(given: dict[str, Any], kind: type[B]) -> B:
-    """Raises InvalidRequest, naming the field that is wrong."""
+    """Make a body of a JSON object, and check it. Raises InvalidRequest, naming the field that is wrong."""
     asked = (name for name, neutral in kind.unserved.items() if asks(given.get(name), neutral))
     refuse(Violation(name, "not served") for name in asked)
     try:
         body = msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise InvalidRequest([_violation(str(error))]) from error
+    refuse(body.violations())
     body.keep(given)
     return body
 
 
 def check_model(name: str | None, handler: RequestHandler) -> None:
-    """Raises HttpError for another model. No name means the served one."""
+    """Raises HttpError for another model than the one served. None means the served one."""
     served = handler.description
     if name not in (None, served.name, *served.aliases, served.path):
         *others, last = map(repr, (served.name, *served.aliases))

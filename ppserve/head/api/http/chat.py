@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ppserve.errors import Violation
+from ppserve.errors import Violation, refuse
 from ppserve.head.api.chat_template import ROLES
 from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt, refuse
+from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 from ppserve.head.options import GenerationOptions
 
@@ -64,7 +64,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     audio: Any = None
     given: Any = msgspec.field(default=None, name="")
-    """All that the caller gave: templates show other fields too."""
+    """The message as the caller gave it: templates show other fields too."""
 
     def violations(self, place: str) -> Iterator[Violation]:
         if self.content is None and not self.tool_calls:
@@ -128,7 +128,7 @@ class ChatBody(GenerationBody, kw_only=True):
             message.given = own
 
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        """What the chat template makes of the messages."""
+        """Return what the chat template makes of the messages, as one prompt."""
         if handler.template is None:
             problem = "this model has no chat template, and the server was given none: see --chat-template"
             raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
@@ -177,8 +177,11 @@ class ChatAnswers(Answers):
     _is_first = True
 
     def opening(self) -> Iterator[bytes]:
-        """A role for each sequence, in their order, and nothing else: OpenAI's stream helpers make a choice of its
-        first event and then add that event's log-probabilities to it, and number choices as they come."""
+        """Yield a role for each sequence, in their order, and nothing else.
+
+        OpenAI's stream helpers make a choice of its first event and then add that event's log-probabilities to it,
+        and number choices as they come.
+        """
         (prompt,) = self._prompts
         for index in prompt.request.indices:
             nothing = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))

@@ -16,17 +16,16 @@ from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, refuse, renamed
+from ppserve.head.api.requests import Prompt, renamed
 from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
 
 
 async def generate(
     request: Request, handler: RequestHandler, kind: type[GenerationBody], form: type[Answers]
 ) -> Response:
-    """Answers with what a body's prompts bring: whole, or as events."""
+    """Answer a body's prompts: whole, or as events."""
     with handler.counting_refusals():
         body = await read_body(request, kind, handler)
-        refuse(body.violations())
         # A header's value, which returns the name, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
@@ -54,7 +53,7 @@ async def _answer(
 async def _open_streams(
     stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt]
 ) -> list[RequestStream]:
-    """All of the prompts run, or none."""
+    """Open a stream for each prompt. All of the prompts run, or none does."""
     given, news, streams = body.options(), asyncio.Event(), []
     for place, prompt in enumerate(prompts):
         stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
@@ -67,7 +66,7 @@ async def _open_streams(
 
 
 async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """What `answer` returns. Raises ClientDisconnect when the caller hangs up."""
+    """Return what `answer` returns. Raises ClientDisconnect when the caller hangs up."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -88,7 +87,7 @@ async def unless_hung_up(request: Request, answer: Coroutine[Any, Any, Response]
 async def _events(
     call: Call, answers: Answers, begin: bytes, others: AsyncIterator[tuple[int, Delta]]
 ) -> AsyncGenerator[bytes, None]:
-    """Errors are events, too."""
+    """Yield the events of a stream. An error is an event, too."""
     yield begin
     try:
         async for place, delta in others:

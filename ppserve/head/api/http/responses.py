@@ -25,7 +25,7 @@ _RETRY_UNAVAILABLE_S = 5.0
 
 
 def encode(content: object) -> bytes:
-    """JSON that is one line for every reader of lines."""
+    """Write JSON that is one line for every reader of lines."""
     encoded = _encoder.encode(content)
     return encoded if encoded.isascii() else _LINE_ENDS.sub(_escape, encoded)
 
@@ -67,7 +67,12 @@ class HttpError(RequestError, status="INVALID_ARGUMENT"):
     """An error that only HTTP has."""
 
     def __init__(
-        self, code: int, reason: str, message: str, param: str = "", headers: Mapping[str, str] | None = None
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.http_status = code
@@ -88,12 +93,12 @@ def error_response(error: RequestError) -> Response:
 
 
 def error_json(error: RequestError) -> bytes:
-    """For programs: `code` is our `reason` in lower case, and does not change."""
-    status, param = error.http_status, getattr(error, "param", "")
+    """Write an error as JSON. `code` is for programs: our `reason` in lower case, which does not change."""
+    status, param = error.http_status, getattr(error, "param", None)
     if isinstance(error, InvalidRequest):
         param = error.violations[0].field
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    told = {"message": str(error), "type": kind, "param": param or None, "code": error.reason.lower()}
+    told = {"message": str(error), "type": kind, "param": param, "code": error.reason.lower()}
     return encode({"error": told})
 
 

@@ -1,4 +1,4 @@
-"""Messages to fields, and deltas to messages. Refuses what the protocol has and we have not."""
+"""Make a request's options of a message, and messages of deltas. Refuse what only the protocol has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import Violation
-from ppserve.head.api.requests import Prompt, refuse
+from ppserve.errors import Violation, refuse
+from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.limits import MAX_SEED
@@ -75,7 +75,7 @@ def _unserved(message: Message, home: str) -> Iterator[Violation]:
 
 
 class SequenceMessages:
-    """One request's messages: chunks if it streams, and each sequence's end."""
+    """Makes the messages of one request: chunks if it streams, and each sequence's end."""
 
     def __init__(self, request: Request, streams: bool) -> None:
         self._request = request
@@ -84,7 +84,7 @@ class SequenceMessages:
         self._prompt_tokens: Sequence[ScoredToken] = ()
 
     def answers(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
-        """What a delta brings: a chunk, its sequence's end, or both."""
+        """Yield what a delta brings: a chunk, its sequence's end, or both."""
         self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
         tokens = self._tokens[delta.index]
         tokens += delta.tokens

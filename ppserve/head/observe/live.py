@@ -22,6 +22,8 @@ from ppserve.head.observe.pages import MakePage, json_page
 
 MAX_SPANS = 1500
 """Spans kept per stage, which are as many as the picture shows."""
+MAX_SEQUENCES = 16_384
+"""Sequences whose callers are remembered: more than run at once, and than a picture shows."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -44,26 +46,29 @@ class RecentSpans(StepObserver):
 
 
 class RecentRequests(StepObserver):
-    """Which requests the latest MAX_SPANS steps of every replica computed. Written by the engine's thread."""
+    """Which requests the latest MAX_SPANS steps of every replica computed. Written by the engine's thread.
+
+    A step costs that thread no more than its sequences' numbers. Whose they are is noted once for each sequence.
+    """
 
     def __init__(self, num_replicas: int) -> None:
-        self._steps = [
-            deque[tuple[int, frozenset[tuple[str, str]]]](maxlen=MAX_SPANS) for _ in range(num_replicas)
-        ]
+        self._steps = [deque[tuple[int, list[int]]](maxlen=MAX_SPANS) for _ in range(num_replicas)]
+        self._owners: dict[int, tuple[str, str]] = {}  # caller and name of its call, by sequence; the latest
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
-        requests = [scheduler.request_of(each.sequence_id) for each in step.plan.slices]
-        owners = frozenset((request.caller, request.id) for request in requests if request is not None)
-        self._steps[replica].append((step.plan.step_id, owners))
+        sequences = [each.sequence_id for each in step.plan.slices]
+        for sequence_id in sequences:
+            if sequence_id not in self._owners and (request := scheduler.request_of(sequence_id)) is not None:
+                self._owners[sequence_id] = request.caller, request.id.rpartition("/")[0]
+        while len(self._owners) > MAX_SEQUENCES:
+            del self._owners[next(iter(self._owners))]
+        self._steps[replica].append((step.plan.step_id, sequences))
 
     def steps_of(self, caller: str, name: str) -> list[list[int]]:
         """The steps of each replica that computed `caller`'s call of this name: of no other caller's, whose calls
         may have the same name."""
-
-        def are_own(owners: frozenset[tuple[str, str]]) -> bool:
-            return any(owner == caller and request.rpartition("/")[0] == name for owner, request in owners)
-
-        return [[step_id for step_id, owners in list(steps) if are_own(owners)] for steps in self._steps]
+        own = {sequence_id for sequence_id, owner in self._owners.copy().items() if owner == (caller, name)}
+        return [[step_id for step_id, of in list(steps) if not own.isdisjoint(of)] for steps in self._steps]
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:

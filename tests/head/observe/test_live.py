@@ -21,6 +21,7 @@ from ppserve.head.api.grpc.described import topology_message
 from ppserve.head.descriptions import describe_topology
 from ppserve.head.listener import Ports
 from ppserve.head.observe.live import (
+    MAX_SEQUENCES,
     MAX_SPANS,
     WINDOW_S,
     RecentRequests,
@@ -139,15 +140,19 @@ def test_a_caller_is_told_the_steps_of_its_own_request_and_of_no_other() -> None
     assert recent.steps_of("key:c", "story") == recent.steps_of("key:a", "") == [[], []]
 
 
-def test_the_latest_steps_are_remembered() -> None:
-    recent, scheduler = (
-        RecentRequests(1),
-        _Scheduler({0: Request("story/0", (1,), StopConditions(4), caller="me")}),
-    )
+def test_the_latest_steps_and_sequences_are_remembered() -> None:
+    recent, stop = RecentRequests(1), StopConditions(4)
+    scheduler = _Scheduler({0: Request("story/0", (1,), stop, caller="me")})
     for step_id in range(2 * MAX_SPANS):
         plan = StepPlan(1, step_id, 0, (Slice(0, 0, (1,), (0,)),))
         recent.on_step_sent(0, Step(plan, 1, 0, 0, False, False), scheduler)
     assert recent.steps_of("me", "story") == [list(range(MAX_SPANS, 2 * MAX_SPANS))]
+    many = range(1, 1 + MAX_SEQUENCES)
+    others = _Scheduler({number: Request(f"other/{number}", (1,), stop, caller="you") for number in many})
+    plan = StepPlan(1, 2 * MAX_SPANS, 0, tuple(Slice(number, 0, (1,), (0,)) for number in many))
+    recent.on_step_sent(0, Step(plan, 1, 0, 0, False, False), others)
+    assert recent.steps_of("me", "story") == [[]], "as many sequences have come behind it as are kept"
+    assert recent.steps_of("you", "other") == [[2 * MAX_SPANS]]
 
 
 def test_a_server_says_whether_it_serves_and_where_its_page_is() -> None:

@@ -5,6 +5,7 @@ It does not import torch, which takes seconds, so mistakes are reported at once.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ppserve.config import ServeConfig, ServerSettings
@@ -16,8 +17,10 @@ from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.placement import check_microbatches
 from ppserve.head.listener import bound
-from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
+
+_GPU_DEVICES = ("nvidia*", "dxg", "nvhost-*", "nvgpu", "kfd")
+"""Devices of NVIDIA's driver, of WSL, of Jetsons, and of AMD's driver."""
 
 
 def check(config: ServeConfig, world_size: int) -> None:
@@ -29,6 +32,7 @@ def check(config: ServeConfig, world_size: int) -> None:
         ApiKeys(server.api_key_file)
     if server.chat_template is not None:
         ChatTemplate.read(server.chat_template, {}, ())
+    check_dtype(config)
     arch = _architecture(config.model.path)
     if arch is not None:
         arch.context(config.model.max_model_len)
@@ -41,12 +45,21 @@ def check(config: ServeConfig, world_size: int) -> None:
         check_split(split, arch, grid.pipeline)
 
 
+def check_dtype(config: ServeConfig, dev: Path = Path("/dev")) -> None:
+    """Raise ConfigError for float16 where no GPU can be. dev: the directory of devices.
+
+    Stages ask torch, which is sure, but takes seconds to import."""
+    if config.model.dtype != "float16" or os.environ.get("PPSERVE_GPU_REFERENCE") == "1":
+        return
+    if config.model.force_cpu or not any(list(dev.glob(name)) for name in _GPU_DEVICES):
+        raise ConfigError("--dtype", "float16 needs a GPU; use bfloat16 or float32 on CPUs")
+
+
 def _architecture(path: str) -> Architecture | None:
-    """Read the model's architecture. It is None if that needs a download or torch: then stages check it."""
+    """Read the model's architecture, for which the configuration of a hub id is downloaded. It is None if that
+    needs torch: then stages check it."""
     place = Path(path).expanduser()
     if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
-        return None
-    if path != "tiny" and is_hub_id(path) and not place.exists():
         return None
     return read_architecture(path)
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ppserve.cli.check import check
+from ppserve.cli.check import check, check_dtype
 from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
-from ppserve.errors import UsageError
+from ppserve.errors import ConfigError, UsageError
 from tests.commands import run
 
 FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
 FINE = ServeConfig(server=FREE)
 
 
-def test_the_defaults_are_fine_and_what_needs_a_download_is_left_to_the_stages() -> None:
+def test_the_defaults_are_fine() -> None:
     check(FINE, 2)
-    check(dataclasses.replace(FINE, model=ModelSettings(path="someone/some-model")), 2)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,22 @@ def test_a_number_of_ranks_that_cannot_be() -> None:
     done = run("serve", "--stages", "2", "--replicas", "1000000", "--model", "/no/such/place")
     assert done.returncode == 2
     assert "--replicas: 2000000 ranks; on" in done.one_line
+
+
+def test_float16_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
+    config = dataclasses.replace(ServeConfig(), model=ModelSettings(dtype="float16"))
+    with pytest.raises(ConfigError, match="--dtype: float16 needs a GPU"):
+        check_dtype(config, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    check_dtype(config, tmp_path)
+    with pytest.raises(ConfigError, match="float16 needs a GPU"):
+        check_dtype(dataclasses.replace(config, model=dataclasses.replace(config.model, force_cpu=True)), tmp_path)
+
+
+def test_a_hub_id_without_a_network_is_refused_before_processes_start(tmp_path: Path) -> None:
+    code = "from ppserve.cli.check import _architecture; _architecture('someone/model')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "someone/model: no such file or directory, not in the local hub cache" in done.stderr.splitlines()[-1]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from ppserve.config import ServerSettings
 from ppserve.core.figures import counted, size, table
@@ -33,10 +37,25 @@ def banner(description: ModelDescription, topology: Topology, settings: ServerSe
         lines.append(f"  page     {scheme}://{http}/")
     lines += [f"  metrics  http://{metrics}/metrics", "", "Try:"]
     if description.has_tokenizer:
-        lines.append(f'  ppserve generate --target {grpc} "Once upon a time"')
+        lines.append(f'  {_command()} generate --target {grpc} "Once upon a time"')
+        if description.chat_format.template is not None:
+            lines.append(f"  {_command()} chat --url {scheme}://{http}")
     else:
-        lines.append(f"  ppserve health --target {grpc}    (no tokenizer: send token ids)")
+        lines.append(f"  {_command()} health --target {grpc}    (no tokenizer: send token ids)")
+    if description.path == "tiny":
+        lines += ["", "tiny only tells small stories. A model that answers, 98 MB:"]
+        lines.append(f"  {_command()} fetch smollm2 && {_command()} serve --model smollm2")
     return "\n".join([*lines, ""])
+
+
+def _command() -> str:
+    """How this program is called from a shell here: by its name where that is on PATH, else by its file's path."""
+    own = Path(sys.executable).with_name("ppserve")
+    if (found := shutil.which("ppserve")) is not None and os.path.samefile(found, own):
+        return "ppserve"
+    if not own.exists():
+        return f"{sys.executable} -m ppserve"
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
 
 
 def _stage_table(topology: Topology, num_stages: int, num_replicas: int) -> Iterator[str]:

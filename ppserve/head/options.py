@@ -95,6 +95,9 @@ class GenerationOptions:
     resume_index: int | None = _option("", "The sequence that is resumed.")
     resume_ids: Sequence[int] | None = _option("", "The tokens of the resumed sequence that the caller holds.", ())
     add_special_tokens: bool | None = _option("", "The tokenizer's own tokens are put around a prompt of text.")
+    truncate_prompt_tokens: int | None = _option(
+        "", "Only the last tokens of the prompt are used, so many of them.", low=1, high=MAX_COUNT
+    )
 
     @property
     def num_sequences(self) -> int:

@@ -45,7 +45,8 @@ def to_request(
     said = given.said().items()
     rounded: dict[str, Any] = {name: c_float(value).value for name, value in said if name in _FLOATS}
     given = replace(given, **rounded)
-    ids = tuple(prompt_ids) or description.architecture.eos_ids[:1]
+    first = 0 if given.truncate_prompt_tokens is None else max(0, len(prompt_ids) - given.truncate_prompt_tokens)
+    ids = tuple(prompt_ids[first:]) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
         _wrong_prompt(ids, given.max_tokens != 0, description),
@@ -183,7 +184,7 @@ def _wrong_numbers(given: GenerationOptions, limits: Limits) -> Iterator[Violati
     scores = (0, limits.max_logprobs)
     for name, (low, high) in (RANGES | {"logprobs": scores, "prompt_logprobs": scores}).items():
         if (value := getattr(given, name)) is not None:
-            yield from outside(PATHS[name], value, low, high)
+            yield from outside(PATHS.get(name, name), value, low, high)
     for wrong in outside("sampling.n", given.num_sequences, 1, limits.max_n):
         if limits.max_n < MAX_N:
             yield Violation(wrong.field, f"{wrong.problem}, as many as run at once here (--max-num-seqs)")
@@ -209,6 +210,8 @@ def _wrong_stop(given: GenerationOptions, description: ModelDescription) -> Iter
         yield Violation("stop.min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     yield from _mute("stop.stop", bool(strings), description)
     yield from _mute("output.echo", bool(given.echo), description)
+    if given.echo and given.truncate_prompt_tokens is not None:
+        yield Violation("truncate_prompt_tokens", "not together with echo")
     if len(strings) > limits.max_stop:
         yield _too_many("stop.stop", len(strings), limits.max_stop, "strings")
     else:

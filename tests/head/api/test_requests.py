@@ -176,10 +176,10 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
 VALUES: dict[str, Any] = {
     "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 5, "min_tokens": 1, "max_tokens": 7,
-    "stream_interval": 3, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "logit_bias": {5: 1.0}, "stop":
-    ["x"], "stop_token_ids": [3], "ignore_eos": True, "include_stop": True, "echo": True, "token_ids":
-    True, "timings": True, "priority": 2, "resume_index": 0, "resume_ids": [1], "add_special_tokens":
-    False,
+    "stream_interval": 3, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "logit_bias": {5: 1.0}, "stop": ["x"],
+    "stop_token_ids": [3], "ignore_eos": True, "include_stop": True, "echo": True, "token_ids": True,
+    "timings": True, "priority": 2, "resume_index": 0, "resume_ids": [1], "truncate_prompt_tokens": 3,
+    "add_special_tokens": False,
 }  # fmt: skip
 
 
@@ -256,6 +256,11 @@ def test_prompt_beyond_context(prompt: int, given: dict[str, Any], problem: str)
     with pytest.raises(InvalidRequest) as refusal:
         made([1] * prompt, **given)
     assert str(refusal.value) == f"prompt: {problem}"
+
+
+def test_a_prompt_that_is_truncated_keeps_its_last_tokens() -> None:
+    for prompt, kept in ((range(70), range(60, 70)), (range(10), range(10)), (range(3), range(3))):
+        assert made(list(prompt), truncate_prompt_tokens=10).prompt_ids == tuple(kept)
 
 
 def test_empty_prompt_starts_from_end_of_text() -> None:

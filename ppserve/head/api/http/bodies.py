@@ -103,6 +103,7 @@ class GenerationBody(Body, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     """Whether the tokens that the tokenizer puts around a text are put around the prompt."""
+    truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None
@@ -152,6 +153,7 @@ class GenerationBody(Body, kw_only=True):
             resume_index=None if resume is None else resume.index,
             resume_ids=None if resume is None else resume.token_ids,
             add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
     @property

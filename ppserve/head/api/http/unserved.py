@@ -28,7 +28,6 @@ OF_BOTH: Mapping[str, Neutral] = {
     "response_format": (*NOTHING, {"type": "text"}),
     "skip_special_tokens": (True,),
     "structured_outputs": NOTHING,
-    "truncate_prompt_tokens": NOTHING,
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
 }

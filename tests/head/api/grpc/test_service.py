@@ -213,7 +213,7 @@ def test_nothing_that_is_described_is_left_out(make: Callable[[Any], Message], r
         other = () if isinstance(value, tuple) else OTHER[type(value)]
         if make(replace(record, **{field.name: other})) == make(record):
             silent.add(field.name)
-    assert silent <= {"steps"}, "of these only the library tells"
+    assert silent <= {"steps", "state"}, "of these only the library and the page tell"
 
 
 def test_prompt_priority_and_resume() -> None:

@@ -36,7 +36,10 @@ sampling: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["fake", "tiny"]) | texts,
     **dict.fromkeys(["temperature", "top_p", "min_p", "repetition_penalty"], numbers),
     **dict.fromkeys(["frequency_penalty", "presence_penalty"], numbers),
-    **dict.fromkeys(["top_k", "seed", "max_tokens", "min_tokens", "stream_interval", "priority"], counts),
+    **dict.fromkeys(
+        ["top_k", "seed", "max_tokens", "min_tokens", "stream_interval", "priority", "truncate_prompt_tokens"],
+        counts,
+    ),
     "n": small,
     "logit_bias": st.dictionaries(ids.map(str) | texts, numbers, max_size=4),
     "stop": texts | st.lists(texts, max_size=6),

@@ -19,7 +19,7 @@ from tests.head.api.http.asking import Served, raw
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.
 UNSERVED: dict[str, object] = {
-    "suffix": "end", "best_of": 2, "use_beam_search": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
+    "suffix": "end", "best_of": 2, "use_beam_search": True, "prompt_logprobs": 0,
     "allowed_token_ids": [65], "bad_words": ["no"], "logprob_token_ids": [65], "skip_special_tokens": False,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
     "guided_regex": "a*", "guided_choice": ["a"], "guided_grammar": "a", "logits_processors": ["x"],
@@ -65,6 +65,8 @@ UNSERVED: dict[str, object] = {
         ({"resume": {"index": 0}}, "resume.token_ids"),
         ({"resume": {"generated_token_ids": [1], "token_ids": [1]}}, "resume.generated_token_ids"),
         ({"seed": 2**64}, "seed"),
+        *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens") for wrong in (0, -1, 2**32)),
+        ({"truncate_prompt_tokens": 2, "echo": True}, "truncate_prompt_tokens"),
         ({"seed": -(2**63) - 1}, "seed"),
     ],
 )

@@ -1,6 +1,7 @@
 """The accepted keys, and the name under which fairness counts a call.
 
-With a key file every call but health carries `authorization: Bearer KEY`. Keys are kept as SHA-256 digests.
+With a key file every call carries `authorization: Bearer KEY`, but for health and the page, which asks for a key.
+Keys are kept as SHA-256 digests.
 """
 
 from __future__ import annotations

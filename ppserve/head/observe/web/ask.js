@@ -168,9 +168,12 @@ async function send() {
   const into = newTurn("model", "assistant");
   byId("log").scrollTop = byId("log").scrollHeight;
   const came = await answer(request, into);
-  latest = {...request, seed: came.seed, text: came.text, shown: into, isWhole: came.reason !== null};
-  if (request.body.messages) {
-    turns.push({role: "user", content: prompt}, {role: "assistant", content: came.text});
+  if (came.text || came.reason) {
+    latest = {...request, seed: came.seed, text: came.text, shown: into, isWhole: came.reason !== null};
+    if (request.body.messages) turns.push({role: "user", content: prompt}, {role: "assistant", content: came.text});
+  } else {
+    latest = null;
+    byId("prompt").value ||= prompt;  // nothing came: it may be asked once more
   }
   setAsking(false);
 }
@@ -185,7 +188,7 @@ async function again() {
   const isWhole = came.reason !== null;
   if (isWhole && before.isWhole) endWith(latest.shown, came.text === before.text ? "the same answer, character for character" : "another answer: see what the server says of determinism", false);
   latest = {...latest, text: came.text, isWhole};
-  if (turns.length) turns.at(-1).content = came.text;
+  if (turns.length && (came.text || came.reason)) turns.at(-1).content = came.text;
   setAsking(false);
 }
 

@@ -330,6 +330,7 @@ function take(state) {
   // A server that was started again counts from zero: what was read before says nothing about it.
   const fresh = !previous || state.generated_tokens < previous.generated_tokens || state.now_s < previous.now_s
     || state.stages.length !== previous.stages.length;
+  byId("pipeline").hidden = false;
   state.arrivedMs = performance.now();
   state.ownSteps = (state.own ?? []).map((steps) => new Set(steps));
   newest = state;

@@ -207,6 +207,7 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten_when_wrong(tmp_p
             address = f"http://127.0.0.1:{served.port}/"
             page.open(address)
             page.wait_for("byId('contact').textContent === 'needs a key' && !byId('key-form').hidden")
+            assert page.evaluate("byId('pipeline').hidden"), "there is nothing to show yet"
             assert page.complaints == [], "nothing was asked for without a key"
             give = "byId('key').value = {!r}; byId('key-form').querySelector('button').click()"
             page.evaluate(give.format("no key of theirs"))
@@ -237,7 +238,7 @@ async def test_errors_are_told_where_the_answer_would_be(tmp_path: Path) -> None
             page.evaluate(f"byId('temperature').value = '-1'; byId('prompt').value = 'hi'; {SEND}")
             page.wait_for("document.querySelector('.end')?.getAttribute('role') === 'alert'")
             assert "temperature" in page.evaluate("document.querySelector('.end').textContent")
-            assert page.evaluate("byId('send').disabled") is False
+            assert page.evaluate("[byId('send').disabled, byId('prompt').value, turns.length]") == [False, "hi", 0]
 
         await in_browser(look)
 

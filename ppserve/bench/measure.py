@@ -12,7 +12,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -21,6 +21,8 @@ from ppserve.bench.caller import Answer, Caller, Question
 from ppserve.bench.ledger import between, read_ledger
 from ppserve.client import CallFailed
 from ppserve.core.ledger.account import StageTimes
+
+_REPORT_EVERY_S = 1.0
 
 SendQuestion = Callable[[Question, float], Awaitable[Answer]]
 """A function that sends a question, whose second argument is when it was due (perf_counter, in seconds)."""
@@ -165,6 +167,15 @@ class Measurement:
     was_interrupted: bool  # by Ctrl-C
 
 
+async def _report(answers: Sequence[Answer], begun_s: float, report: Callable[[str], None]) -> None:
+    """Say each second what was answered, until this task is cancelled."""
+    while True:
+        await asyncio.sleep(_REPORT_EVERY_S)
+        tokens = sum(answer.num_tokens for answer in answers)
+        took_s = time.perf_counter() - begun_s
+        report(f"{took_s:.0f} s: {len(answers)} requests answered, with {tokens} tokens")
+
+
 async def introduce(caller: Caller, target: str) -> Served:
     """Ask the server for its model and stages. Raises CallFailed."""
     model = await caller.model_info()
@@ -204,15 +215,29 @@ async def _is_cancelled(running: Coroutine[Any, Any, None]) -> bool:
     return False
 
 
-async def measure(caller: Caller, served: Served, workload: Workload, load: Load, until: Until) -> Measurement:
-    """Do one run, which a Ctrl-C ends early. Raises CallFailed if the server does not answer."""
+async def measure(
+    caller: Caller,
+    served: Served,
+    workload: Workload,
+    load: Load,
+    until: Until,
+    report: Callable[[str], None] = lambda line: None,
+) -> Measurement:
+    """Do one run, which a Ctrl-C ends early. Raises CallFailed if the server does not answer.
+
+    report: gets a line each second that says what was answered until then.
+    """
     numbers = count() if until.num_requests is None else range(until.num_requests)
     questions = map(workload.question, numbers)
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     answers: list[Answer] = []
+    reporting = asyncio.create_task(_report(answers, begun_s, report))
     running = load.run(caller.send_question, questions, until.duration_s, answers)
-    was_interrupted = await _is_cancelled(running)
+    try:
+        was_interrupted = await _is_cancelled(running)
+    finally:
+        reporting.cancel()
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     ledger = between(before, read_ledger(await caller.topology()))

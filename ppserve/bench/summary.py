@@ -151,8 +151,21 @@ def render_table(summary: Summary) -> str:
     for status, number in summary.errors_by_status.items():
         problem = f"failed with {status}: {summary.problems[status]}"
         lines.append(f"\n{number} of {summary.num_prompts} requests {problem}")
+    lines.append(f"\n{conclude(summary)}")
     lines.append(f"\nThis load generator used {summary.client_cores:.2f} cores. Seed {summary.seed}.")
     return "\n".join(lines)
+
+
+def conclude(summary: Summary) -> str:
+    """The run in a sentence."""
+    answered = f"{summary.completed} of {summary.num_prompts} requests were answered in {summary.duration:.1f} s"
+    if not summary.completed:
+        return f"{answered}."
+    speed = f"{summary.output_throughput:.1f} tokens a second in all"
+    first, further = summary.ttft.median, summary.itl.median
+    return (
+        f"{answered}: {speed}, the first after {first:.0f} ms and a further one every {further:.1f} ms (medians)."
+    )
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:

@@ -118,7 +118,12 @@ async def _run(flags: dict[str, Any]) -> Measurement:
         workload = _workload(flags, served)
         if num_warm_up:
             await warm_up(caller, workload, num_warm_up, callers)
-        return await measure(caller, served, workload, load, _until(flags, load))
+        report = _report if sys.stderr.isatty() else lambda line: None
+        return await measure(caller, served, workload, load, _until(flags, load), report)
+
+
+def _report(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _until(flags: dict[str, Any], load: Load) -> Until:

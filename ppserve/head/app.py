@@ -38,7 +38,7 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.pages import json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
-from ppserve.head.starting import WaitLimit, find_missing
+from ppserve.head.starting import StartLine, WaitLimit, describe_start, find_missing
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import Keeper
 from ppserve.process.lifetime import EXIT_USAGE, die_with_launcher
@@ -91,6 +91,7 @@ class HeadProcess:
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
         self._world_size = environment.world_size
+        self._is_one_host = environment.local_world_size == environment.world_size
         self._meeting = find_meeting(config, environment)
         listener, secret = open_meeting(self._meeting)
         tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
@@ -143,10 +144,14 @@ class HeadProcess:
 
     async def _await_pipeline(self) -> None:
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
+        line = StartLine(sys.stderr, time.monotonic())
         while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
-            seen, missing = find_missing(self._members)
+            if self._config.server.log_format == "text":
+                line.show(describe_start(self._members), time.monotonic())
+            seen, missing = find_missing(self._members, self._is_one_host)
             if reason := limit.check(seen, missing, time.monotonic()):
                 self._engine.give_up(reason)
+        line.erase()
 
     async def _serve(self) -> None:
         """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""

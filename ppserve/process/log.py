@@ -18,6 +18,9 @@ from typing import Any
 
 from ppserve.config import ServerSettings
 
+ERASE_LINE = "\r\x1b[K"
+"""Erases a terminal's line, on which the head may say how the start goes on."""
+
 # Attributes of every log record.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 # Some thousand lines.
@@ -49,7 +52,8 @@ def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
+        erase = ERASE_LINE if handler.stream.isatty() else ""
+        handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     # At `debug` numba logs every instruction that it compiles.
     logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
@@ -101,6 +105,9 @@ class _Outlet(io.BufferedIOBase):
 
     def fileno(self) -> int:
         return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
 
     def writable(self) -> bool:
         return True

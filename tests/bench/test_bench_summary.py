@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.bench.ledger import between
 from ppserve.bench.measure import OpenLoop
-from ppserve.bench.summary import render_ledger, render_table, summarize
+from ppserve.bench.summary import conclude, render_ledger, render_table, summarize
 from ppserve.core.ledger.causes import CAUSES
 from tests.bench.answers import LEDGER, SERVED, answer, failed, measurement, times_of
 
@@ -64,6 +64,15 @@ def test_the_table_has_the_labels_that_tools_parse() -> None:
         *(" Serving Benchmark Result ", "Time to First Token", "Time per Output Token (excl. 1st token)"),
         *("Inter-token Latency", "End-to-end Latency"),
     ]
+
+
+def test_a_sentence_concludes_the_run() -> None:
+    summary = summarize(measurement(FIRST, SECOND, failed(2, 1.0, 1.1)))
+    assert conclude(summary).startswith("2 of 3 requests were answered in ")
+    assert " tokens a second in all, the first after " in conclude(summary)
+    assert conclude(summary) in render_table(summary)
+    nothing = summarize(measurement(failed(0, 1.0, 2.0), duration_s=2.0))
+    assert conclude(nothing) == "0 of 1 requests were answered in 2.0 s."
 
 
 def test_the_table_shows_the_bubbles() -> None:

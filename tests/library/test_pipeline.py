@@ -262,7 +262,8 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
     assert all(rank.gather_s > 0 for rank in ranks)
     # Of all ranks together; both have all norms, two of each layer and the last.
     arch = ppserve.read_architecture("tiny")
-    held_twice = arch.vocab_size * arch.width + (2 * arch.num_layers + 1) * arch.norm_params
+    norms = 2 * sum(layer.num_norm_params(arch.width) for layer in arch.layers)
+    held_twice = arch.vocab_size * arch.width + norms + arch.final_norm.num_params(arch.width)
     assert sum(rank.num_parameters for rank in ranks) == arch.num_params + held_twice
     assert sum(description.num_parameters for description in descriptions) == arch.num_params + held_twice
     for stage in ledger.stages:

@@ -47,11 +47,12 @@ class Layer:
         head_size: int,
         num_blocks: int,
         block_size: int = 16,
-        readers: int = 1,
+        queries_per_kv_head: int = 1,
+        window: int = NO_WINDOW,
     ) -> None:
-        """num_heads: of keys and values; readers: heads of queries that read each of them."""
+        """num_heads: of keys and values; queries_per_kv_head: heads of queries that read each of them."""
         self.kind, self.num_heads, self.head_size, self.block_size = kind, num_heads, head_size, block_size
-        self.readers = readers
+        self.queries_per_kv_head, self.window = queries_per_kv_head, window
         self.key_cell, self.value_cell = cell_bytes(head_size, block_size, kind.element_bytes)
         self.keys = aligned(num_blocks * num_heads * self.key_cell, np.uint8)
         self.values = aligned(num_blocks * num_heads * self.value_cell, np.uint8)
@@ -61,7 +62,7 @@ class Layer:
 
     def step(self, parts: list[Part], cuts: tuple[int, ...] = ()) -> list[Floats]:
         """The outputs of each part's rows. cuts: where the heads are cut into calls, as threads would."""
-        num_queries = self.num_heads * self.readers
+        num_queries = self.num_heads * self.queries_per_kv_head
         width = num_queries * self.head_size
         stride = width + 2 * self.num_heads * self.head_size
         qkv = np.concatenate([part.qkv for part in parts] + [np.zeros((1, stride), np.float32)])
@@ -72,7 +73,7 @@ class Layer:
         first_rows = np.cumsum(counts) - counts
         table_begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         cache = CacheShape(
-            address(self.keys), address(self.values), 0, self.num_heads, self.readers, self.head_size,
+            address(self.keys), address(self.values), 0, self.num_heads, self.queries_per_kv_head, self.head_size,
             self.block_size, self.key_cell, self.value_cell,
         )  # fmt: skip
         arrays = (slots, first_rows, counts, starts, tables, table_begins)
@@ -80,7 +81,7 @@ class Layer:
         scratch_memory = ScratchMemory(micro_kernels("float32", "portable", frozenset())[0], 1)
         (scratch,), kept = scratch_memory.of_attention(self.kind, cache, int((starts + counts).max()))
         mixed = aligned(len(slots) * width, np.float32).reshape(-1, width)
-        layer = 0, np.float32(self.head_size**-0.5), NO_WINDOW
+        layer = 0, np.float32(self.head_size**-0.5), self.window
         rows = address(qkv), 4 * stride, address(mixed), 4 * width
         write(self.kind, cache, slices, Heads(*rows, 0, 0, 0, self.num_heads, *layer))
         for first, end in pairwise((0, *cuts, num_queries)):

@@ -9,6 +9,7 @@ import torch
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel, attention_kernels
 from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES
 from ppserve.model.cpu.kernels.variants import choose, features
+from ppserve.model.cpu.sublayers import NO_WINDOW
 from tests.model.cpu.attention import Floats, Layer, Part
 from tests.model.cpu.products import same
 
@@ -24,27 +25,29 @@ TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 5e-2}
 
 
 def rows(shape: Shape, count: int = LENGTH, seed: int = 0) -> Floats:
-    num_heads, head_size, _, readers = shape
-    width = (readers + 2) * num_heads * head_size
+    num_heads, head_size, _, queries_per_kv_head = shape
+    width = (queries_per_kv_head + 2) * num_heads * head_size
     return np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
 
 
-def plain(qkv: Floats, shape: Shape) -> Floats:
+def plain(qkv: Floats, shape: Shape, window: int = LENGTH) -> Floats:
     """A whole sequence in float64."""
-    count, (num_heads, size, _, readers) = len(qkv), shape
+    count, (num_heads, size, _, queries_per_kv_head) = len(qkv), shape
     heads = torch.from_numpy(qkv).double().view(count, -1, size).transpose(0, 1)
-    query, *kept = heads.split([readers * num_heads, num_heads, num_heads])
-    key, value = (each.repeat_interleave(readers, dim=0) for each in kept)
-    future = torch.ones(count, count, dtype=torch.bool).triu(1)
-    scores = (query @ key.mT * key.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
+    query, *kept = heads.split([queries_per_kv_head * num_heads, num_heads, num_heads])
+    key, value = (each.repeat_interleave(queries_per_kv_head, dim=0) for each in kept)
+    seen = torch.ones(count, count, dtype=torch.bool).tril().triu(1 - window)
+    scores = (query @ key.mT * key.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1).numpy()
 
 
-def make(kind: AttentionKernel, shape: Shape, sequences: int = 1) -> tuple[Layer, list[tuple[int, ...]]]:
+def make(
+    kind: AttentionKernel, shape: Shape, sequences: int = 1, window: int = NO_WINDOW
+) -> tuple[Layer, list[tuple[int, ...]]]:
     """A cache full of NaN, and block tables in which blocks stand in reverse order."""
-    num_heads, head_size, block_size, readers = shape
+    num_heads, head_size, block_size, queries_per_kv_head = shape
     blocks = -(-LENGTH // block_size)
-    layer = Layer(kind, num_heads, head_size, sequences * blocks, block_size, readers)
+    layer = Layer(kind, num_heads, head_size, sequences * blocks, block_size, queries_per_kv_head, window)
     layer.fill(0xFF)
     return layer, [tuple(range((s + 1) * blocks - 1, s * blocks - 1, -1)) for s in range(sequences)]
 
@@ -79,6 +82,24 @@ def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
     parts = [Part(table, n, qkv[n:]) for table, qkv, n in zip(tables, prompts, starts, strict=True)]
     for rest, expected, start in zip(layer.step(parts), alone, starts, strict=True):
         assert same(rest, expected[start:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(2, 20, 16, 3), (1, 16, 24, 1), (1, 16, 5, 7)])
+@pytest.mark.parametrize("window", [1, 16, 37])
+def test_blocks_outside_the_window_are_not_read(window: int, shape: Shape, kind: AttentionKernel) -> None:
+    """At once, in chunks and token by token, whatever is in blocks that no row of a step sees."""
+    qkv, block_size = rows(shape), shape[2]
+    layer, (table,) = make(kind, shape, window=window)
+    at_once = layer.step([Part(table, 0, qkv)])[0]
+    np.testing.assert_allclose(at_once, plain(qkv, shape, window), atol=TOLERANCES[kind.storage])
+    for chunk in (1, 7, 16, 50):
+        layer, (table, (unwritten, *_)) = make(kind, shape, 2, window)
+        for start in range(0, LENGTH, chunk):
+            first = max(0, start + 1 - window) // block_size
+            own = (unwritten,) * first + table[first:]
+            piece = layer.step([Part(own, start, qkv[start : start + chunk])])[0]
+            assert same(piece, at_once[start : start + chunk]), f"row {start} in chunks of {chunk}"
 
 
 @pytest.mark.slow
@@ -122,15 +143,15 @@ def test_a_value_that_is_not_finite_spoils_no_row_before_it(
     shape: Shape, wrong: float, kind: AttentionKernel
 ) -> None:
     """Wherever in a tile of rows it stands; and its own row and those after it show it."""
-    num_heads, size, _, readers = shape
+    num_heads, size, _, queries_per_kv_head = shape
     for where in (0, 5, 30, 31, 32, 33, 34, 35, LENGTH - 1):
         qkv = rows(shape)
         clean = whole(kind, shape, qkv)
-        qkv[where, (readers + 1) * num_heads * size + 3] = wrong
+        qkv[where, (queries_per_kv_head + 1) * num_heads * size + 3] = wrong
         spoilt = whole(kind, shape, qkv)
         assert same(spoilt[:where], clean[:where]), where
         assert not np.isfinite(spoilt[where:, 3]).any()
-        assert same(spoilt[:, readers * size :], clean[:, readers * size :])
+        assert same(spoilt[:, queries_per_kv_head * size :], clean[:, queries_per_kv_head * size :])
 
 
 @pytest.mark.parametrize("kind", KINDS)

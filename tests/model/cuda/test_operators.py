@@ -37,14 +37,14 @@ class Sequences:
     dtype: torch.dtype
     lengths: tuple[int, ...]
     kv_dtype: torch.dtype | None = None
-    readers: int = 1
+    queries_per_kv_head: int = 1
     """Heads of queries that read each of the `num_heads` of keys and values."""
     window: int | None = None
 
     def __post_init__(self) -> None:
         self.operators, self.device = operators_of(self.kind), device_of(self.kind)
         torch.manual_seed(self.head_size)
-        width = (self.readers + 2) * self.num_heads * self.head_size
+        width = (self.queries_per_kv_head + 2) * self.num_heads * self.head_size
         self.qkv = [torch.randn(length, width).to(self.dtype).to(self.device) for length in self.lengths]
         needed = [-(-length // self.block_size) for length in self.lengths]
         order = np.random.default_rng(0).permutation(sum(needed) + 3)
@@ -73,7 +73,7 @@ class Sequences:
         # Behind a step's block tables stands what is no block: reading it would show.
         tables = torch.cat([on_device["tables"], torch.full_like(on_device["tables"], 1 << 20)])
         tiles = Tiles(on_device["tiles"].view(-1, 4), tables, max(self.lengths))
-        queries = self.readers * self.num_heads
+        queries = self.queries_per_kv_head * self.num_heads
         spec = AttentionSpec(queries, self.num_heads, self.head_size, self.head_size**-0.5, window=self.window)
         mixed = self.operators.attend(qkv, self.keys, self.values, tiles, spec)
         assert not mixed[len(qkv) - more :].any(), "padding is zeros"
@@ -82,7 +82,8 @@ class Sequences:
     def plain(self, sequence: int) -> torch.Tensor:
         """torch's attention over a whole sequence, in float64."""
         heads = self.qkv[sequence].unflatten(1, (-1, self.head_size))
-        query, key, value = heads.split([self.readers * self.num_heads, self.num_heads, self.num_heads], dim=1)
+        num_queries = self.queries_per_kv_head * self.num_heads
+        query, key, value = heads.split([num_queries, self.num_heads, self.num_heads], dim=1)
         key, value = (part.to(self.keys.dtype).to(self.dtype) for part in (key, value))
         seen_TT = torch.ones(len(query), len(query), dtype=torch.bool, device=self.device).tril()
         if self.window is not None:
@@ -97,7 +98,7 @@ class Sequences:
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_a_row_sees_its_window(window: int, kind: str) -> None:
     """With the same bits in chunks, beside others and by itself."""
-    of = Sequences(kind, 2, 16, 8, torch.float32, (150, 70), readers=2, window=window)
+    of = Sequences(kind, 2, 16, 8, torch.float32, (150, 70), queries_per_kv_head=2, window=window)
     whole = of.step([(0, 0, 150), (1, 0, 70)])
     torch.testing.assert_close(whole[:150].double(), of.plain(0), atol=2e-5, rtol=0)
     torch.testing.assert_close(whole[150:].double(), of.plain(1), atol=2e-5, rtol=0)
@@ -126,8 +127,8 @@ def test_attention_is_plain(
     `--kv-dtype`: keys and values are kept in it, rounded, and computed with in the dtype of hidden states. Where a
     GPU rounds to bfloat16, Triton's interpreter cuts: the limits leave room for that, not for a wrong dtype.
     """
-    num_heads, size, readers = shape
-    sequences = Sequences(kind, num_heads, size, 16, dtype, (70, 33, 5), kv_dtype, readers)
+    num_heads, size, queries_per_kv_head = shape
+    sequences = Sequences(kind, num_heads, size, 16, dtype, (70, 33, 5), kv_dtype, queries_per_kv_head)
     first = sequences.step([(0, 0, 40), (1, 0, 32), (2, 0, 3)])
     second = sequences.step([(2, 3, 1), (0, 40, 30), (1, 32, 1)])
     last = sequences.step([(2, 4, 1)])

@@ -29,12 +29,12 @@ from ppserve.model.compiled.lanes import (
     max_lanes,
     splat,
     store,
-    store_int,
     store_one,
     sum_lanes,
     where_greater,
 )
-from ppserve.model.cpu.kernels.attention_tile import GROUP, mix, score
+from ppserve.model.cpu.kernels.attention_tile import GROUP, score, sum_values
+from ppserve.model.cpu.kernels.groups import find_groups, first_group, first_seen, groups_before, panels_of
 from ppserve.model.cpu.kernels.rows import rotate_row, scale_for_int8
 from ppserve.model.cpu.kernels.storage import keep
 
@@ -74,15 +74,15 @@ class StepSlices(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A thread's heads of all rows: qkv holds their queries, keys and values, mixed gets their outputs.
+    """A thread's heads of all rows: qkv holds their queries, keys and values, out gets their outputs.
     first to end: those of queries; first_kv to end_kv: those of keys and values.
     first_cell: of the layer, in the cache. scale: the factor on Q·K.
     window: how many positions a row sees at most."""
 
     qkv: int
     qkv_stride: int
-    mixed: int
-    mixed_stride: int
+    out: int
+    out_stride: int
     first: int
     end: int
     first_kv: int
@@ -101,12 +101,6 @@ class AttentionScratch(NamedTuple):
     scores: int
     scores_stride: int
     sums: int
-
-
-@inlined
-def panels_of(cache):
-    """Panels of 16 features of one head."""
-    return -(-cache.head_size // GROUP)
 
 
 @inlined
@@ -166,43 +160,6 @@ def write_heads(kind, cache, slices, heads):
 
 
 @inlined
-def _find_groups(kind, cache, scratch, first_cell, table, count):
-    """Fill `scratch.groups` for a sequence's first `count` positions; returns the number of groups.
-
-    `scratch.groups` is six columns of `most_groups` numbers, one row for each group: the address of its keys, of
-    its values, 4 times its first position (where its scores begin in a row of scores), its number of positions,
-    the address of the keys' scales, of the values' scales. Addresses are those of head 0.
-    """
-    number = 0
-    elements, size = kind.element_bytes, cache.head_size
-    keys, values = scratch.groups, scratch.groups + 8 * scratch.most_groups
-    positions, counts = values + 8 * scratch.most_groups, values + 16 * scratch.most_groups
-    key_scales, value_scales = values + 24 * scratch.most_groups, values + 32 * scratch.most_groups
-    key_numbers = -(-cache.block_size // GROUP) * GROUP * size
-    value_numbers = panels_of(cache) * GROUP * cache.block_size
-    for begin in range(0, count, cache.block_size):
-        cell = first_cell + load_int(table, begin // cache.block_size) * cache.num_heads
-        key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
-        for offset in range(0, min(cache.block_size, count - begin), GROUP):
-            store_int(keys, number, key_cell + offset * size * elements)
-            store_int(values, number, value_cell + offset * GROUP * elements)
-            store_int(positions, number, 4 * (begin + offset))
-            store_int(counts, number, min(GROUP, min(cache.block_size - offset, count - begin - offset)))
-            store_int(key_scales, number, key_cell + key_numbers * elements + 4 * offset)
-            store_int(value_scales, number, value_cell + value_numbers * elements + 4 * offset)
-            number += 1
-    for more in range(number, number + kind.groups_ahead):
-        # Behind the last values of a head, the first of the next head are wanted.
-        store_int(values, more, load_int(values, (more - number) % number) + cache.value_cell)
-    for more in range(number, number + kind.panels):
-        # A tile takes several groups of keys: the last again.
-        store_int(keys, more, load_int(keys, number - 1))
-        store_int(positions, more, load_int(positions, number - 1))
-        store_int(key_scales, more, load_int(key_scales, number - 1))
-    return number
-
-
-@inlined
 def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
     """Scores of some rows against a tile's groups, of which the first is `group`."""
     at, column = scratch.groups + 8 * group, 8 * scratch.most_groups
@@ -213,20 +170,21 @@ def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
 
 
 @inlined
-def _weigh(scores, window, count, end):
+def _weigh(scores, first, window, count, end):
     """Turn the last `window` of the first `count` scores into exponentials relative to the greatest, and the
-    others up to `end` into 0; returns the sum."""
-    for i in range(count - window):
+    others from `first` up to `end` into 0; returns the sum."""
+    first = first // GROUP * GROUP
+    for i in range(first, count - window):
         store_one(scores, i, _LEAST)
     last = (count - 1) // 16 * 16
     store(scores, last, keep_first(load(scores, last), count - last, splat(_LEAST)))
     most = splat(_LEAST)
-    for i in range(0, last + 1, 16):
+    for i in range(first, last + 1, 16):
         here = load(scores, i)
         most = where_greater(here, most, here, most)
     greatest = splat(max_lanes(most))
     total = splat(_ZERO)
-    for i in range(0, last + 1, 16):
+    for i in range(first, last + 1, 16):
         weight = exp(load(scores, i) - greatest)
         store(scores, i, weight)
         total = total + weight
@@ -236,11 +194,11 @@ def _weigh(scores, window, count, end):
 
 
 @inlined
-def _scale_weights(scratch, num_groups, head_at, weights):
-    """Multiply the weights of int8 values by the values' scales."""
+def _scale_weights(scratch, begin, num_groups, head_at, weights):
+    """Multiply the weights of int8 values by the values' scales. begin: the first group."""
     positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
     scales = scratch.groups + 40 * scratch.most_groups
-    for group in range(num_groups):
+    for group in range(begin, num_groups):
         at, scale = weights + load_int(positions, group), load_int(scales, group) + head_at
         if load_int(counts, group) == GROUP:
             store(at, 0, load(at, 0) * load(scale, 0))
@@ -250,31 +208,31 @@ def _scale_weights(scratch, num_groups, head_at, weights):
 
 
 @inlined
-def _mix_head(kind, cache, scratch, num_groups, num_rows, head, weights, sums):
-    """The weighted sums of a head's values for some rows, into `sums`."""
-    at, column = scratch.groups, 8 * scratch.most_groups
+def _sum_values_of_head(kind, cache, scratch, begin, num_groups, num_rows, head, weights, sums):
+    """The weighted sums of a head's values for some rows, into `sums`. begin: the first group."""
+    at, column = scratch.groups + 8 * begin, 8 * scratch.most_groups
     groups = (at + column, at + 2 * column, at + 3 * column)
     panel_bytes = cache.block_size * GROUP * kind.element_bytes
     panels, panel = panels_of(cache), 0
     while panel < panels:
         count = kind.panels if panels - panel >= kind.panels else 1
         place, to = head * cache.value_cell + panel * panel_bytes, sums + 4 * GROUP * panel
-        mix(
-            kind, count, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to,
-            4 * GROUP * panels,
+        sum_values(
+            kind, count, num_rows, weights, scratch.scores_stride, num_groups - begin, groups, place,
+            panel_bytes, to, 4 * GROUP * panels,
         )  # fmt: skip
         panel += count
 
 
 @inlined
-def _write_mixed(cache, sums, total, mixed):
+def _write_output(cache, sums, total, out):
     """A row's output of one head."""
     size = cache.head_size
     whole = size // GROUP * GROUP
     for d in range(0, whole, GROUP):
-        store(mixed, d, load(sums, d) / splat(total))
+        store(out, d, load(sums, d) / splat(total))
     for d in range(whole, size):
-        store_one(mixed, d, load_one(sums, d) / total)
+        store_one(out, d, load_one(sums, d) / total)
 
 
 @inlined
@@ -284,7 +242,7 @@ def _load_query(source, size, scale, query):
 
 
 @inlined
-def _readers_from(kind, cache, heads, head):
+def _heads_in_tile(kind, cache, heads, head):
     """How many heads of queries from `head` on, of a thread's, read the same keys and fit into a tile."""
     return min(
         min(heads.end, (head // cache.queries_per_kv_head + 1) * cache.queries_per_kv_head) - head, kind.most_rows
@@ -293,49 +251,39 @@ def _readers_from(kind, cache, heads, head):
 
 @inlined
 def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
-    """One row over its `count` positions: block after block, all heads of a block at once."""
-    size, stride = cache.head_size, scratch.scores_stride
-    query, mixed = heads.qkv + row * heads.qkv_stride, heads.mixed + row * heads.mixed_stride
+    """One row over what it sees of its `count` positions: block after block, all heads of a block at once."""
+    size, stride, first = cache.head_size, scratch.scores_stride, first_seen(cache, heads, count)
+    query, out = heads.qkv + row * heads.qkv_stride, heads.out + row * heads.out_stride
     for head in range(heads.first, heads.end):
         _load_query(query + 4 * head * size, size, heads.scale, scratch.queries + 4 * (head - heads.first) * size)
     for group in range(0, num_groups, kind.panels):
         head = heads.first
         while head < heads.end:
-            number, readers = head - heads.first, _readers_from(kind, cache, heads, head)
+            number, kv_head = head - heads.first, head // cache.queries_per_kv_head
+            num_heads = _heads_in_tile(kind, cache, heads, head)
             queries, scores = scratch.queries + 4 * number * size, scratch.scores + number * stride
-            _score_groups(kind, cache, scratch, group, readers, queries, head // cache.queries_per_kv_head, scores)
-            head += readers
+            _score_groups(kind, cache, scratch, group, num_heads, queries, kv_head, scores)
+            head += num_heads
     head = heads.first
     totals, panels = scratch.sums + 4 * kind.most_rows * GROUP * panels_of(cache), panels_of(cache)
     while head < heads.end:
-        readers, kv_head = _readers_from(kind, cache, heads, head), head // cache.queries_per_kv_head
+        num_heads, kv_head = _heads_in_tile(kind, cache, heads, head), head // cache.queries_per_kv_head
         scores = scratch.scores + (head - heads.first) * stride
-        for r in range(readers):
-            store_one(totals, r, _weigh(scores + r * stride, heads.window, count, count))
+        for r in range(num_heads):
+            store_one(totals, r, _weigh(scores + r * stride, first, heads.window, count, count))
             if kind.element_bytes == 1:
-                _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores + r * stride)
-        _mix_head(kind, cache, scratch, num_groups, readers, kv_head, scores, scratch.sums)
-        for r in range(readers):
+                _scale_weights(scratch, 0, num_groups, kv_head * cache.value_cell, scores + r * stride)
+        _sum_values_of_head(kind, cache, scratch, 0, num_groups, num_heads, kv_head, scores, scratch.sums)
+        for r in range(num_heads):
             sums = scratch.sums + 4 * r * GROUP * panels
-            _write_mixed(cache, sums, load_one(totals, r), mixed + 4 * (head + r) * size)
-        head += readers
-
-
-@inlined
-def _groups_before(scratch, num_groups, end):
-    """How many groups begin before position `end`; the last of them loses what is not before it."""
-    positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
-    while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
-        num_groups -= 1
-    begin = load_int(positions, num_groups - 1) // 4
-    store_int(counts, num_groups - 1, min(load_int(counts, num_groups - 1), end - begin))
-    return num_groups
+            _write_output(cache, sums, load_one(totals, r), out + 4 * (head + r) * size)
+        head += num_heads
 
 
 @inlined
 def _are_a_rows_own(sums, size):
     """Whether a row's sums in a tile are those of its own positions, to the bit.
-    In a tile, the values that only later rows see are added with weight 0.
+    In a tile, the values that only other rows see are added with weight 0.
     That changes a sum if such a value is not finite (to NaN), or the sum is 0 (its sign)."""
     spoilt = splat(_ZERO)
     for d in range(0, size, GROUP):
@@ -351,27 +299,31 @@ def _are_a_rows_own(sums, size):
 def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
     """One head of some consecutive rows, of which the first stands at `position`."""
     size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.queries_per_kv_head
+    first = first_seen(cache, heads, position + 1)
+    begin = first_group(cache, scratch, first)
     for r in range(num_rows):
         query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
         _load_query(query, size, heads.scale, scratch.queries + 4 * r * size)
-    for group in range(0, num_groups, kind.panels):
+    for group in range(begin, num_groups, kind.panels):
         _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, kv_head, scratch.scores)
     totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
     for r in range(num_rows):
         scores = scratch.scores + r * scratch.scores_stride
-        store_one(totals, r, _weigh(scores, heads.window, position + r + 1, position + num_rows))
+        store_one(totals, r, _weigh(scores, first, heads.window, position + r + 1, position + num_rows))
         if kind.element_bytes == 1:
-            _scale_weights(scratch, num_groups, kv_head * cache.value_cell, scores)
-    _mix_head(kind, cache, scratch, num_groups, num_rows, kv_head, scratch.scores, scratch.sums)
+            _scale_weights(scratch, begin, num_groups, kv_head * cache.value_cell, scores)
+    scores = scratch.scores
+    _sum_values_of_head(kind, cache, scratch, begin, num_groups, num_rows, kv_head, scores, scratch.sums)
     # From the last row to the first: the list of groups gets shorter.
     for r in range(num_rows - 1, -1, -1):
         sums = scratch.sums + 4 * r * GROUP * panels
         if not _are_a_rows_own(sums, size):
-            num_groups = _groups_before(scratch, num_groups, position + r + 1)
+            num_groups = groups_before(scratch, num_groups, position + r + 1)
+            own = first_group(cache, scratch, first_seen(cache, heads, position + r + 1))
             scores = scratch.scores + r * scratch.scores_stride
-            _mix_head(kind, cache, scratch, num_groups, 1, kv_head, scores, sums)
-        mixed = heads.mixed + (first_row + r) * heads.mixed_stride + 4 * head * size
-        _write_mixed(cache, sums, load_one(totals, r), mixed)
+            _sum_values_of_head(kind, cache, scratch, own, num_groups, 1, kv_head, scores, sums)
+        out = heads.out + (first_row + r) * heads.out_stride + 4 * head * size
+        _write_output(cache, sums, load_one(totals, r), out)
 
 
 @inlined
@@ -381,13 +333,15 @@ def attend(kind, cache, slices, scratch, heads):
         first_row, num_rows = load_int(slices.first_row, s), load_int(slices.rows, s)
         start, table = load_int(slices.start, s), slices.tables + 8 * load_int(slices.table_begin, s)
         if num_rows == 1:
-            num_groups = _find_groups(kind, cache, scratch, heads.first_cell, table, start + 1)
+            first = first_seen(cache, heads, start + 1)
+            num_groups = find_groups(kind, cache, scratch, heads.first_cell, table, first, start + 1)
             _attend_row(kind, cache, scratch, heads, first_row, start + 1, num_groups)
             continue
         for head in range(heads.first, heads.end):
             # From the last rows to the first: the list of groups gets shorter.
-            num_groups = _find_groups(kind, cache, scratch, heads.first_cell, table, start + num_rows)
+            first = first_seen(cache, heads, start + 1)
+            num_groups = find_groups(kind, cache, scratch, heads.first_cell, table, first, start + num_rows)
             for row in range((num_rows - 1) // kind.most_rows * kind.most_rows, -1, -kind.most_rows):
                 rows, position = min(kind.most_rows, num_rows - row), start + row
-                num_groups = _groups_before(scratch, num_groups, position + rows)
+                num_groups = groups_before(scratch, num_groups, position + rows)
                 _attend_tile(kind, cache, scratch, heads, head, first_row + row, rows, position, num_groups)

@@ -56,9 +56,9 @@ class AttentionKernel:
     def most_rows(self) -> int:
         return self.rows[-1]
 
-    def rows_of_tiles(self, heads: int, readers: int) -> int:
+    def rows_of_tiles(self, heads: int, queries_per_kv_head: int) -> int:
         """Rows that tiles write, each filled up to one of `rows`: some rows of a head, or the heads of one row."""
-        last = range(1, min(readers, self.most_rows) + 1)
+        last = range(1, min(queries_per_kv_head, self.most_rows) + 1)
         return max(self.most_rows, *(heads - count + min(r for r in self.rows if r >= count) for count in last))
 
 
@@ -169,14 +169,14 @@ class _Scores(_AttentionCode):
                 self.builder.store(self.builder.fmul(self.builder.load(row[column]), scale), row[column])
 
 
-class _Mix(_AttentionCode):
-    """The code of `mix`, for a number of panels."""
+class _WeightedSums(_AttentionCode):
+    """The code of `sum_values`, for a number of panels."""
 
     def __init__(self, builder, kind: AttentionKernel, panels: int, arguments) -> None:
         super().__init__(builder, kind, panels)
         self._weights, self._stride, self._num_groups, groups, *places = arguments
         self._values, self._positions, self._counts = (builder.extract_value(groups, i) for i in range(3))
-        self._panel, self._panel_bytes, self._mixed, self._mixed_stride = places
+        self._panel, self._panel_bytes, self._out, self._out_stride = places
 
     def tile(self, rows: int) -> None:
         builder, totals = self.builder, self.zeros(rows)
@@ -190,8 +190,8 @@ class _Mix(_AttentionCode):
                 here = [self.nth(first, self._panel_bytes, p) for p in range(self.panels)]
                 self._fetch_lines(ahead, loop.index)
                 self.step(totals, self.nth(weights, I64(4), loop.index), self._stride, here)
-        mixed = [builder.add(self._mixed, I64(4 * GROUP * p)) for p in range(self.panels)]
-        self.store_sums(totals, mixed, self._mixed_stride)
+        places = [builder.add(self._out, I64(4 * GROUP * p)) for p in range(self.panels)]
+        self.store_sums(totals, places, self._out_stride)
 
     def _fetch_lines(self, ahead, position) -> None:
         """Prefetch as many lines as the values of a position take."""
@@ -222,10 +222,10 @@ def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, sc
 
 
 @intrinsic
-def mix(
-    typing, kind, panels, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride
+def sum_values(
+    typing, kind, panels, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, out, out_stride
 ):
-    """For rows r and the features f of some panels: mixed[r, f] = Σ_p weights[r, p] · values[p, f].
+    """For rows r and the features f of some panels: out[r, f] = Σ_p weights[r, p] · values[p, f].
 
     panels: 1, or the kind's number. weights: float32 rows, `stride` bytes apart. groups: the addresses of three
     int64 arrays: where the groups' values lie (and more addresses, of what is wanted next), which positions they
@@ -237,10 +237,10 @@ def mix(
         kind, (_, panels, num_rows, *others) = signature.args[0].kind, arguments
         with builder.if_else(builder.icmp_signed("==", panels, I64(1))) as (one, several):
             with one:
-                _Mix(builder, kind, 1, others).tile_for(num_rows)
+                _WeightedSums(builder, kind, 1, others).tile_for(num_rows)
             with several:
                 if kind.panels > 1:
-                    _Mix(builder, kind, kind.panels, others).tile_for(num_rows)
+                    _WeightedSums(builder, kind, kind.panels, others).tile_for(num_rows)
         return context.get_dummy_value()
 
     return types.void(kind, _AT, _AT, _AT, _AT, _AT, _THREE, _AT, _AT, _AT, _AT), generate

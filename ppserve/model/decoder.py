@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cached_property
 
 import torch
 
@@ -108,7 +109,7 @@ class Decoder:
         """The blocks' linears, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
-    @property
+    @cached_property
     def sublayers(self) -> list[Sublayer]:
         """Its residual lines one by one, as they are computed."""
         lines = (line for block in self.blocks for line in block.lines)

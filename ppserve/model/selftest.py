@@ -5,7 +5,7 @@ threads and size of KV blocks:
 
 - linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
   the largest step);
-- one layer, with prompts at once, in chunks, beside others, and token by token;
+- one layer of each kind, with prompts at once, in chunks, beside others, and token by token;
 - the LM head and the drawing, with rows alone and among others.
 
 Linear layers are tried with weights [w, -w] and inputs [r, r] too. Their true products are 0, so what comes out is
@@ -21,9 +21,10 @@ from functools import partial
 import torch
 
 from ppserve.core.architecture import Cut
+from ppserve.core.layers import LayerSpec
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Linear
+from ppserve.model.backend import Linear, Sublayer
 from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import KVCache, build_inputs
 
@@ -78,7 +79,19 @@ def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
     for linear in by_shape.values():
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_layer(stage, block_size, generator)
+    for layer in layers_of_each_kind(stage):
+        if reason := _check_layer(stage, layer, block_size, generator):
+            return reason
+    return None
+
+
+def layers_of_each_kind(stage: Decoder) -> list[list[Sublayer]]:
+    """The residual lines of the stage's first layer of each kind: of all that computes alike, one is tried."""
+    kinds: dict[LayerSpec, dict[bool, Sublayer]] = {}
+    for number, sublayer in zip(stage.layout.sublayers, stage.sublayers, strict=True):
+        # Where a stage begins within a layer, the MLP's half of a kind may stand before an attention.
+        kinds.setdefault(stage.arch.layers[number // 2], {}).setdefault(number % 2 == 1, sublayer)
+    return [list(halves.values()) for halves in kinds.values()]
 
 
 def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
@@ -136,12 +149,14 @@ def _hidden(stage: Decoder, num_rows: int, generator: torch.Generator) -> torch.
     return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
 
 
-def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) -> str | None:
+def _check_layer(
+    stage: Decoder, sublayers: Sequence[Sublayer], block_size: int, generator: torch.Generator
+) -> str | None:
     """Whether prompts have equal hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
-    through_layer = partial(_through_layer, stage, block_size, prompts_TD)
+    through_layer = partial(_through_layer, stage, sublayers, block_size, prompts_TD)
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
     alone_TD = [through_layer([[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
@@ -152,10 +167,13 @@ def _check_layer(stage: Decoder, block_size: int, generator: torch.Generator) ->
 
 
 def _through_layer(
-    stage: Decoder, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
+    stage: Decoder,
+    sublayers: Sequence[Sublayer],
+    block_size: int,
+    prompts_TD: Sequence[torch.Tensor],
+    steps: Iterable[Sequence[_Part]],
 ) -> dict[int, torch.Tensor]:
-    """The first two sublayers, on an own cache: sequence number → all rows."""
-    sublayers = stage.sublayers[:2]
+    """These sublayers, on an own cache: sequence number → all rows."""
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)

@@ -7,20 +7,24 @@ scaled embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from ppserve.core.layers import Experts, LayerSpec
 from ppserve.errors import CheckpointError
-from ppserve.model.backend import Backend
+from ppserve.model.backend import AttentionWeights, Backend, ResidualWeights, Sublayer
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.settings import settled
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.selftest import check_determinism, layers_of_each_kind
 from tests.model import made_up_family
 from tests.model.checkpoint.writers import random_tensors, stored_name, write_gguf
 from tests.model.cuda.here import DEVICE, needs_triton, operators_of
@@ -102,6 +106,54 @@ def test_it_equals_its_reference_with_the_same_bits_however_it_is_cut(kind: str)
         ranks = TensorPipeline(checkpoint, "1.5,1.5", 2, MAKE[kind])
         assert torch.equal(ranks.hidden(ids, 13), expected)
         ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("split", "stage", "kinds"), [("3", 0, [(0, 1), (2, 3)]), ("0.5,2,0.5", 1, [(3, 0), (1, 2)])]
+)
+def test_the_self_test_covers_each_kind_of_layer(split: str, stage: int, kinds: list[tuple[int, ...]]) -> None:
+    """Also of a stage that begins with an MLP; kinds: by the numbers of the stage's sublayers."""
+    model = Pipeline(RandomCheckpoint(ARCH), split, num_sequences=1).stages[stage]
+    found = [tuple(map(model.sublayers.index, layer)) for layer in layers_of_each_kind(model)]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, kinds))
+
+
+class FeelsInWindows(CpuBackend):
+    """A layer with a window is wrong where it computes single rows."""
+
+    def fused(self, lines: Sequence[ResidualWeights]) -> None:
+        return None
+
+    def attention(self, weights: AttentionWeights) -> Sublayer:
+        exact = super().attention(weights)
+        if weights.spec.window is None:
+            return exact
+        return lambda x_TD, inputs: exact(x_TD, inputs) + 1e-6 * (len(x_TD) == 1)
+
+
+def test_the_self_test_sees_what_is_wrong_in_the_second_kind_alone() -> None:
+    stage = Pipeline(RandomCheckpoint(ARCH), "3", backend=FeelsInWindows("float32"), num_sequences=1).stages[0]
+    reason = check_determinism(stage)
+    assert reason == "hidden states of a prompt token by token differ from the same prompt at once and alone"
+
+
+CHANGED: list[tuple[Callable[[LayerSpec], LayerSpec], str]] = [
+    (lambda layer: replace(layer, mlp=replace(layer.mlp, experts=Experts(8, 2))), "has a mixture of experts"),
+    (lambda layer: replace(layer, attention=replace(layer.attention, has_sinks=True)), "has attention sinks"),
+    (lambda layer: replace(layer, attention=replace(layer.attention, num_kv_heads=4)), "has other heads than"),
+    (lambda layer: replace(layer, attention=replace(layer.attention, head_size=24)), "has other heads than"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGED)
+def test_a_layer_that_no_backend_computes_is_refused(
+    change: Callable[[LayerSpec], LayerSpec], reason: str
+) -> None:
+    """In the words of the file, and by its number."""
+    path, layers = Path("config.json"), ARCH.layers
+    assert settled(path, ARCH, "heads").layers == layers
+    with pytest.raises(CheckpointError, match=f"config.json: layer 1 {reason}"):
+        settled(path, replace(ARCH, layers=(layers[0], change(layers[1]), layers[2])), "heads")
 
 
 @needs_triton

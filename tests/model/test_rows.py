@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from ppserve.model.backend import (
     Head,
     Linear,
     NormWeights,
+    ResidualWeights,
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
@@ -117,6 +118,9 @@ class Sensitive(CpuBackend):
     def __init__(self, feels: Callable[[StepRows], bool]) -> None:
         super().__init__("float32")
         self._feels = feels
+
+    def fused(self, lines: Sequence[ResidualWeights]) -> None:
+        return None
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
         exact = super().attention(weights)

@@ -298,7 +298,7 @@ def _do(product, head, attention, stored, single, job, table, step, x, inner, ou
         _project(product, stored, single, table, step, x, inner, out, context)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-        _norm_rows(head, stored, single, norm, weights, scratch, x, context)
+        _norm_and_pack_rows(head, stored, norm, weights, scratch, x, context)
         _multiply(head, weights, scratch, out, context)
     elif job == LINEAR:
         _linear(product, single, table, step, x, out, context)

@@ -7,6 +7,7 @@
         - LauncherError           a launcher's environment variable
       x RequestError              a refused or failed request; has a gRPC status
         - InvalidRequest          INVALID_ARGUMENT
+        - AnswerImpossible        INVALID_ARGUMENT
         - Overloaded              RESOURCE_EXHAUSTED
         - Draining, StagesLost    UNAVAILABLE
         - DeadlinePassed          DEADLINE_EXCEEDED
@@ -95,6 +96,10 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
     """Raises InvalidRequest with the first mistakes, if there are any."""
     if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
         raise InvalidRequest(violations)
+
+
+class AnswerImpossible(RequestError, status="INVALID_ARGUMENT", http_status=400, reason="ANSWER_IMPOSSIBLE"):
+    """No token may follow in an answer, by the rule that its request gives, or the rule cannot be followed."""
 
 
 class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", http_status=429, reason="QUEUE_FULL"):

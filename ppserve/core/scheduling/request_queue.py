@@ -15,7 +15,7 @@ its own blocks, slots and steps (`scheduler`). The queue calls the schedulers, w
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
@@ -26,7 +26,7 @@ from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
 from ppserve.core.scheduling.throughput import Throughput
-from ppserve.core.scheduling.token_filter import TokenFilter
+from ppserve.core.scheduling.token_filter import ImmediateMasks, MaskSource, TokenFilter
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
@@ -49,7 +49,9 @@ def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -
 class RequestQueue:
     """All open requests, by id in `groups`. `now` is the head's monotonic clock, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_masks: Callable[[TokenFilter], MaskSource] = ImmediateMasks) -> None:
+        """new_masks: makes the source of a request's masks."""
+        self.new_masks = new_masks
         self.groups: dict[str, SequenceGroup] = {}
         self.queue = FairQueue()
         self.poison_isolation = PoisonIsolation()
@@ -95,7 +97,8 @@ class RequestQueue:
         num_blocks = min(scheduler.num_blocks for scheduler in self._schedulers)
         check_possible(request, config, num_blocks)
         self.admit(now)
-        group = SequenceGroup(request, self._next_sequence_id, config, now, token_filter)
+        masks = None if token_filter is None else self.new_masks(token_filter)
+        group = SequenceGroup(request, self._next_sequence_id, config, now, masks)
         tokens_ahead = self.queue.tokens_ahead(request)
         self.queue.push(group)
         self._retry_admission()
@@ -273,6 +276,14 @@ class RequestQueue:
         if plan is not None and not was_busy:
             self._throughput.started(now)
         return plan
+
+    def take_masks(self, scheduler: Scheduler) -> list[SequenceEvent]:
+        """Get the masks that a replica's next steps need, as far as they are there; call it before `schedule`.
+        Ends the requests in whose answers no token may follow."""
+        events = scheduler.take_masks()
+        for event in events:
+            self._note_end(event)
+        return events
 
     def commit(self, scheduler: Scheduler, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step, unless it is of an older epoch or unknown."""

@@ -36,7 +36,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
 from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
-from ppserve.errors import RequestFailed
+from ppserve.errors import RequestError, RequestFailed
 
 OUTCOMES = ("accepted", "rejected")
 """A draft token equals the drawn token, or does not."""
@@ -100,6 +100,23 @@ class Scheduler:
             return None if self.is_busy else self._build([])  # a probe
         picks = self._compose(lone)
         return self._build(picks) if picks else None
+
+    def take_masks(self) -> list[SequenceEvent]:
+        """Find the masks that the next steps need, draft tokens' too, as far as they are there: until then those
+        sequences are in no step. Ends the requests in whose answers no token may follow."""
+        events: list[SequenceEvent] = []
+        for sequence in [s for s in self._ready.values() if s.awaits_mask]:
+            if not sequence.is_live:
+                continue  # its request has just ended
+            try:
+                is_there = sequence.finds_mask()
+            except RequestError as error:
+                events += self._end_request(sequence.request.id, error)
+                continue
+            if is_there and sequence.remaining == 1:
+                is_there = self._speculation.draft(sequence, self._running) is not None
+            sequence.note_masks(is_there)
+        return events
 
     def _compose(self, lone: str | None) -> list[Pick]:
         if lone is None:
@@ -191,11 +208,13 @@ class Scheduler:
 
     def _not_finite(self, request_id: str) -> list[SequenceEvent]:
         """End the request with all its sequences."""
-        live = self._groups[request_id].live
         # Their KV may hold non-finite values: never share it.
-        for sequence in live:
+        for sequence in self._groups[request_id].live:
             self._blocks.forget_contents_of(sequence.id)
-        return [self.end(sequence, RequestFailed("the model's output is not finite")) for sequence in live]
+        return self._end_request(request_id, RequestFailed("the model's output is not finite"))
+
+    def _end_request(self, request_id: str, error: RequestError) -> list[SequenceEvent]:
+        return [self.end(sequence, error) for sequence in self._groups[request_id].live]
 
     def end(self, sequence: Sequence, cause: EndCause, drawn: Drawn | None = None) -> SequenceEvent:
         """End a running sequence, with its last token if `drawn`. Every running sequence ends here, and the event
@@ -221,7 +240,7 @@ class Scheduler:
         makes_room = others_wait and len(drawing) < len(parts)
         has_drafts = any(piece.num_draft_tokens for _, piece in parts)
         # What may follow a token that is not drawn yet is not known, so neither is the mask of the draw after it.
-        is_filtered = any(s.token_filter is not None for s in drawing)
+        is_filtered = any(s.masks is not None for s in drawing)
         if self._ready or makes_room or has_drafts or is_filtered:
             return None
         if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):

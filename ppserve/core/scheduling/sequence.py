@@ -25,8 +25,8 @@ from enum import StrEnum
 from ppserve.core.plan import DRAWN, Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.token_filter import TokenFilter
-from ppserve.errors import RequestError
+from ppserve.core.scheduling.token_filter import MaskSource, without
+from ppserve.errors import AnswerImpossible, RequestError
 
 
 def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
@@ -92,10 +92,11 @@ class Sequence:
         request: Request,
         index: int,
         config: SchedulerConfig,
-        token_filter: TokenFilter | None = None,
+        masks: MaskSource | None = None,
     ) -> None:
         self.id = sequence_id
-        self.token_filter = token_filter
+        self.masks = masks
+        self._found_masks: dict[tuple[int, ...], bytes | None] = {}  # by draft tokens after the known ones
         self.request = request
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
@@ -116,6 +117,7 @@ class Sequence:
         self.known_end = self._end_after(self.token_ids[-1]) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
+        self.awaits_mask = masks is not None and self.known_end is None  # it is in no step until then
         self._digests: list[bytes] = []
         banned = request.banned(self._eos_ids)
         banned_before = len(request.prompt_ids) + request.stop.min_tokens if banned else 0
@@ -143,8 +145,10 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be scheduled: the tokens before its next one are in earlier steps."""
-        return self.leader is None or self.leader.scheduled >= self.scheduled
+        """Whether it may be scheduled: the tokens before its next one are in earlier steps, and its masks are
+        there."""
+        follows = self.leader is None or self.leader.scheduled >= self.scheduled
+        return follows and not self.awaits_mask
 
     @property
     def num_free_positions(self) -> int:
@@ -204,7 +208,7 @@ class Sequence:
         token_ids = (*self.token_ids[start:end], *draft_ids)
         draws = end == len(self.token_ids) and self.known_end is None
         draw, draft_masks = self._next_draw if draws else None, tuple[bytes | None, ...]()
-        if draw is not None and self.token_filter is not None:
+        if draw is not None and self.masks is not None:
             draw = replace(draw, mask=self.mask_after(()))
             draft_masks = tuple(self.mask_after(draft_ids[:count]) for count in range(1, len(draft_ids) + 1))
         targets = self.request.prompt_ids[start + 1 : end + 1] if self.wants_scores else ()
@@ -218,18 +222,38 @@ class Sequence:
         """Put the token that follows the known ones into a step, before it is drawn."""
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
-        assert self.token_filter is None, "the mask depends on the token before"
+        assert self.masks is None, "the mask depends on the token before"
         self.scheduled += 1
         return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), self._next_draw)
 
     def _blocks_until(self, position: int) -> tuple[int, ...]:
         return self.block_table[: -(-position // self._block_size)]
 
+    def finds_mask(self, draft_ids: tuple[int, ...] = ()) -> bool:
+        """Whether the mask of what may follow the known tokens and these draft tokens is there, or none is needed.
+        Raises the RequestError that ends the request, if nothing may follow."""
+        if self.masks is None or draft_ids in self._found_masks:
+            return True
+        mask = self.masks.find((*self.token_ids[len(self.request.prompt_ids) :], *draft_ids))
+        if mask is None:
+            return False
+        bits = mask.bits
+        if bits is not None:
+            position = len(self.token_ids) + len(draft_ids)
+            banned = self._next_draw.banned if position < self._next_draw.banned_before else ()
+            left = without(bits, banned) if banned else bits
+            if left.count(0) == len(left):
+                raise AnswerImpossible(f"no token may follow the {self.num_generated} tokens of the answer")
+        self._found_masks[draft_ids] = bits
+        return True
+
     def mask_after(self, draft_ids: tuple[int, ...]) -> bytes | None:
-        """The ids that may follow the known tokens and these draft tokens (`token_filter`); None: all may."""
-        if self.token_filter is None:
-            return None
-        return self.token_filter.allowed((*self.token_ids[len(self.request.prompt_ids) :], *draft_ids))
+        """A mask that `finds_mask` has found; None: all ids may follow."""
+        return None if self.masks is None else self._found_masks[draft_ids]
+
+    def note_masks(self, are_there: bool) -> None:
+        """Whether all masks that its next step needs are there."""
+        self.awaits_mask = not are_there
 
     def cancel_ahead(self) -> None:
         self.scheduled = min(self.scheduled, len(self.token_ids))
@@ -250,6 +274,10 @@ class Sequence:
     def commit_token(self, token_id: int) -> FinishReason | None:
         """The next token was drawn. Returns why the answer ends with it; None when it does not."""
         self.token_ids.append(token_id)
+        if self.masks is not None:
+            found = self._found_masks.items()
+            self._found_masks = {ids[1:]: mask for ids, mask in found if ids[:1] == (token_id,)}
+            self.awaits_mask = True
         self._next_draw = self._next_draw.after((token_id,))
         return self._end_after(token_id)
 
@@ -282,12 +310,12 @@ class SequenceGroup:
         first_id: int,
         config: SchedulerConfig,
         submitted_s: float,
-        token_filter: TokenFilter | None = None,
+        masks: MaskSource | None = None,
     ) -> None:
         """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
         self.request = request
         self.sequences = [
-            Sequence(first_id + i, request, index, config, token_filter) for i, index in enumerate(request.indices)
+            Sequence(first_id + i, request, index, config, masks) for i, index in enumerate(request.indices)
         ]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time

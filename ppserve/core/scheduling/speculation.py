@@ -24,6 +24,7 @@ from ppserve.core.scheduling.composer import Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.token_filter import is_allowed
+from ppserve.errors import RequestError
 
 # Most draft tokens of a sequence in one step.
 MAX_DRAFT_TOKENS = 15
@@ -56,15 +57,16 @@ class Speculation:
             return picks
         drafted, num_rows = [], len(picks)
         for pick in picks:
-            draft_ids = self.draft(pick.sequence, running, self._max_rows - num_rows)
+            draft_ids = self.draft(pick.sequence, running, self._max_rows - num_rows) or ()
             num_rows += len(draft_ids)
             drafted.append(pick._replace(draft_ids=draft_ids))
         return drafted
 
     def draft(
         self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS
-    ) -> tuple[int, ...]:
-        """The draft tokens that pay after the sequence's known ones, at most `max_rows`."""
+    ) -> tuple[int, ...] | None:
+        """The draft tokens that pay after the sequence's known ones, at most `max_rows`; None while a mask that
+        decides about them is not there. The mask after the known ones is."""
         if self._forced is None and len(running) > self._most_sequences:
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
@@ -82,6 +84,11 @@ class Speculation:
                 break
             if not is_allowed(sequence.mask_after(tuple(draft_ids)), found.token_id):
                 break  # it cannot be drawn there
+            try:
+                if not sequence.finds_mask((*draft_ids, found.token_id)):
+                    return None
+            except RequestError:
+                break  # the request ends if this token is drawn, and not before
             draft_ids.append(found.token_id)
             step_s += row_s
             num_expected += probability

@@ -181,6 +181,7 @@ class Engine(threading.Thread):
         # For all replicas first: an early one does not take another's share.
         self.request_queue.admit(self._now_s())
         for replica in self._living:
+            self._streams.add_events(replica.take_masks(), self._now_s())
             replica.refill(woken_ns)
         self._streams.publish(self._now_s())
         for replica in self.replicas:

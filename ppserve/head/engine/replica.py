@@ -157,6 +157,11 @@ class Replica:
         """Divide the layers anew. Requests wait for the next epoch. Raise ConfigError, and then change nothing."""
         self._handle_event(self.members.reshape(split, self._clock()))
 
+    def take_masks(self) -> list[SequenceEvent]:
+        """Get the masks of the next steps, as far as they are there. Ends requests in whose answers no token may
+        follow."""
+        return [] if self.scheduler is None else self.request_queue.take_masks(self.scheduler)
+
     def refill(self, woken_ns: int) -> None:
         """Sends steps while slots are free and sequences ready. woken_ns: the turn's begin."""
         scheduler = self.scheduler

@@ -18,6 +18,7 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
 from ppserve.core.scheduling.speculation import DraftToken, PromptLookup
+from ppserve.core.scheduling.token_filter import ImmediateMasks
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_ends, check_scheduler
 from tests.simulated_stage import CUT_SHORT, EOS_ID, VOCAB_SIZE, MadeUpFilter, SimulatedStage, expected_answer, mix
@@ -69,6 +70,7 @@ class SchedulerRig:
     def schedule_one(self) -> StepPlan | None:
         self.tell(self.request_queue.expire(self.now))
         self.request_queue.admit(self.now)
+        self.tell(self.request_queue.take_masks(self.scheduler))
         plan = self.request_queue.schedule(self.scheduler, self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
@@ -159,8 +161,11 @@ class Oracle:
 
     def __init__(self, sequence: Sequence, rate: float, probability: float | None = None) -> None:
         self._first = len(sequence.request.prompt_ids)
-        token_filter = sequence.token_filter
-        assert token_filter is None or isinstance(token_filter, MadeUpFilter)
+        token_filter = None
+        if sequence.masks is not None:
+            assert isinstance(sequence.masks, ImmediateMasks)
+            token_filter = sequence.masks.token_filter
+            assert isinstance(token_filter, MadeUpFilter)
         self._answer = expected_answer(sequence.request, sequence.index, token_filter=token_filter).token_ids
         self._rng = random.Random(sequence.index)
         self._rate, self._probability = rate, rate if probability is None else probability

@@ -25,6 +25,7 @@ from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import ConfigError, Draining, InvalidRequest, RequestError, StagesLost, UsageError, Violation
+from ppserve.head.engine.background_masks import MaskThreads
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import decide, difference
@@ -56,10 +57,16 @@ def build_engine(
     grid = config.pipeline.grid(world_size)
     machine = this_machine()
     rules = partial(decide, config)
-    request_queue = RequestQueue()
+
+    def note_mask(seconds: float) -> None:
+        for observer in step_observers:
+            observer.on_mask(seconds)
+
+    masks = MaskThreads(control.wake, note_mask)
+    request_queue = RequestQueue(masks.source)
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
-    return Engine(replicas, control, on_output, hand_over)
+    return Engine(replicas, control, on_output, hand_over, on_end=masks.close)
 
 
 class Engine(threading.Thread):
@@ -72,8 +79,10 @@ class Engine(threading.Thread):
         on_output: OnOutput,
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """replicas: by number, of one request queue. clock: monotonic, in ns."""
+        """replicas: by number, of one request queue. clock: monotonic, in ns. on_end: called last, in the
+        thread."""
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()  # when every replica has formed once
         self.failed: Future[UsageError | StagesLost] = Future()  # when none will form again
@@ -83,6 +92,7 @@ class Engine(threading.Thread):
         self._replica_of = {rank: replica for replica in replicas for rank in replica.members.ranks}
         self._control = control
         self._clock = clock
+        self._on_end = on_end
         # Functions that other threads want called, and their results.
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._streams = OpenStreams(self.request_queue, on_output, hand_over)
@@ -168,6 +178,7 @@ class Engine(threading.Thread):
             self._ended = True
             self._answer_calls()
             self._control.close(_GOODBYE_S)
+            self._on_end()
 
     def turn(self) -> None:
         """Handles all messages, then fills the pipelines. Public for simulations."""
@@ -244,7 +255,7 @@ class Engine(threading.Thread):
             return
         if not self.formed.done():
             raise Draining("the server is not serving")
-        self.request_queue.submit(opened.request, now_s)
+        self.request_queue.submit(opened.request, now_s, opened.token_filter)
         self._streams.open(opened)
 
     # ---- replicas ----

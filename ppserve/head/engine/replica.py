@@ -58,7 +58,7 @@ class ReplicaReading:
 
 
 class StepObserver:
-    """Receives replicas' events in the engine's thread, and does nothing with them."""
+    """Receives replicas' events in the engine's thread but for `on_mask`, and does nothing with them."""
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
         """A step was sent to all stages. scheduler: it knows the requests of the step's sequences."""
@@ -71,6 +71,9 @@ class StepObserver:
 
     def on_stage_died(self, replica: int, stage: int, cause: LossCause) -> None:
         """One of a stage's processes died."""
+
+    def on_mask(self, seconds: float) -> None:
+        """A token filter took so long to make a mask. Called in the thread that made it, not in the engine's."""
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
         """A turn ended. in_flight: steps. num_waiting: requests that no replica computes."""

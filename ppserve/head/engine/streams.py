@@ -13,6 +13,7 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.tokenizer import Detokenizer, Tokenizer
 
@@ -81,9 +82,18 @@ class SequenceProgress:
 class OpenRequest:
     """A request until all its sequences end. Once submitted, the engine thread's."""
 
-    def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer, eos_ids: tuple[int, ...] = ()) -> None:
-        """Detokenizes a resumed answer. Raises InvalidRequest if tokens follow its end."""
+    def __init__(
+        self,
+        request: Request,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        eos_ids: tuple[int, ...] = (),
+        token_filter: TokenFilter | None = None,
+    ) -> None:
+        """Detokenizes a resumed answer. Raises InvalidRequest if tokens follow its end. token_filter: the rule
+        that its answers must obey."""
         self.request = request
+        self.token_filter = token_filter
         self.sink = sink
         self.arrived_s = 0.0
         self.admitted_s: float | None = None

@@ -157,6 +157,8 @@ class StepMetrics(StepObserver):
         drafted = counter("ppserve_draft_tokens", text, ["replica", "outcome"])
         labels = ["replica", "stage", "cause"]
         self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", labels)
+        text = "Time in which a token filter made a mask, beside the engine's thread."
+        self._mask = histogram("ppserve_mask_seconds", text, buckets=STEP_BUCKETS)
         self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
         self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
@@ -183,6 +185,9 @@ class StepMetrics(StepObserver):
         for transfer in step.transfers(stage):
             self._transfer[replica][transfer.sender].observe(transfer.waited_ns / 1e9)
             self._transfer_bytes[replica][transfer.sender].inc(transfer.num_bytes)
+
+    def on_mask(self, seconds: float) -> None:
+        self._mask.observe(seconds)
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
         label = str(replica)

@@ -1,0 +1,110 @@
+"""Masks that are made beside the engine's thread: a filter that does not answer delays its own request alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from ppserve.core.request import FinishReason
+from ppserve.errors import AnswerImpossible, PpserveError
+from ppserve.head.engine.background_masks import MAX_KEPT, BackgroundMasks, MaskThreads
+from ppserve.head.engine.streams import OpenRequest
+from ppserve.tokenizer import no_tokenizer
+from tests.core.scheduling.rig import a_request
+from tests.head.engine.replica_rig import EngineRig, Reader
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class Woken:
+    """What the threads told: the engine's part, without an engine."""
+
+    masks: list[float] = field(default_factory=list)
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def wait(self) -> None:
+        assert self.turn.acquire(timeout=LIMIT_S), "the engine was not woken"
+
+
+@pytest.fixture
+def woken() -> Woken:
+    return Woken()
+
+
+@pytest.fixture
+def threads(woken: Woken) -> Iterator[MaskThreads]:
+    threads = MaskThreads(woken.turn.release, woken.masks.append)
+    yield threads
+    threads.close()
+
+
+@dataclass
+class Gated:
+    """A filter that answers once the gate is open; it must not be asked by two threads at once."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        assert self.lock.acquire(blocking=False), "two threads at once"
+        try:
+            self.asked.append(tuple(output_ids))
+            assert self.gate.wait(LIMIT_S)
+            if len(output_ids) == 3:
+                raise PpserveError("three are too many")
+            return b"\xff"
+        finally:
+            self.lock.release()
+
+
+def test_a_slow_filter_delays_its_own_request_alone(woken: Woken, threads: MaskThreads) -> None:
+    rig, gated = EngineRig("", max_num_seqs=4), Gated()
+    rig.request_queue.new_masks = threads.source
+    slow = Reader()
+    opened = OpenRequest(a_request("slow", max_tokens=3, num_sequences=2), slow.push, no_tokenizer(), (), gated)
+    queued = rig.engine.submit(opened)
+    rig.engine.turn()
+    queued.result(0)
+    rig.finish(rig.open(a_request("other", max_tokens=9)))
+    assert not slow.outputs
+    gated.gate.set()
+    while not opened.is_complete:
+        if not rig.compute_next():
+            woken.wait()
+            rig.engine.turn()
+    ends = [output for output in slow.outputs if output.finish]
+    assert [output.finish for output in ends] == [FinishReason.MAX_TOKENS] * 2
+    assert len(woken.masks) == len(gated.asked) >= 5
+    assert all(seconds >= 0 for seconds in woken.masks)
+
+
+def test_what_a_filter_raises_ends_the_request_of_its_sequence(woken: Woken, threads: MaskThreads) -> None:
+    rig, gated, reader = EngineRig(""), Gated(), Reader()
+    rig.request_queue.new_masks = threads.source
+    gated.gate.set()
+    opened = OpenRequest(a_request("r", max_tokens=9), reader.push, no_tokenizer(), (), gated)
+    rig.engine.submit(opened)
+    rig.engine.turn()
+    while not opened.is_complete:
+        if not rig.compute_next():
+            woken.wait()
+            rig.engine.turn()
+    assert [output.token_id is not None for output in reader.outputs] == [True] * 3 + [False]
+    assert isinstance(reader.outputs[-1].error, AnswerImpossible)
+    rig.finish(rig.open(a_request("other")))
+
+
+def test_masks_that_nobody_fetches_are_not_kept(woken: Woken, threads: MaskThreads) -> None:
+    gated = Gated()
+    gated.gate.set()
+    masks = BackgroundMasks(gated, threads)
+    for token_id in range(MAX_KEPT + 5):
+        assert masks.find((token_id,)) is None
+        woken.wait()
+    assert masks.find((0,)) is None, "it is made again"
+    assert masks.find((MAX_KEPT,)) is not None

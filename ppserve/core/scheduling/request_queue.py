@@ -24,7 +24,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fair_queue import FairQueue
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
-from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
+from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup, TextRule
 from ppserve.core.scheduling.throughput import Throughput
 from ppserve.core.scheduling.token_filter import ImmediateMasks, MaskSource, TokenFilter
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
@@ -90,15 +90,21 @@ class RequestQueue:
 
     # Requests
 
-    def submit(self, request: Request, now: float, token_filter: TokenFilter | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        now: float,
+        token_filter: TokenFilter | None = None,
+        text_rule: TextRule | None = None,
+    ) -> None:
         """Admit or queue a request. Raises InvalidRequest, DeadlinePassed or Overloaded. token_filter: the rule
-        that its answers must obey."""
+        that its answers must obey. text_rule: decides whether their text ends them."""
         config = self._schedulers[0].config
         num_blocks = min(scheduler.num_blocks for scheduler in self._schedulers)
         check_possible(request, config, num_blocks)
         self.admit(now)
         masks = None if token_filter is None else self.new_masks(token_filter)
-        group = SequenceGroup(request, self._next_sequence_id, config, now, masks)
+        group = SequenceGroup(request, self._next_sequence_id, config, now, masks, text_rule)
         tokens_ahead = self.queue.tokens_ahead(request)
         self.queue.push(group)
         self._retry_admission()
@@ -122,16 +128,6 @@ class RequestQueue:
         """End a request. Nothing happens if it is unknown or has ended."""
         group = self.groups.get(request_id)
         return [] if group is None else self._end_request(group, reason)
-
-    def stop(self, request_id: str, index: int, reason: FinishReason) -> SequenceEvent | None:
-        """End one of a request's answers. Returns the event that is its end; None if it has had that, or the
-        request is unknown."""
-        group = self.groups.get(request_id)
-        ending = [] if group is None else [s for s in group.live if s.index == index]
-        if group is None or not ending:
-            return None
-        (sequence,) = ending
-        return self._end(group, sequence, reason)
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End every request whose deadline has passed."""

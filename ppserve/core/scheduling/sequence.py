@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -58,6 +59,11 @@ EndCause = FinishReason | RequestError
 """Why a sequence ends: its answer is complete, or its request has failed."""
 
 
+TextRule = Callable[[int, int, FinishReason | None], FinishReason | None]
+"""Reads the next token of one of a request's answers: (the answer's index, the token, why it ends the answer, its
+text aside). Returns why it ends the answer, its text included. It is called once for each token, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
     """A token of a sequence, its end, or both."""
@@ -93,8 +99,10 @@ class Sequence:
         index: int,
         config: SchedulerConfig,
         masks: MaskSource | None = None,
+        text_rule: TextRule | None = None,
     ) -> None:
         self.id = sequence_id
+        self._text_rule = text_rule
         self.masks = masks
         self._found_masks: dict[tuple[int, ...], bytes | None] = {}  # by draft tokens after the known ones
         self.request = request
@@ -279,7 +287,8 @@ class Sequence:
             self._found_masks = {ids[1:]: mask for ids, mask in found if ids[:1] == (token_id,)}
             self.awaits_mask = True
         self._next_draw = self._next_draw.after((token_id,))
-        return self._end_after(token_id)
+        finish = self._end_after(token_id)
+        return finish if self._text_rule is None else self._text_rule(self.index, token_id, finish)
 
     def _end_after(self, token_id: int) -> FinishReason | None:
         return self.request.end_after(self.num_generated, token_id, self._eos_ids)
@@ -311,11 +320,13 @@ class SequenceGroup:
         config: SchedulerConfig,
         submitted_s: float,
         masks: MaskSource | None = None,
+        text_rule: TextRule | None = None,
     ) -> None:
         """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
         self.request = request
         self.sequences = [
-            Sequence(first_id + i, request, index, config, masks) for i, index in enumerate(request.indices)
+            Sequence(first_id + i, request, index, config, masks, text_rule)
+            for i, index in enumerate(request.indices)
         ]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time

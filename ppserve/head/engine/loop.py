@@ -95,7 +95,7 @@ class Engine(threading.Thread):
         self._on_end = on_end
         # Functions that other threads want called, and their results.
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        self._streams = OpenStreams(self.request_queue, on_output, hand_over)
+        self._streams = OpenStreams(on_output, hand_over)
         self._stopping = self._ended = False
 
     # ---- for other threads ----
@@ -255,7 +255,7 @@ class Engine(threading.Thread):
             return
         if not self.formed.done():
             raise Draining("the server is not serving")
-        self.request_queue.submit(opened.request, now_s, opened.token_filter)
+        self.request_queue.submit(opened.request, now_s, opened.token_filter, opened.text_rule)
         self._streams.open(opened)
 
     # ---- replicas ----

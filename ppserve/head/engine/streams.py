@@ -5,14 +5,14 @@ Every protocol under `head/api` makes its messages from `TokenOutput`s.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ppserve.answers import Timings
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.sequence import SequenceEvent, TextRule
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.tokenizer import Detokenizer, Tokenizer
@@ -54,7 +54,7 @@ class SequenceProgress:
         self.last_token_s: float | None = None
         self.gap_s: float | None = None  # between its last two tokens
         self.num_tokens = 0
-        self.has_ended = False
+        self.readings: deque[ReadToken] = deque()  # of tokens whose events are not outputs yet
 
     def note_token(self, now_s: float) -> None:
         self.num_tokens += 1
@@ -73,9 +73,8 @@ class SequenceProgress:
             return FinishReason.STOP_STRING, piece.matched, piece.text
         return finish, matched, piece.text
 
-    def end(self, finish: FinishReason) -> str:
+    def end(self) -> str:
         """Returns the text that the detokenizer held back."""
-        self.has_ended = True
         return self._detokenizer.finish()
 
 
@@ -137,7 +136,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """What an event brings the caller. A stop string in its text ends it, whatever the event says."""
+        """What an event brings the caller."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s
@@ -167,11 +166,25 @@ class OpenRequest:
         if event.token_id is not None:
             self.num_tokens += 1
             progress.note_token(now_s)
-            finish, matched, text = progress.read(event.finish, event.token_id)
+            if progress.readings:
+                finish, matched, text = progress.readings.popleft()
+            else:
+                finish, matched, text = progress.read(event.finish, event.token_id)
+            assert finish is event.finish, "the event is the end"
         if finish is not None:
             self._num_ended += 1
-            text += progress.end(finish)
+            text += progress.end()
         return finish, matched, text
+
+    @property
+    def text_rule(self) -> TextRule | None:
+        """Decides whether a token's text ends its answer; None if no text can."""
+        return self._end_of_text if self.request.stop.stop else None
+
+    def _end_of_text(self, index: int, token_id: int, finish: FinishReason | None) -> FinishReason | None:
+        progress = self.progress(index)
+        progress.readings.append(progress.read(finish, token_id))
+        return progress.readings[-1][0]
 
     def fail(self, error: RequestError) -> TokenOutput:
         """The whole request ends with `error`."""
@@ -208,12 +221,11 @@ HandOver = Callable[[Callable[[], None]], object]
 class OpenStreams:
     """The streams of all open requests. The scheduler's events become outputs, delivered together.
 
-    Tokens become text after the turn's plans were sent, as stages may wait for these.
-    A token that may end its sequence becomes text at once: the next plan depends on it.
+    Tokens become text after the turn's plans were sent, as stages may wait for these. Where a stop string may end
+    a sequence they do at once, in the scheduler's call of `OpenRequest.text_rule`: the next plan depends on it.
     """
 
-    def __init__(self, request_queue: RequestQueue, on_output: OnOutput, hand_over: HandOver) -> None:
-        self._request_queue = request_queue
+    def __init__(self, on_output: OnOutput, hand_over: HandOver) -> None:
         self._on_output = on_output
         self._hand_over = hand_over
         self._open: dict[str, OpenRequest] = {}
@@ -231,7 +243,7 @@ class OpenStreams:
         for event in events:
             self._events.append(event)
             opened = self._open.get(event.request_id)
-            if opened is None or event.is_terminal or opened.request.stop.stop:
+            if opened is None or event.is_terminal:
                 self.publish(now_s)
 
     def publish(self, now_s: float) -> None:
@@ -242,15 +254,9 @@ class OpenStreams:
 
     def _publish_event(self, event: SequenceEvent, now_s: float) -> None:
         opened = self._open.get(event.request_id)
-        if opened is None or opened.progress(event.index).has_ended:
-            return  # a step may bring several tokens; a stop string may end at the first
-        output = opened.output(event, now_s)
-        if output.finish is FinishReason.STOP_STRING and not event.is_terminal:
-            # `output` tells two events at once: the token's, and this end. There is none where a later token of
-            # the same step has ended the sequence; that token is not told.
-            end = self._request_queue.stop(event.request_id, event.index, output.finish)
-            assert end is None or end.finish is output.finish
-        self.add_output(opened, output, now_s)
+        if opened is None:
+            return
+        self.add_output(opened, opened.output(event, now_s), now_s)
         if opened.is_complete:
             del self._open[event.request_id]
 

@@ -16,7 +16,7 @@ from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
-from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, TextRule
 from ppserve.core.scheduling.speculation import DraftToken, PromptLookup
 from ppserve.core.scheduling.token_filter import ImmediateMasks
 from ppserve.errors import Overloaded
@@ -38,6 +38,7 @@ class SchedulerRig:
     requests: dict[str, Request] = field(default_factory=dict)
     filters: dict[str, MadeUpFilter] = field(default_factory=dict)  # by request
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
+    stopping: set[tuple[str, int]] = field(default_factory=set)
     num_draft_tokens: int = 0  # sent
     num_ahead: int = 0  # steps sent ahead
 
@@ -59,7 +60,7 @@ class SchedulerRig:
 
     def submit(self, request: Request, token_filter: MadeUpFilter | None = None) -> bool:
         try:
-            self.request_queue.submit(request, self.now, token_filter)
+            self.request_queue.submit(request, self.now, token_filter, self._text_rule(request.id))
         except Overloaded:
             return False
         if token_filter is not None:
@@ -89,9 +90,14 @@ class SchedulerRig:
         return self.tell(self.request_queue.commit(self.scheduler, result, self.now))
 
     def stop(self, request_id: str, index: int) -> None:
-        """The answer's text has a stop string, which only the engine sees."""
-        end = self.request_queue.stop(request_id, index, FinishReason.STOP_STRING)
-        self.tell([] if end is None else [end])
+        """The answer's next token completes a stop string."""
+        self.stopping.add((request_id, index))
+
+    def _text_rule(self, request_id: str) -> TextRule:
+        def read(index: int, token_id: int, finish: FinishReason | None) -> FinishReason | None:
+            return FinishReason.STOP_STRING if (request_id, index) in self.stopping else finish
+
+        return read
 
     def check(self) -> None:
         """What must hold between any two calls; for a rig that has its request queue alone."""

@@ -211,8 +211,9 @@ def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
         rig.submit(a_request(f"r{i}", num_prompt=10, max_tokens=500))
         fill(rig)
         rig.now += 0.1
+        rig.stop(f"r{i}", 0)
         (event,) = rig.commit_one()
-        rig.stop(event.request_id, event.index)
+        assert event.finish is FinishReason.STOP_STRING
     rig.submit(a_request("running", num_prompt=10, max_tokens=500))
     rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
     # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.

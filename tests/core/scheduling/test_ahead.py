@@ -144,7 +144,7 @@ def test_nothing_is_sent_ahead_of_a_place_that_becomes_free() -> None:
 
 
 def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> None:
-    """A stop string ends an answer when steps are in flight; one of them fills a block that was published."""
+    """A caller leaves when steps are in flight; one of them fills a block that was published."""
     rig = a_rig_ahead(block_size=1, prefix_cache=True)
     rig.submit(a_request("a", num_prompt=4, max_tokens=30))
     rig.turn()
@@ -152,7 +152,7 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     fill(rig)
     (sequence,) = rig.scheduler._running.values()
     assert sequence.num_published == len(sequence.token_ids)
-    rig.stop("a", 0)
+    rig.tell(rig.request_queue.abort("a", FinishReason.CANCELLED))
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))
     rig.finish()

@@ -69,3 +69,20 @@ def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs:
     events = rig.request_queue.commit(rig.scheduler, result, 0.0)
     assert [type(event.error) for event in events] == [RequestFailed, RequestFailed]
     assert not rig.has_work
+
+
+@pytest.mark.parametrize("finish", [FinishReason.MAX_TOKENS, FinishReason.EOS])
+def test_a_stop_string_that_ends_on_the_last_token_is_what_ends_the_answer(finish: FinishReason) -> None:
+    """What ends an answer is decided once, where its token is committed."""
+    rig = a_rig()
+    stop = StopConditions(500 if finish is FinishReason.EOS else 4)
+    request = next(r for i in range(99) if expected_answer(r := a_request(f"r{i}", stop=stop)).finish is finish)
+    num_tokens = len(expected_answer(request).token_ids)
+    rig.submit(request)
+    while len(rig.events[request.id, 0]) < num_tokens - 1:
+        rig.turn()
+    rig.stop(request.id, 0)
+    rig.drain()
+    end = rig.events[request.id, 0][-1]
+    assert (end.finish, end.offset) == (FinishReason.STOP_STRING, num_tokens - 1)
+    assert end.token_id == expected_answer(request).token_ids[-1]

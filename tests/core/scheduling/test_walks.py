@@ -113,10 +113,11 @@ def walk(
         elif action < 0.62:
             rig.schedule_one()
         elif rig.pipeline.num_in_flight:
-            last = {(event.request_id, event.index): event for event in rig.commit_one()}
-            for event in last.values():
-                if not event.is_terminal and rng.random() < 0.01:
-                    rig.stop(event.request_id, event.index)
+            running = list(rig.scheduler._running.values())
+            if running and rng.random() < 0.03:
+                stopping = rng.choice(running)
+                rig.stop(stopping.request.id, stopping.index)
+            rig.commit_one()
         rig.check()
     rig.drain()
     return rig

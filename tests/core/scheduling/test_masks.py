@@ -12,7 +12,7 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.token_filter import Mask, TokenFilter, make_mask, packed_mask
 from ppserve.errors import AnswerImpossible, PpserveError, RequestError, RequestFailed
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
-from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter
+from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_answer
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,24 @@ def test_a_late_mask_delays_its_own_sequence_alone(num_stages: int) -> None:
         rig.check()
     rig.finish()
     assert sources[0].asked
+
+
+@dataclass(frozen=True)
+class FailsAfter(MadeUpFilter):
+    """Nothing may follow these tokens."""
+
+    last: tuple[int, ...] = ()
+
+    def allowed(self, output_ids: Seq[int]) -> bytes | None:
+        return packed_mask([], VOCAB_SIZE) if tuple(output_ids) == self.last else super().allowed(output_ids)
+
+
+def test_where_one_answer_of_a_request_cannot_go_on_all_of_them_end() -> None:
+    request = a_request("r", max_tokens=9, num_sequences=3)
+    held = [expected_answer(request, index, token_filter=MadeUpFilter()).token_ids[:2] for index in range(3)]
+    assert len({*held}) == 3
+    rig = a_rig(num_stages=1)
+    rig.submit(request, FailsAfter(last=held[1]))
+    rig.drain()
+    assert [type(rig.events["r", index][-1].error) for index in range(3)] == [AnswerImpossible] * 3
+    assert all(event.finish is None for events in rig.events.values() for event in events)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of th
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.model.checkpoint import MatrixInMemory
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.products import Scratch, micro_kernels
@@ -179,7 +180,10 @@ def products(rows: str, precision: tuple[str, ...], seconds: float) -> None:
         kinds = {f"{k.operation} {k.rows[-1]}x{k.panels}": k for k in micro_kernels(name, in_use(), features())}
         matrices = [torch.randn(outputs, inputs) * 0.02 for inputs, outputs in SHAPES]
         layers = {
-            label: [[PackedWeights(m, None, dtype, kind, arena) for m in matrices] for _ in range(GPT2.num_layers)]
+            label: [
+                [PackedWeights(MatrixInMemory(m), None, dtype, kind, arena) for m in matrices]
+                for _ in range(GPT2.num_layers)
+            ]
             for label, kind in kinds.items()
         }
         for num_rows in map(int, rows.split(",")):

@@ -25,6 +25,7 @@ from ppserve.core.layers import LayerSpec
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Linear, Sublayer
+from ppserve.model.checkpoint import MatrixInMemory
 from ppserve.model.decoder import Decoder
 from ppserve.model.inputs import KVCache, build_inputs
 
@@ -122,7 +123,7 @@ def _check_linear(
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
     last_N1 = torch.zeros(len(weight_NH), linear.num_inputs % 2)
     weight_NK = torch.cat([weight_NH, -weight_NH, last_N1], dim=1)
-    probe = stage.backend.linear(weight_NK, None, is_probe=True)
+    probe = stage.backend.linear(MatrixInMemory(weight_NK), None, is_probe=True)
     half_TK, last_T1 = x_TK[:, :half], x_TK[:, 2 * half :]
     x_of_probe_TK = torch.cat([half_TK, half_TK, last_T1], dim=1)
     where = stage.backend.device, stage.backend.precision.compute

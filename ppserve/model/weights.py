@@ -38,7 +38,6 @@ class StoredMatrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def four_bits(self, wanted: slice) -> FourBits | None:
-        """These outputs as stored; None unless all have 4 bits."""
         rows = self._rows(wanted)
         parts = [self._read.four_bits(f"{name}.weight", tuple(own)) for name, own in rows.items()]
         found = [part for part in parts if part is not None]

@@ -11,7 +11,7 @@ import torch
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Linear
-from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, TensorPart
+from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, MatrixInMemory, TensorPart
 from ppserve.model.checkpoint.families import FAMILIES, tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
@@ -120,10 +120,10 @@ class WholeMatrices(CpuBackend):
     """The control: asks for every matrix at once."""
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
-        return super().linear(weight_NK[:], bias_N)
+        return super().linear(MatrixInMemory(weight_NK[:]), bias_N)
 
     def lm_head(self, weight_NK: Matrix) -> Linear:
-        return super().lm_head(weight_NK[:])
+        return super().lm_head(MatrixInMemory(weight_NK[:]))
 
 
 @pytest.mark.parametrize("split", ["3", "1.5,1.5"])

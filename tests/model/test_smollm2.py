@@ -25,11 +25,11 @@ def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
         vocab_size=arch.padded_vocab_size,
         max_position_embeddings=arch.max_positions,
         hidden_size=arch.width,
-        intermediate_size=arch.inner_width,
+        intermediate_size=arch.layers[0].mlp.inner_width,
         num_hidden_layers=arch.num_layers,
         num_attention_heads=arch.num_heads,
         num_key_value_heads=arch.num_kv_heads,
-        rms_norm_eps=arch.layer_norm_epsilon,
+        rms_norm_eps=arch.final_norm.epsilon,
         tie_word_embeddings=arch.tied_embeddings,
     )
     model = transformers.LlamaForCausalLM(config).eval()

@@ -53,12 +53,30 @@ class FourBits(NamedTuple):
 
 
 class Matrix(Protocol):
-    """A weight (N, K) that a backend packs: a tensor, or a part of a checkpoint that is read when it is sliced."""
+    """A weight (N, K) that a backend packs: one in memory, or a part of a checkpoint that is read when it is
+    sliced."""
 
     @property
     def shape(self) -> Sequence[int]: ...
 
     def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
+
+    def four_bits(self, outputs: slice) -> FourBits | None:
+        """These outputs as they are stored; None unless all have 4 bits."""
+
+
+class MatrixInMemory:
+    """A `Matrix` of a tensor."""
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        self.shape = weight_NK.shape
+        self._weight_NK = weight_NK
+
+    def __getitem__(self, outputs: slice, /) -> torch.Tensor:
+        return self._weight_NK[outputs]
+
+    def four_bits(self, outputs: slice) -> FourBits | None:
+        return None
 
 
 class Checkpoint(Protocol):

@@ -83,17 +83,14 @@ class Quantized:
     def __init__(self, blocks: np.ndarray[Any, Any], kind: Type) -> None:
         self._blocks = blocks
         self._kind = kind
-        self.has_four_bits = kind in (Type.Q4_0, Type.Q4_1)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
         rows, *columns = part if isinstance(part, tuple) else (part,)
         numbers = gguf.quants.dequantize(np.ascontiguousarray(self._blocks[rows]), self._kind)
         return torch.from_numpy(numbers)[(..., *columns)]
 
-    def four_bits(self, rows: Any) -> FourBits | None:
-        """These rows as they are; None for another type."""
-        if not self.has_four_bits:
-            return None
+    def four_bits(self, rows: Any) -> FourBits:
+        """These rows as they are, of a tensor of Q4_0 or Q4_1."""
         halves = 1 if self._kind == Type.Q4_0 else 2
         blocks = np.ascontiguousarray(self._blocks[rows])
         blocks = blocks.reshape(len(blocks), -1, 2 * halves + 16)
@@ -109,19 +106,17 @@ class Quantized:
 class Interleaved:
     """Rows of queries or keys as Hugging Face has them; a `llama` GGUF interleaves the halves of each head."""
 
-    def __init__(self, numbers: Any, num_rows: int, head_size: int) -> None:
-        self._numbers = numbers
-        self.has_four_bits = getattr(numbers, "has_four_bits", False)
-        self._order = np.arange(num_rows).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
+    def __init__(self, stored: StoredTensor, head_size: int) -> None:
+        self._stored = stored
+        self._order = np.arange(stored.shape[0]).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
         rows, *columns = part if isinstance(part, tuple) else (part,)
-        found: torch.Tensor = self._numbers[(self._order[rows], *columns)]
-        return found
+        return self._stored.numbers[(self._order[rows], *columns)]
 
-    def four_bits(self, rows: Any) -> FourBits | None:
-        is_quantized = isinstance(self._numbers, Quantized)
-        return self._numbers.four_bits(self._order[rows]) if is_quantized else None
+    def four_bits(self, rows: slice) -> FourBits:
+        assert self._stored.four_bits is not None, "asked of rows in 4 bits alone"
+        return self._stored.four_bits(self._order[rows])
 
 
 def open_gguf(path: Path) -> FileCheckpoint:
@@ -141,7 +136,8 @@ def open_gguf(path: Path) -> FileCheckpoint:
 def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
     if not tensor.name.endswith(("attn_q.weight", "attn_k.weight")) or tensor.shape[0] % head_size:
         return tensor  # another shape is refused by its name
-    return replace(tensor, numbers=Interleaved(tensor.numbers, tensor.shape[0], head_size))
+    in_halves = Interleaved(tensor, head_size)
+    return replace(tensor, numbers=in_halves, four_bits=tensor.four_bits and in_halves.four_bits)
 
 
 def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTensor]) -> Architecture:
@@ -242,7 +238,8 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
         raise CheckpointError(path, problem, field=shown(tensor.name))
     blocks = content[tensor.offset : end].reshape(*outer, row_bytes)
     dtype = DTYPES_BY_TYPE.get(tensor.type)
-    numbers: Any = Quantized(blocks, Type(tensor.type))
     if dtype is not None:
-        numbers = torch.from_numpy(blocks).view(DTYPES[dtype])
-    return StoredTensor(path, tensor.name, tensor.shape, dtype or "float32", numbers)
+        return StoredTensor(path, tensor.name, tensor.shape, dtype, torch.from_numpy(blocks).view(DTYPES[dtype]))
+    quantized = Quantized(blocks, Type(tensor.type))
+    four_bits = quantized.four_bits if tensor.type in (Type.Q4_0, Type.Q4_1) else None
+    return StoredTensor(path, tensor.name, tensor.shape, "float32", quantized, four_bits=four_bits)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,12 @@ from ppserve.model.checkpoint.families import tensor_shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Numbers(Protocol):
+    """A tensor's numbers, mapped and not read: a torch tensor, or what reads them where it is sliced."""
+
+    def __getitem__(self, part: Any, /) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor in a file. Its shape and dtype are known; its numbers are in the file."""
@@ -35,10 +41,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """The type as the file names it, e.g. `float32` or `int8`."""
-    numbers: Any
-    """Mapped, not read: a torch tensor, or a slice of the safetensors reader."""
+    numbers: Numbers
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
+    four_bits: Callable[[Any], FourBits] | None = None
+    """Reads rows as they are stored, where that is in 4 bits."""
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
@@ -94,17 +101,15 @@ class FileCheckpoint:
         return stored.read(part, DTYPES[self._converted_to or stored.dtype])
 
     def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
-        read = getattr(self._stored(name).numbers, "four_bits", None)
+        read = self._stored(name).four_bits
         if read is None:
             return None
-        found: list[FourBits] = [part for own in rows if (part := read(own)) is not None]
-        return FourBits(*map(torch.cat, zip(*found, strict=True))) if found else None
+        return FourBits(*map(torch.cat, zip(*map(read, rows), strict=True)))
 
     def _has_mostly_four_bits(self) -> bool:
         """Whether `four_bits` gives most of the weights."""
-        sizes = [(tensor.numbers, math.prod(tensor.shape)) for tensor in self._tensors.values()]
-        in_four = sum(count for numbers, count in sizes if getattr(numbers, "has_four_bits", False))
-        return 2 * in_four > sum(count for _, count in sizes)
+        sizes = [(tensor.four_bits is not None, math.prod(tensor.shape)) for tensor in self._tensors.values()]
+        return 2 * sum(size for is_in_four, size in sizes if is_in_four) > sum(size for _, size in sizes)
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors[name]

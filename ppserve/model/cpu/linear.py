@@ -23,7 +23,6 @@ from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 from ppserve.model.cpu.kernels.work import LINEAR, Jobs, as_table
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
-from ppserve.model.weights import StoredMatrix
 
 OUTPUTS_MULTIPLE = 64
 """Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
@@ -62,9 +61,8 @@ class PackedWeights:
             self._bias[: self.num_outputs] = bias_N.float().numpy()
         at_once = max(PANEL, READ_BYTES // (4 * self.num_inputs) // PANEL * PANEL)
         for begin in range(0, self.num_outputs, at_once):
-            own, stored = slice(begin, min(begin + at_once, self.num_outputs)), None
-            if dtype == INT4 and isinstance(weight_NK, StoredMatrix):
-                stored = weight_NK.four_bits(own)
+            own = slice(begin, min(begin + at_once, self.num_outputs))
+            stored = weight_NK.four_bits(own) if dtype == INT4 else None
             if stored is None:
                 self._pack(begin, weight_NK[own])
             else:

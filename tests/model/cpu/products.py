@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.model.checkpoint import MatrixInMemory
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS
@@ -48,7 +49,7 @@ class Product:
 
     def __init__(self, kind: MicroKernel, precision: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.kind = kind
-        self.packed = PackedWeights(weight, bias, getattr(torch, precision), kind, Arena())
+        self.packed = PackedWeights(MatrixInMemory(weight), bias, getattr(torch, precision), kind, Arena())
 
     def __call__(self, x: Floats, cuts: tuple[int, ...] = ()) -> Floats:
         kind, weights = self.kind, self.packed.seen_by_kernels

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.model.backend import NormWeights
+from ppserve.model.checkpoint import MatrixInMemory
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena, huge_pages, start_populating
 from ppserve.model.cpu.linear import PackedLinear
@@ -71,7 +72,8 @@ def test_a_cache_takes_its_memory_at_the_start_if_asked_to() -> None:
 def test_what_the_self_test_packs_does_not_lie_among_weights() -> None:
     """There it would stay as long as they do."""
     backend = CpuBackend("float32")
-    packed = [backend.linear(torch.ones(64, 64), None, is_probe=is_probe) for is_probe in (False, True, False)]
+    ones = MatrixInMemory(torch.ones(64, 64))
+    packed = [backend.linear(ones, None, is_probe=is_probe) for is_probe in (False, True, False)]
     first, _, second = (linear.weights.panels for linear in packed if isinstance(linear, PackedLinear))
     assert second - first == 4 * 64 * 64
 
@@ -79,7 +81,9 @@ def test_what_the_self_test_packs_does_not_lie_among_weights() -> None:
 def test_logits_of_all_steps_share_their_memory() -> None:
     """If each step took its own, the heap would keep 13 MB for several numbers of rows."""
     backend = CpuBackend("float32")
-    head = backend.head(NormWeights(torch.ones(32), None, 1e-5), backend.lm_head(torch.randn(100, 32)))
+    head = backend.head(
+        NormWeights(torch.ones(32), None, 1e-5), backend.lm_head(MatrixInMemory(torch.randn(100, 32)))
+    )
     first_RV = head(torch.randn(64, 32))
     kept_RV = first_RV.clone()
     assert head(torch.randn(3, 32)).data_ptr() == first_RV.data_ptr()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ppserve.answers import Chunk, Completion, Options
     from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
+    from ppserve.grammar.structured_output import StructuredOutput
     from ppserve.library import *
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
     "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
     "ppserve.errors": "ConfigError InvalidRequest PpserveError RequestError UsageError",
+    "ppserve.grammar.structured_output": "StructuredOutput",
     "ppserve.library": """BUSY CAUSES IDLE Architecture Checkpoint Computed Decoder DeviceSetup Draw Frames
         GPT2Config Ledger Pipeline SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Stream
         TensorPart Transport

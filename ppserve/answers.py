@@ -9,6 +9,8 @@ from typing import Any, TypedDict, get_type_hints
 
 import msgspec
 
+from ppserve.grammar.structured_output import StructuredOutput
+
 Prompt = str | Sequence[int]
 """A prompt is a text or token ids."""
 Texts = str | Sequence[str]
@@ -40,6 +42,7 @@ class Options(TypedDict, total=False):
     token_ids: bool
     timings: bool
     stream_interval: int
+    structured_output: StructuredOutput
     request_id: str
     priority: int
     timeout_s: float  # for the whole call, retries included

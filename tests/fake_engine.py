@@ -25,6 +25,7 @@ from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
@@ -161,6 +162,7 @@ class FakeEngine:
     num_breaks: int = 0
     halt_after: int | None = None
     requests: list[Request] = field(default_factory=list)
+    filters: list[TokenFilter | None] = field(default_factory=list)
     refused: list[RequestError] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
@@ -173,12 +175,13 @@ class FakeEngine:
         vars(self).update(vars(FakeEngine(refused=self.refused, _runs=self._runs)))
 
     def submit(self, opened: OpenRequest) -> Future[None]:
-        return answered(lambda: self.queue_request(opened.request, opened.sink))
+        return answered(lambda: self.queue_request(opened.request, opened.sink, opened.token_filter))
 
-    def queue_request(self, request: Request, sink: Sink) -> None:
+    def queue_request(self, request: Request, sink: Sink, token_filter: TokenFilter | None = None) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
+        self.filters.append(token_filter)
         self.sinks[request.id] = sink
         self._news.set()
         if not self.by_hand:

@@ -20,10 +20,13 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 # (whole names: "ppserve.cli" does not rule "ppserve.client"). Entries add up, so a package that has one home
 # stands in the entry of that home alone.
 MAY_IMPORT: dict[str, set[str]] = {
-    "ppserve": {"ppserve.answers", "ppserve.client", "ppserve.errors", "ppserve.library"},
+    "ppserve": {
+        *("ppserve.answers", "ppserve.client", "ppserve.errors", "ppserve.library"),
+        "ppserve.grammar.structured_output",
+    },
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
-    "ppserve.answers": {"msgspec"},
+    "ppserve.answers": {"ppserve.grammar.structured_output", "msgspec"},
     "ppserve.config": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
@@ -54,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.stage.probe": {"msgspec"},
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
-        *("ppserve.answers", "ppserve.__version__"),
+        *("ppserve.answers", "ppserve.__version__", "ppserve.grammar.structured_output"),
     },
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.identity", "ppserve.process.lifetime"},
@@ -66,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.api": {"ppserve.process.limited"},
+    "ppserve.head.api.forms": {"ppserve.grammar"},
     "ppserve.head.api.template_process": {"jinja2"},
     "ppserve.head.listener": {"starlette", "uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
@@ -77,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.client": {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
+        "ppserve.grammar.structured_output",
         *("grpc", "google", "grpc_health"),
     },
     "ppserve.bench": {
@@ -256,7 +261,7 @@ BUDGET = {
     "ppserve/stage/*.py": 1_374,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_500,
-    "ppserve/head/api/**/*.py": 3_760,
+    "ppserve/head/api/**/*.py": 4_130,
     "ppserve/head/observe/*.py": 920,
     "ppserve/model/*.py": 1_800,
     "ppserve/model/compiled/*.py": 647,
@@ -269,7 +274,7 @@ BUDGET = {
     "ppserve/client/*.py": 654,
     "ppserve/bench/*.py": 824,
     "ppserve/cli/*.py": 2_400,
-    "tests/**/*.py": 35_500,
+    "tests/**/*.py": 36_100,
     "benchmarks/**/*.py": 2_744,
     "README.md": 200,
 }

@@ -15,6 +15,7 @@ from google.rpc.status_pb2 import Status
 
 from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, read_prompt
 from ppserve.errors import PpserveError, Violation
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.v1 import generation_pb2 as pb
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -54,7 +55,10 @@ def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest
     # The request is searched last: its own `stop` and `token_ids` are messages, not these options.
     homes = (request.sampling, request.stop, request.output, request)
     for name, value in options.items():
-        if name != "timeout_s":
+        if isinstance(value, StructuredOutput):
+            _fill(request.structured_output, "kind", pb.StructuredOutput.Kind.Value(value.kind.upper()), name)
+            _fill(request.structured_output, "source", value.source, name)
+        elif name != "timeout_s":
             _fill(next(home for home in homes if name in home.DESCRIPTOR.fields_by_name), name, value, name)
     return request
 

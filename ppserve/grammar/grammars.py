@@ -7,8 +7,8 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 
 from llguidance import LLTokenizer
 
@@ -27,57 +27,56 @@ MAX_BYTES = 4 << 20
 class Grammars:
     """The compiled forms of one model, the most recently used of them kept. For any threads."""
 
-    def __init__(self, vocabulary: Vocabulary, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        max_entries: int = MAX_ENTRIES,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """make_vocabulary: called once, for the first form."""
+        self._make_vocabulary = make_vocabulary
+        self._beginning = threading.Lock()
+        self._processes: LimitedProcesses | None = None
+        self._library: LLTokenizer | None = None
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(MAX_COMPILERS)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
-    @cached_property
-    def _processes(self) -> LimitedProcesses:
-        return LimitedProcesses(compiling_process.__name__, self._vocabulary.to_json())
-
-    @cached_property
-    def _library(self) -> LLTokenizer:
-        return self._vocabulary.for_library()
-
     async def compiled(self, output: StructuredOutput) -> Grammar:
         """The event loop is free meanwhile. Raises FormRefused."""
-        if (kept := self._take(output.digest())) is not None:
+        if (kept := self.kept(output)) is not None:
             return kept
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, output)
 
     def compile(self, output: StructuredOutput) -> Grammar:
         """Blocks for up to seconds. Raises FormRefused."""
-        digest = output.digest()
-        if (kept := self._take(digest)) is not None:  # another request may have asked for it meanwhile
+        if (kept := self.kept(output)) is not None:  # another request may have asked for it meanwhile
             return kept
-        grammar = Grammar(self._tried(output), self._library, len(output.source.encode()))
-        self._keep(digest, grammar)
+        processes, library = self._begun()
+        grammar = Grammar(_tried(output, processes), library, len(output.source.encode()))
+        self._keep(output.digest(), grammar)
         return grammar
 
     def close(self) -> None:
         """Ends the idle processes; the others end with this one."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._processes.close()
+        if self._processes is not None:
+            self._processes.close()
 
-    def _tried(self, output: StructuredOutput) -> str:
-        """What llguidance compiles, from a process that has done so within its limits."""
-        try:
-            answer = json.loads(self._processes.ask(json.dumps([output.kind, output.source])))
-        except OutOfTime:
-            problem = f"compiling it takes more time than the limit, {compiling_process.MAX_CPU_S:.0f} s"
-            raise FormRefused(problem) from None
-        except OutOfMemory:
-            limit = compiling_process.MAX_MEMORY_BYTES >> 20
-            raise FormRefused(f"compiling it takes more memory than the limit, {limit} MiB") from None
-        if "text" not in answer:
-            raise FormRefused(**answer)
-        return str(answer["text"])
+    def _begun(self) -> tuple[LimitedProcesses, LLTokenizer]:
+        """What every form is compiled with, made for the first."""
+        with self._beginning:
+            if self._processes is None or self._library is None:
+                vocabulary = self._make_vocabulary()
+                self._library = vocabulary.for_library()
+                self._processes = LimitedProcesses(compiling_process.__name__, vocabulary.to_json())
+            return self._processes, self._library
 
-    def _take(self, digest: str) -> Grammar | None:
+    def kept(self, output: StructuredOutput) -> Grammar | None:
+        """The form, if it is compiled."""
+        digest = output.digest()
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
@@ -91,3 +90,18 @@ class Grammars:
 
     def _bytes(self) -> int:
         return sum(grammar.source_bytes for grammar in self._kept.values())
+
+
+def _tried(output: StructuredOutput, processes: LimitedProcesses) -> str:
+    """What llguidance compiles, from a process that has done so within its limits."""
+    try:
+        answer = json.loads(processes.ask(json.dumps([output.kind, output.source])))
+    except OutOfTime:
+        problem = f"compiling it takes more time than the limit, {compiling_process.MAX_CPU_S:.0f} s"
+        raise FormRefused(problem) from None
+    except OutOfMemory:
+        limit = compiling_process.MAX_MEMORY_BYTES >> 20
+        raise FormRefused(f"compiling it takes more memory than the limit, {limit} MiB") from None
+    if "text" not in answer:
+        raise FormRefused(**answer)
+    return str(answer["text"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ppserve.errors import PpserveError
 
@@ -12,6 +12,7 @@ MAX_SOURCE_BYTES = 1 << 18
 """The most that a form may have, as UTF-8 text."""
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)

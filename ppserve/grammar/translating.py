@@ -42,6 +42,8 @@ def translate(output: StructuredOutput) -> str:
     if size > MAX_SOURCE_BYTES:
         raise FormRefused(f"it has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
     match output.kind:
+        case "json_object" if output.source:
+            raise FormRefused("json_object has no source")
         case "json_object":
             return _from_schema({"type": "object"})
         case "json_schema":

@@ -161,8 +161,7 @@ class HeadProcess:
         await self._open(servers, handler)
         await self._report_health(handler)
         await servers.close(self._begin_draining(), self._stop_now)
-        if handler.template is not None:
-            handler.template.close()
+        handler.close()
 
     def _make_handler(self) -> RequestHandler:
         settings = self._config.server

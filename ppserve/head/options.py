@@ -1,6 +1,6 @@
 """The table of a request's options: the name, type, range and meaning of each, for every protocol.
 
-Commands import it too, so it imports nothing but limits.
+Commands import it too, so it imports nothing but limits and the record of a form.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.limits import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
 
 
@@ -91,6 +92,7 @@ class GenerationOptions:
     echo: bool | None = _option("output", "The text begins with the prompt.", False)
     token_ids: bool | None = _option("output", "Tokens are listed with their ids.", False)
     timings: bool | None = _option("output", "The end tells where the time went.", False)
+    structured_output: StructuredOutput | None = _option("", "The text has this form.")  # noqa: RUF009
     priority: int | None = _option("", "A request with a lower one is admitted earlier.", 0)
     resume_index: int | None = _option("", "The sequence that is resumed.")
     resume_ids: Sequence[int] | None = _option("", "The tokens of the resumed sequence that the caller holds.", ())

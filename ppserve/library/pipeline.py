@@ -21,6 +21,7 @@ from ppserve.core.figures import table
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
 from ppserve.head.api.call import Call
+from ppserve.head.api.forms import Forms
 from ppserve.head.api.requests import echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import (
@@ -143,8 +144,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         try:
             self.model, self._tokenizer = self._wait_until_formed(config)
         except BaseException:
-            self.close()
+            self._end()
             raise
+        self._forms = Forms(self._tokenizer, self.model)
+        self._end_forms = weakref.finalize(self, self._forms.close)
 
     def _wait_until_formed(self, config: cfg.ServeConfig) -> tuple[ModelDescription, Tokenizer]:
         engine = self._engine
@@ -178,14 +181,16 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
         given = cast(Options, read_options(options))
         name = given.get("request_id", "")
-        asked, requests = generation_options(given), {}
+        asked, requests, filters = generation_options(given), {}, {}
         for place, prompt in enumerate(prompts):
             call = Call.begin({}, b"", "", has_keys=False).within(given.get("timeout_s"))
             ids = encode("prompt", [prompt], self._tokenizer, self.model) if isinstance(prompt, str) else prompt
             request = to_request(asked, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = RequestStream(request, echo(prompt, request, self._tokenizer))
-        return Stream(self._running, self._tokenizer, requests)
+            if asked.structured_output is not None:
+                filters[own_name] = self._forms.filter_at_once(asked.structured_output)
+        return Stream(self._running, self._tokenizer, requests, filters)
 
     # ---- what it says ----
 
@@ -216,6 +221,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def close(self) -> None:
         """End every stream that is open, and all threads. It may be called twice."""
         self._end()
+        self._end_forms()
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -254,6 +260,7 @@ def generation_options(given: Options) -> GenerationOptions:
         token_ids=given.get("token_ids"),
         timings=given.get("timings"),
         stream_interval=given.get("stream_interval"),
+        structured_output=given.get("structured_output"),
         priority=given.get("priority"),
     )
 

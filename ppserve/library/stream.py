@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, RequestStream, Score
 from ppserve.head.engine.loop import Engine
@@ -26,10 +27,15 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
     """
 
     def __init__(
-        self, running: Callable[[], Engine], tokenizer: Tokenizer, requests: Mapping[str, RequestStream]
+        self,
+        running: Callable[[], Engine],
+        tokenizer: Tokenizer,
+        requests: Mapping[str, RequestStream],
+        filters: Mapping[str, TokenFilter],
     ) -> None:
         """Queues the requests, under the names that their chunks have. Raises RequestError if one is refused, and
-        ends the others. running: a pipeline's method, which must not end before its streams."""
+        ends the others. running: a pipeline's method, which must not end before its streams. filters: of the
+        requests' answers, by name."""
         self._running = running
         self._tokenizer = tokenizer
         self._open: dict[str, RequestStream] = {}
@@ -40,7 +46,10 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         try:
             for name, pending in requests.items():
                 self._open[name] = pending
-                self._engine.submit(OpenRequest(pending.request, _sink(name, self._news), tokenizer)).result()
+                opened = OpenRequest(
+                    pending.request, _sink(name, self._news), tokenizer, token_filter=filters.get(name)
+                )
+                self._engine.submit(opened).result()
         except BaseException:
             self.close()
             raise

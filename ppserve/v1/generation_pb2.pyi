@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "stop", "output", "resume", "urgency", "priority")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "stop", "output", "resume", "urgency", "priority", "structured_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     URGENCY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -27,7 +28,30 @@ class GenerateRequest(_message.Message):
     resume: ResumeFrom
     urgency: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., urgency: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    structured_output: StructuredOutput
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., urgency: _Optional[int] = ..., priority: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
+
+class StructuredOutput(_message.Message):
+    __slots__ = ("kind", "source")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[StructuredOutput.Kind]
+        JSON_OBJECT: _ClassVar[StructuredOutput.Kind]
+        JSON_SCHEMA: _ClassVar[StructuredOutput.Kind]
+        REGEX: _ClassVar[StructuredOutput.Kind]
+        CHOICE: _ClassVar[StructuredOutput.Kind]
+        GRAMMAR: _ClassVar[StructuredOutput.Kind]
+    KIND_UNSPECIFIED: StructuredOutput.Kind
+    JSON_OBJECT: StructuredOutput.Kind
+    JSON_SCHEMA: StructuredOutput.Kind
+    REGEX: StructuredOutput.Kind
+    CHOICE: StructuredOutput.Kind
+    GRAMMAR: StructuredOutput.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    kind: StructuredOutput.Kind
+    source: str
+    def __init__(self, kind: _Optional[_Union[StructuredOutput.Kind, str]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -223,11 +223,11 @@ def test_a_full_server_is_asked_again() -> None:
     class FullTwice(FakeEngine):
         refusals = 2
 
-        def queue_request(self, request: object, sink: object) -> None:
+        def queue_request(self, request: object, sink: object, token_filter: object = None) -> None:
             if self.refusals:
                 self.refusals -= 1
                 raise Overloaded("the queue is full", 0.001)
-            super().queue_request(request, sink)
+            super().queue_request(request, sink, token_filter)
 
     with served_in_thread(FullTwice()) as target, Client(target, retry=QUICK) as client:
         assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"

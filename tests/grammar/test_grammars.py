@@ -16,7 +16,7 @@ from tests.grammar.words import BYTES, fits
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(BYTES, max_entries=2, max_bytes=100)
+    made = Grammars(lambda: BYTES, max_entries=2, max_bytes=100)
     yield made
     made.close()
 
@@ -25,7 +25,7 @@ async def test_a_form_is_compiled_once(grammars: Grammars, monkeypatch: pytest.M
     form = StructuredOutput("regex", "a|b")
     grammar = await grammars.compiled(form)
     assert fits(grammar, "b")
-    monkeypatch.setattr(grammars, "_tried", lambda _: pytest.fail("it is compiled twice"))
+    monkeypatch.setattr(grammars, "_begun", lambda: pytest.fail("it is compiled twice"))
     assert await grammars.compiled(StructuredOutput("regex", "a|b")) is grammar
     assert grammars.compile(form) is grammar
 
@@ -75,7 +75,8 @@ def test_a_refusal_names_the_limit_that_ended_the_process(
     def ended(question: str) -> str:
         raise error
 
-    monkeypatch.setattr(grammars._processes, "ask", ended)
+    processes, _ = grammars._begun()
+    monkeypatch.setattr(processes, "ask", ended)
     with pytest.raises(FormRefused, match=limit):
         grammars.compile(StructuredOutput("regex", "a"))
     assert (compiling_process.MAX_CPU_S, compiling_process.MAX_MEMORY_BYTES) == (2, 1 << 30)

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.forms import Forms
 from ppserve.head.api.requests import Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import ModelDescription, Topology, describe_topology
@@ -58,6 +60,7 @@ class RequestHandler:
         self.tokenizer = tokenizer
         self.keys = keys
         self.template = template
+        self._forms = Forms(tokenizer, description)
         self._count_refusal = count_refusal
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
@@ -96,25 +99,28 @@ class RequestHandler:
                 await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt
             )
             request = to_request(given, prompt_ids, self.description, call)
+            token_filter: TokenFilter | None = None
+            if given.structured_output is not None:
+                token_filter = await self._forms.filter_of(given.structured_output, request.resume_ids, call)
             if self._draining:
                 raise Draining("the server is shutting down")
         stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error)
         self._streams[stream] = call
         self._idle.clear()
         try:
-            await self._submit(stream)
+            await self._submit(stream, token_filter)
             yield stream
         finally:
             self._close(stream)
         end = "answered" if stream.is_complete else "cancelled"
         log.info("request %s: %s", call.request_id, end, extra=call.trace | {"caller": call.caller})
 
-    async def _submit(self, stream: RequestStream) -> None:
+    async def _submit(self, stream: RequestStream, token_filter: TokenFilter | None) -> None:
         request, eos_ids = stream.request, self.description.architecture.eos_ids
         length = _HELD_COSTS * len(request.resume_ids)
         with self.counting_refusals():
             opened = await run_in_thread_if_long(
-                length, lambda: OpenRequest(request, stream.push, self.tokenizer, eos_ids)
+                length, lambda: OpenRequest(request, stream.push, self.tokenizer, eos_ids, token_filter)
             )
             await asyncio.wrap_future(self._engine.submit(opened))
 
@@ -166,6 +172,12 @@ class RequestHandler:
             log.warning("ended %d streams that were still running", len(self._streams))
         for stream in self._streams:
             stream.fail(Draining("the server shut down before this request was through"))
+
+    def close(self) -> None:
+        """Ends the processes that work for requests. None is open any more."""
+        self._forms.close()
+        if self.template is not None:
+            self.template.close()
 
     # ---- text and tokens ----
 

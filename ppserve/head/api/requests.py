@@ -53,6 +53,7 @@ def to_request(
         _wrong_numbers(given, description.limits),
         _wrong_bias(given, description),
         _wrong_stop(given, description),
+        _wrong_form(given, description),
         _wrong_resume(given, room, description),
     )
     return _resolved(given, ids, room, call)
@@ -220,6 +221,23 @@ def _wrong_stop(given: GenerationOptions, description: ModelDescription) -> Iter
                 yield Violation(f"stop.stop[{place}]", "empty")
             yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
     yield from _wrong_ids("stop.stop_token_ids", ids, limits.max_stop_token_ids, description)
+
+
+def _wrong_form(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
+    """A form says itself where an answer may end. What the form is, `forms` judges."""
+    if given.structured_output is None:
+        return
+    yield from _mute("structured_output", True, description)
+    if not description.architecture.eos_ids:
+        yield Violation(
+            "structured_output", "this model has no end-of-text token, so no answer of a form could end"
+        )
+    if given.ignore_eos:
+        yield Violation(
+            "stop.ignore_eos", "not together with a form: end-of-text is what may follow a complete answer"
+        )
+    if given.min_tokens:
+        yield Violation("stop.min_tokens", "not together with a form: it may be complete earlier")
 
 
 def _wrong_resume(given: GenerationOptions, room: int, description: ModelDescription) -> Iterator[Violation]:

@@ -12,6 +12,7 @@ import pytest
 from ppserve.answers import Options, read_options
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import MAX_VIOLATIONS, InvalidRequest
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Resume
 from ppserve.head.api.http.chat import ChatBody
@@ -160,6 +161,8 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     """A field of a misspelt name would be ignored without a word."""
     assert set(Options.__annotations__) - set(NAMES) == {"request_id", "timeout_s"}
     own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids", "best_of"}
+    own |= {"response_format", "structured_outputs", "guided_json", "guided_regex"}
+    own |= {"guided_choice", "guided_grammar"}
     assert set(GenerationBody.__struct_fields__) - set(NAMES) == own
     assert set(CompletionBody.__struct_fields__) - set(NAMES) == own | {"prompt"}
     chats = {
@@ -179,7 +182,7 @@ VALUES: dict[str, Any] = {
     "stream_interval": 3, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "logit_bias": {5: 1.0}, "stop": ["x"],
     "stop_token_ids": [3], "ignore_eos": True, "include_stop": True, "echo": True, "token_ids": True,
     "timings": True, "priority": 2, "resume_index": 0, "resume_ids": [1], "truncate_prompt_tokens": 3,
-    "add_special_tokens": False,
+    "add_special_tokens": False, "structured_output": StructuredOutput("regex", "a"),
 }  # fmt: skip
 
 

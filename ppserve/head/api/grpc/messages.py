@@ -6,6 +6,8 @@ from google.protobuf.message import Message
 
 from ppserve.answers import Timings
 from ppserve.core.request import Request
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.grammar.structured_output import KINDS, StructuredOutput
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.options import GenerationOptions, names_of
@@ -41,10 +43,19 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
         timings=output.timings or None,
         stream_interval=output.stream_interval or None,
         priority=message.priority - message.urgency,
+        structured_output=_form(message.structured_output) if message.HasField("structured_output") else None,
         resume_index=resume.index if is_resumed else None,
         resume_ids=resume.generated_token_ids if is_resumed else None,
     )
     return options, message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
+
+
+def _form(message: pb.StructuredOutput) -> StructuredOutput:
+    """Raises InvalidRequest for a kind that does not exist."""
+    kind = next((kind for kind in KINDS if pb.StructuredOutput.Kind.Value(kind.upper()) == message.kind), None)
+    if kind is None:
+        raise InvalidRequest([Violation("structured_output.kind", f"{message.kind} is no kind of form")])
+    return StructuredOutput(kind, message.source)
 
 
 def _check_proto() -> None:

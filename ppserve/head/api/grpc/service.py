@@ -22,7 +22,8 @@ class GenerationService:
         self._handler = handler
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
-        given, prompt = request_options(message)
+        with self._handler.counting_refusals():
+            given, prompt = request_options(message)
         async with self._handler.generate(given, prompt, call) as stream:
             async for _, delta in deltas_of([stream]):
                 yield delta_message(delta, stream.request, call.request_id, self._handler.tokenizer)

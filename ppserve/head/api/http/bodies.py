@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import quote
 
@@ -17,8 +18,17 @@ import msgspec
 from starlette.requests import Request
 
 from ppserve.errors import InvalidRequest, Violation, refuse
+from ppserve.head.api.http.forms import (
+    AskedForm,
+    JsonValue,
+    ResponseFormat,
+    StructuredOutputs,
+    of_kinds,
+    of_response_format,
+    of_structured_outputs,
+)
 from ppserve.head.api.http.responses import HttpError
-from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, Neutral, asks
+from ppserve.head.api.http.unserved import FORMS, OF_BOTH, OF_COMPLETIONS, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, outside
 from ppserve.head.api.stream import AT_THE_END
@@ -35,8 +45,8 @@ DEFAULT_MAX_TOKENS = 16
 MIN_SEED, ALL_TOKENS = -(2**63), -1
 
 _GZIP = ("gzip", "x-gzip")
-# Templates show what is in these, as it is.
-_SHOWN = ("messages", "documents", "chat_template_kwargs")
+# Templates show what is in these, as it is, and so do answers what is in a schema.
+_SHOWN = ("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json")
 _PATH = re.compile(r"\$\.?([^`]*)`$")
 _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
 
@@ -76,7 +86,7 @@ class StreamOptions(msgspec.Struct):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
-class GenerationBody(Body, kw_only=True):
+class GenerationBody(Body, kw_only=True, dict=True):
     """What completions and chats share, named as in the proto where that has it."""
 
     unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
@@ -110,6 +120,27 @@ class GenerationBody(Body, kw_only=True):
     priority: int | None = None
     request_id: str | None = None
     resume: Resume | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonValue | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @cached_property
+    def forms(self) -> tuple[AskedForm, ...]:
+        """The forms that the answers should have: at most one can be served. Raises InvalidRequest."""
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        return (
+            *of_response_format(self.response_format),
+            *of_structured_outputs(self.structured_outputs),
+            *of_kinds("guided_", *guided),
+        )
+
+    def keep(self, given: dict[str, Any]) -> None:
+        # Here, as a long body is read in a thread.
+        others = self.forms[1:]
+        refuse(Violation(other.field, f"not together with {self.forms[0].field}") for other in others)
 
     def violations(self) -> Iterator[Violation]:
         """The mistakes that types do not show, and those in what only this protocol allows."""
@@ -150,6 +181,7 @@ class GenerationBody(Body, kw_only=True):
             include_stop=self.include_stop,
             token_ids=self.token_ids,
             priority=self.priority,
+            structured_output=self.forms[0].output if self.forms else None,
             resume_index=None if resume is None else resume.index,
             resume_ids=None if resume is None else resume.token_ids,
             add_special_tokens=self.add_special_tokens,
@@ -164,6 +196,7 @@ class GenerationBody(Body, kw_only=True):
             "output.prompt_logprobs": "logprobs",
             "stop.include_stop": "include_stop_str_in_output",
             "resume.generated_token_ids": "resume.token_ids",
+            "structured_output": self.forms[0].field if self.forms else "",
         }
 
 
@@ -279,8 +312,9 @@ def to_body(given: dict[str, Any], kind: type[B]) -> B:
     """Make a body of a JSON object, and check it. Raises InvalidRequest, naming the field that is wrong."""
     asked = (name for name, neutral in kind.unserved.items() if asks(given.get(name), neutral))
     refuse(Violation(name, "not served") for name in asked)
+    said = {name: value for name, value in given.items() if name not in FORMS or asks(value, FORMS[name])}
     try:
-        body = msgspec.convert(given, kind, str_keys=True)
+        body = msgspec.convert(said, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise InvalidRequest([_violation(str(error))]) from error
     refuse(body.violations())

@@ -124,6 +124,7 @@ class ChatBody(GenerationBody, kw_only=True):
         return names | newer
 
     def keep(self, given: dict[str, Any]) -> None:
+        super().keep(given)
         for message, own in zip(self.messages, given["messages"], strict=True):
             message.given = own
 

@@ -88,8 +88,8 @@ strange = (
 @given(requests)
 @quick
 def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) -> None:
-    given, _ = request_options(message)
     try:
+        given, _ = request_options(message)
         made = to_request(given, message.token_ids.ids or message.text.encode(), CARD, Call("x", 1))
     except InvalidRequest:
         return

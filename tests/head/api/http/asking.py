@@ -117,8 +117,7 @@ async def served_http(
     finally:
         await handler.drain(0)
         await server.stop()
-        if handler.template is not None:
-            handler.template.close()
+        handler.close()
 
 
 def raw(path: str, body: object, *headers: str) -> bytes:

@@ -30,7 +30,7 @@ def called(arguments: object) -> dict[str, Any]:
 
 UNSERVED: dict[str, object] = {
     "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"}, "guided_json": {"type": "object"}, "modalities": ["audio"],
+    "guided_whitespace_pattern": "x", "modalities": ["audio"],
     "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
     "best_of": 2, "bad_words": ["no"],
 }  # fmt: skip

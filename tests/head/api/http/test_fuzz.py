@@ -50,7 +50,8 @@ sampling: dict[str, st.SearchStrategy[Any]] = {
     "request_id": texts,
     "resume": st.fixed_dictionaries({}, optional={"index": small, "token_ids": st.lists(ids, max_size=70)}),
 }
-UNSERVED = ("response_format", "guided_json", "bad_words", "prompt_logprobs", "skip_special_tokens")
+FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+UNSERVED = (*FORMS, "bad_words", "prompt_logprobs", "skip_special_tokens")
 sampling |= dict.fromkeys(UNSERVED, st.none() | st.booleans() | anything)
 completion = {"echo": st.booleans(), "logprobs": small, "suffix": texts, "best_of": small}
 message = st.fixed_dictionaries({"role": texts}, optional={"content": texts | anything})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, OF_COMPLETIONS
+from ppserve.head.api.http.unserved import FORMS, OF_BOTH, OF_CHATS, OF_COMPLETIONS
 from tests.head.api.http.asking import Served
 
 ROOT = Path(__file__).parents[4]
@@ -56,7 +56,9 @@ NEUTRAL: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("path", DOORS)
 async def test_what_asks_for_nothing_is_taken_and_changes_nothing(served: Served, path: str) -> None:
-    unserved = [(name, value) for name, neutral in OF_DOORS[path].items() for value in (None, *neutral)]
+    unserved = [
+        (name, value) for name, neutral in {**OF_DOORS[path], **FORMS}.items() for value in (None, *neutral)
+    ]
     nulls = {name: None for name, _ in NEUTRAL}
     bodies: list[dict[str, Any]] = [{name: value} for name, value in (*NEUTRAL, *unserved)]
     bodies += [nulls, dict(NEUTRAL), {"n": 2, "best_of": 2}]

@@ -21,8 +21,7 @@ from tests.head.api.http.asking import Served, raw
 UNSERVED: dict[str, object] = {
     "suffix": "end", "best_of": 2, "use_beam_search": True, "prompt_logprobs": 0,
     "allowed_token_ids": [65], "bad_words": ["no"], "logprob_token_ids": [65], "skip_special_tokens": False,
-    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
-    "guided_regex": "a*", "guided_choice": ["a"], "guided_grammar": "a", "logits_processors": ["x"],
+    "guided_whitespace_pattern": "x", "logits_processors": ["x"],
     "repetition_detection": {"max_pattern_size": 3}, "kv_transfer_params": {"do_remote_decode": True},
     "vllm_xargs": {"x": 1}, "prompt_embeds": "AAAA",
 }  # fmt: skip

@@ -1,0 +1,83 @@
+"""The form that a request asks for becomes the filter of its tokens: for every protocol and the library alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Sequence
+
+from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
+from ppserve.grammar.grammars import Grammars
+from ppserve.grammar.state import Grammar, GrammarFilter
+from ppserve.grammar.structured_output import FormRefused, GrammarFailed, StructuredOutput
+from ppserve.grammar.vocabulary import Vocabulary
+from ppserve.head.api.call import Call
+from ppserve.head.descriptions import ModelDescription
+from ppserve.tokenizer import Tokenizer
+
+
+class Forms:
+    """The forms of one model. Nothing is made of the vocabulary, and no process started, before the first."""
+
+    def __init__(self, tokenizer: Tokenizer, description: ModelDescription) -> None:
+        architecture = description.architecture
+        self._grammars = Grammars(
+            lambda: Vocabulary.of(tokenizer.text_bytes, architecture.vocab_size, architecture.eos_ids)
+        )
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
+
+    async def filter_of(self, output: StructuredOutput, held_ids: Sequence[int], call: Call) -> GrammarFilter:
+        """The filter of one request, whose form is compiled while the event loop is free. held_ids: the tokens
+        of a resumed answer. Raises InvalidRequest, or DeadlinePassed."""
+        grammar = self._grammars.kept(output)
+        if grammar is None:
+            grammar = await self._compiled(output, call)
+        if held_ids:
+            await asyncio.to_thread(_check_held, grammar, held_ids)
+        return GrammarFilter(grammar)
+
+    def filter_at_once(self, output: StructuredOutput) -> GrammarFilter:
+        """The filter of one request. Blocks while its form is compiled. Raises InvalidRequest."""
+        try:
+            return GrammarFilter(self._grammars.compile(output))
+        except FormRefused as error:
+            raise _invalid(error) from None
+
+    def close(self) -> None:
+        """Ends the compiling processes."""
+        self._grammars.close()
+
+    async def _compiled(self, output: StructuredOutput, call: Call) -> Grammar:
+        """The compiling goes on when nobody waits for it any more: its end cannot be hastened, but kept."""
+        compiling = asyncio.ensure_future(self._compile_in_turn(output, call.caller))
+        # Nobody hears of its error once the caller has gone.
+        compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        left_s = None if call.deadline_s is None else call.deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await asyncio.shield(compiling)
+        except TimeoutError:
+            raise DeadlinePassed("the caller's time limit passed") from None
+        except FormRefused as error:
+            raise _invalid(error) from None
+
+    async def _compile_in_turn(self, output: StructuredOutput, caller: str) -> Grammar:
+        """A caller's forms are compiled one by one, so nobody takes all compilers."""
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            return await self._grammars.compiled(output)
+
+
+def _invalid(error: FormRefused) -> InvalidRequest:
+    return InvalidRequest([Violation("structured_output", str(error))])
+
+
+def _check_held(grammar: Grammar, held_ids: Sequence[int]) -> None:
+    """Raises InvalidRequest if the tokens of a resumed answer have another form."""
+    try:
+        num_accepted = GrammarFilter(grammar).accepts([], held_ids)
+    except GrammarFailed as error:
+        raise InvalidRequest([Violation("resume.generated_token_ids", str(error))]) from None
+    if num_accepted < len(held_ids):
+        problem = f"token {num_accepted} of these does not fit the form of the answer"
+        raise InvalidRequest([Violation("resume.generated_token_ids", problem)])

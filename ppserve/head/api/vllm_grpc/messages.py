@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,8 @@ from google.protobuf.message import Message
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Violation, refuse
+from ppserve.grammar.structured_output import KINDS as FORMS
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import AT_THE_END, FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.engine.replica import ReplicaReading
@@ -19,7 +22,7 @@ from ppserve.vllm import engine_pb2 as pb
 
 _UNSERVED = {
     *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
-    *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+    *("truncate_prompt_tokens", "structural_tag"),
 }
 # Our proto's name -> this one's, where that is not the part after the dot.
 NAMES = {
@@ -54,14 +57,38 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         stream_interval=1 if message.stream else AT_THE_END,
+        structured_output=_form(params),
     )
     return options, message.text if kind == "text" else message.tokenized.input_ids
+
+
+def names_of(message: pb.GenerateRequest) -> dict[str, str]:
+    """Our proto's names -> those of this message, where they are not the part after the dot."""
+    form = message.sampling_params.WhichOneof("constraint") or ""
+    prompt = message.WhichOneof("input") or "input"
+    return NAMES | {"prompt": prompt, "structured_output": f"sampling_params.{form}"}
+
+
+def _form(params: pb.SamplingParams) -> StructuredOutput | None:
+    """The constraint on the text. A `json_object` that is false constrains nothing."""
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            return StructuredOutput("json_schema", params.json_schema)
+        case "regex":
+            return StructuredOutput("regex", params.regex)
+        case "grammar":
+            return StructuredOutput("grammar", params.grammar)
+        case "choice":
+            return StructuredOutput("choice", json.dumps([*params.choice.choices]))
+        case "json_object" if params.json_object:
+            return StructuredOutput("json_object")
+    return None
 
 
 def _check_proto() -> None:
     """Every field of the sampling parameters is an option, or is refused."""
     names = set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"include_stop_str_in_output"} | {"include_stop"}
-    unknown = names - _UNSERVED - set(OPTIONS)
+    unknown = names - _UNSERVED - set(OPTIONS) - set(FORMS)
     assert not unknown, f"{sorted(unknown)} of vllm.grpc.engine.SamplingParams are no options"
 
 

@@ -19,7 +19,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import deltas_of, ordered_deltas_of
-from ppserve.head.api.vllm_grpc.messages import NAMES, SequenceMessages, load_message, request_options
+from ppserve.head.api.vllm_grpc.messages import SequenceMessages, load_message, names_of, request_options
 from ppserve.vllm import engine_pb2 as pb
 
 # Neither a directory nor a hub's model, so that routers call GetTokenizer.
@@ -48,8 +48,7 @@ class VllmService:
                     for answer in messages.answers(delta):
                         yield answer
         except InvalidRequest as error:
-            names = NAMES | {"prompt": message.WhichOneof("input") or "input"}
-            raise renamed(error, names, "sampling_params.") from None
+            raise renamed(error, names_of(message), "sampling_params.") from None
 
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call

@@ -21,9 +21,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
 from ppserve.errors import InvalidRequest
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.stream import AT_THE_END
-from ppserve.head.api.vllm_grpc.messages import request_options
+from ppserve.head.api.vllm_grpc.messages import names_of, request_options
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
@@ -160,9 +161,17 @@ async def test_an_end_at_the_deadline_is_a_status(engine: FakeEngine, stub: Vllm
 
 COMPOSITE: dict[str, object] = {
     "logit_bias": {5: 1.0}, "stop": ["x"], "stop_token_ids": [3], "choice": pb.Choices(choices=["a"]),
+    "json_object": True,
 }  # fmt: skip
 REFUSED = {
-    *("truncate_prompt_tokens", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+    *("truncate_prompt_tokens", "structural_tag"),
+}
+FORMS = {
+    "json_schema": StructuredOutput("json_schema", "a"),
+    "regex": StructuredOutput("regex", "a"),
+    "grammar": StructuredOutput("grammar", "a"),
+    "choice": StructuredOutput("choice", '["a"]'),
+    "json_object": StructuredOutput("json_object"),
 }
 BY_TYPE: dict[type, object] = {bool: True, int: 3, float: 0.5, str: "a"}
 
@@ -176,6 +185,10 @@ def test_every_field_becomes_an_option_or_is_refused(field: str) -> None:
             request_options(message)
         return
     given, _ = request_options(message)
+    if (form := FORMS.get(field)) is not None:
+        assert given.structured_output == form
+        assert names_of(message)["structured_output"] == f"sampling_params.{field}"
+        return
     name = {"include_stop_str_in_output": "include_stop"}.get(field, field)
     assert given.said() == {"stream_interval": AT_THE_END, name: value}
 
@@ -190,7 +203,9 @@ def text(**fields: object) -> pb.GenerateRequest:
         (ask(True, top_p=2), "sampling_params.top_p"),
         (ask(True, logprobs=-1), "sampling_params.logprobs"),
         (ask(True, max_tokens=1, min_tokens=2), "sampling_params.min_tokens"),
-        (ask(True, regex="a*"), "sampling_params.regex"),
+        (ask(True, regex="(a"), "sampling_params.regex"),
+        (ask(True, json_schema='{"not": {}}'), "sampling_params.json_schema"),
+        (ask(True, structural_tag="a"), "sampling_params.structural_tag"),
         (ask(True, truncate_prompt_tokens=-1), "sampling_params.truncate_prompt_tokens"),
         (ask(True, logit_bias={-1: 1.0}), "sampling_params.logit_bias[-1]"),
         (ask(True, text="x" * 65), "text"),

@@ -156,6 +156,14 @@ def test_a_layer_that_no_backend_computes_is_refused(
         settled(path, replace(ARCH, layers=(layers[0], change(layers[1]), layers[2])), "heads")
 
 
+@pytest.mark.parametrize("kind", ["float32", "gpu reference"])
+def test_what_a_sublayer_adds_is_multiplied_without_post_norms_too(kind: str) -> None:
+    """No fused block of a CPU does that."""
+    arch = ARCH.with_layers(lambda layer: replace(layer, post_norm=None, residual_multiplier=0.5))
+    checkpoint = RandomCheckpoint(arch)
+    close_to_reference(Pipeline(checkpoint, "3", backend=MAKE[kind](), num_sequences=1), checkpoint, 1e-4)
+
+
 @needs_triton
 def test_it_equals_its_reference_on_triton() -> None:
     checkpoint, ids = RandomCheckpoint(ARCH), prompt(24, vocab_size=64)

@@ -259,6 +259,7 @@ async def served(
     finally:
         await door.request_handler.drain(0)
         await door.stop()
+        handler.close()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
-        *("ppserve.model.cache", "ppserve.__version__", "click"),
+        *("ppserve.model.cache", "ppserve.__version__", "ppserve.grammar.structured_output", "click"),
     },
     "ppserve.cli.chat_terminal": {"prompt_toolkit", "rich"},
     "parallel_state": {"ppserve.core.grid", "torch"},

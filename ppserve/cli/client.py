@@ -29,6 +29,7 @@ from ppserve.client import (
     completion_of,
 )
 from ppserve.errors import ConfigError, PpserveError
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.auth import read_keys
 from ppserve.head.limits import MAX_COUNT
 from ppserve.head.options import RANGES
@@ -90,6 +91,28 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("request_id", TEXT, "Name of the request in the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )
+
+
+_FORM_OPTIONS = (
+    click.Option(
+        ["--json-schema"], type=FILE, help="The answer is JSON that is valid by the schema in this file."
+    ),
+    click.Option(["--regex"], type=TEXT, help="This regular expression matches the whole answer."),
+)
+
+
+def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
+    """Raises ConfigError for two forms, and for a file that cannot be read."""
+    if regex is not None:
+        if json_schema is not None:
+            raise ConfigError("--regex", "not together with --json-schema")
+        return StructuredOutput("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        return StructuredOutput("json_schema", json_schema.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("--json-schema", f"{json_schema} cannot be read as UTF-8 text: {error}") from None
 
 
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
@@ -156,7 +179,7 @@ def _prompt(text: str) -> str:
 @click.command(
     cls=HelpfulCommand,
     too_many=lambda _words: 'quote the prompt: ppserve generate "Once upon a time"',
-    params=[*starmap(_request_option, _REQUEST_OPTIONS), *CONNECTION],
+    params=[*starmap(_request_option, _REQUEST_OPTIONS), *_FORM_OPTIONS, *CONNECTION],
 )
 @click.argument("prompt", type=Parsed("text", _prompt))
 @click.option(
@@ -264,4 +287,6 @@ def _options(flags: dict[str, Any]) -> Options:
         value = flags.pop(name)
         if value is not None and value is not False and value != ():
             options[name] = dict(value) if name == "logit_bias" else value
+    if (form := _form(flags.pop("json_schema"), flags.pop("regex"))) is not None:
+        options["structured_output"] = form
     return cast(Options, options)

@@ -38,6 +38,17 @@ def test_text_is_printed_and_reproducible(target: str) -> None:
     assert typed.stdout == done[0].stdout
 
 
+def test_a_form_is_sent_and_two_are_refused(target: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"not": {}}')
+    refused = ppserve(target, "generate", "hello", "--json-schema", str(schema))
+    assert refused.returncode == 1
+    assert "structured_output: at /not: the keyword 'not' is not enforced here" in refused.stderr
+    assert ppserve(target, "generate", "hello", "--regex", "[a-z]*", "--max-tokens", "2").returncode == 0
+    two = ppserve(target, "generate", "hello", "--json-schema", str(schema), "--regex", "a")
+    assert (two.returncode, "--regex: not together with --json-schema" in two.stderr) == (2, True)
+
+
 def test_json_has_an_object_per_message(target: str) -> None:
     flags = ("--max-tokens", "6", "--seed", "7", "--logprobs", "1", "--n", "2", "--timings")
     done = ppserve(target, "generate", "hello", "--json", *flags)

@@ -159,6 +159,23 @@ def test_streams_of_every_door_go_on_when_a_stage_is_killed(server: Server) -> N
     health_with(server, 200)
 
 
+@pytest.mark.timeout(180)
+def test_an_answer_of_a_form_goes_on_when_a_stage_is_killed(server: Server) -> None:
+    """With the tokens that it has undisturbed."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "minItems": 60}}}
+    asked = {**ASKED, "max_tokens": 150, "extra_body": {"response_format": form, "return_token_ids": True}}
+    with client_of(server) as client:
+        undisturbed = client.completions.create(**asked).choices[0]
+        assert undisturbed.text.lstrip().startswith("[")
+        text = ""
+        for number, chunk in enumerate(client.completions.create(**asked, stream=True)):
+            text += "".join(choice.text for choice in chunk.choices)
+            if number == 10:
+                os.kill(server.stage_pid(1), signal.SIGKILL)
+    assert text == undisturbed.text
+    health_with(server, 200)
+
+
 def test_a_server_that_ends_lets_streams_finish_says_when_to_come_back_and_leaves_nothing(server: Server) -> None:
     # Long enough to be under way when the server has heard of the signal, and said so.
     asked = {**ASKED, "max_tokens": 400, "extra_body": MORE}

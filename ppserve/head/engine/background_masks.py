@@ -2,6 +2,9 @@
 
 Each request's filter is asked by one thread at a time, so a slow one delays its own request alone. If as many slow
 ones run as the pool has threads, they delay other requests with filters too, and nobody else.
+
+Most masks take 50 us. The engine waits a moment for those that it asked for, so that their sequences are in its
+next steps, and is woken for the others.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ppserve.core.scheduling.token_filter import Mask, TokenFilter, make_mask
@@ -43,25 +46,41 @@ class MaskThreads:
         self._wake = wake
         self._on_mask = on_mask
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
+        self._asked: list[Future[Mask]] = []  # since the engine waited last; its thread's alone
 
     def source(self, token_filter: TokenFilter) -> BackgroundMasks:
         """The masks of one request."""
         return BackgroundMasks(token_filter, self)
 
+    def wait(self, within_s: float) -> bool:
+        """Wait until the masks that were asked for since the last call are there, but no longer than this. The
+        engine is woken for each that comes later. Returns whether any was asked for."""
+        asked, self._asked = self._asked, []
+        for late in wait(asked, max(0.0, within_s)).not_done:
+            late.add_done_callback(lambda _: self._wake())
+        return bool(asked)
+
+    def note_asked(self, mask: Future[Mask]) -> None:
+        """The engine has asked for this mask."""
+        self._asked.append(mask)
+
     def start(self, work: Callable[[], None]) -> None:
+        """Call this in a thread of the pool."""
         self._pool.submit(work)
 
     def make(self, token_filter: TokenFilter, wanted: _Wanted) -> None:
-        """Makes a mask, in a thread of the pool, and tells the engine."""
+        """Makes a mask, in a thread of the pool."""
         begun_s = time.monotonic()
         try:
-            wanted.mask.set_result(make_mask(token_filter, wanted.output_ids))
+            mask = make_mask(token_filter, wanted.output_ids)
         except RequestError as error:
             if isinstance(error, RequestFailed):
                 log.error("a token filter failed", exc_info=error.__cause__)
+            self._on_mask(time.monotonic() - begun_s)
             wanted.mask.set_exception(error)
-        self._on_mask(time.monotonic() - begun_s)
-        self._wake()
+        else:
+            self._on_mask(time.monotonic() - begun_s)
+            wanted.mask.set_result(mask)
 
     def close(self) -> None:
         """Begins no further mask. The pool's threads end."""
@@ -95,6 +114,7 @@ class BackgroundMasks:
             del self._made[next(iter(self._made))]
         wanted = _Wanted(output_ids, Future())
         self._made[output_ids] = wanted.mask
+        self._threads.note_asked(wanted.mask)
         with self._lock:
             self._wanted.append(wanted)
             is_at_work, self._is_at_work = self._is_at_work, True

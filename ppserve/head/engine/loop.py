@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 # Shorter than the margin before a caller's deadline (`api.call`).
 _TICK_S = 0.04
+_MASKS_WITHIN_S = 0.005
+"""A turn waits so long for masks that it asked for. Most take 50 us, and late ones miss a step."""
 _GOODBYE_S = 5.0
 _ANSWER_WITHIN_S = 5.0
 _SHUTS_DOWN = "the server is shutting down"
@@ -66,7 +68,7 @@ def build_engine(
     request_queue = RequestQueue(masks.source)
     members = [Members(grid, machine, rules, control, number) for number in range(grid.data)]
     replicas = [Replica(each, control, step_observers, time.monotonic_ns, request_queue) for each in members]
-    return Engine(replicas, control, on_output, hand_over, on_end=masks.close)
+    return Engine(replicas, control, on_output, hand_over, masks=masks)
 
 
 class Engine(threading.Thread):
@@ -79,10 +81,10 @@ class Engine(threading.Thread):
         on_output: OnOutput,
         hand_over: HandOver,
         clock: Callable[[], int] = time.monotonic_ns,
-        on_end: Callable[[], None] = lambda: None,
+        masks: MaskThreads | None = None,
     ) -> None:
-        """replicas: by number, of one request queue. clock: monotonic, in ns. on_end: called last, in the
-        thread."""
+        """replicas: by number, of one request queue. clock: monotonic, in ns. masks: what makes masks
+        beside this thread; None: they are made in it."""
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()  # when every replica has formed once
         self.failed: Future[UsageError | StagesLost] = Future()  # when none will form again
@@ -92,7 +94,7 @@ class Engine(threading.Thread):
         self._replica_of = {rank: replica for replica in replicas for rank in replica.members.ranks}
         self._control = control
         self._clock = clock
-        self._on_end = on_end
+        self._masks = masks
         # Functions that other threads want called, and their results.
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._streams = OpenStreams(on_output, hand_over)
@@ -178,7 +180,8 @@ class Engine(threading.Thread):
             self._ended = True
             self._answer_calls()
             self._control.close(_GOODBYE_S)
-            self._on_end()
+            if self._masks is not None:
+                self._masks.close()
 
     def turn(self) -> None:
         """Handles all messages, then fills the pipelines. Public for simulations."""
@@ -191,13 +194,22 @@ class Engine(threading.Thread):
         self._note_demand()
         # For all replicas first: an early one does not take another's share.
         self.request_queue.admit(self._now_s())
+        self._take_masks()
         for replica in self._living:
-            self._streams.add_events(replica.take_masks(), self._now_s())
             replica.refill(woken_ns)
         self._streams.publish(self._now_s())
         for replica in self.replicas:
             replica.report_load()
         self._streams.deliver()
+
+    def _take_masks(self) -> None:
+        """Gets the masks of the next steps, and waits a moment for those that it asks for."""
+        until_s = self._now_s() + _MASKS_WITHIN_S
+        while True:
+            for replica in self._living:
+                self._streams.add_events(replica.take_masks(), self._now_s())
+            if self._masks is None or not self._masks.wait(until_s - self._now_s()):
+                return
 
     def _note_demand(self) -> None:
         # A request is open, or a step of an ended one in flight.

@@ -15,6 +15,7 @@ from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.scheduling.slots import PROBE
+from ppserve.head.engine.background_masks import MaskThreads
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
@@ -171,12 +172,16 @@ class Reader:
 class EngineRig(Rig):
     """An engine of replicas of one rank each, which compute when the test says so."""
 
-    def __init__(self, *weights: str, num_replicas: int = 1, **config: Any) -> None:
-        """weights: of the replicas that have formed."""
+    def __init__(
+        self, *weights: str, num_replicas: int = 1, masks: MaskThreads | None = None, **config: Any
+    ) -> None:
+        """weights: of the replicas that have formed. masks: what makes masks beside the engine."""
         super().__init__(1, num_replicas=num_replicas, **config)
         self._num_computed = 0
         rest = self.notes.on_output, lambda call: call(), lambda: self.now_ns
-        self.engine = Engine(self.replicas, self.control, *rest)
+        self.engine = Engine(self.replicas, self.control, *rest, masks=masks)
+        if masks is not None:
+            self.request_queue.new_masks = masks.source
         for rank, which in enumerate(weights):
             self.greet(rank, weights=which)
             self.say(rank, wire.StoreOpened(1, 1), wire.Ready(1))

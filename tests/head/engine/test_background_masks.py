@@ -63,8 +63,7 @@ class Gated:
 
 
 def test_a_slow_filter_delays_its_own_request_alone(woken: Woken, threads: MaskThreads) -> None:
-    rig, gated = EngineRig("", max_num_seqs=4), Gated()
-    rig.request_queue.new_masks = threads.source
+    rig, gated = EngineRig("", max_num_seqs=4, masks=threads), Gated()
     slow = Reader()
     opened = OpenRequest(a_request("slow", max_tokens=3, num_sequences=2), slow.push, no_tokenizer(), (), gated)
     queued = rig.engine.submit(opened)
@@ -84,8 +83,7 @@ def test_a_slow_filter_delays_its_own_request_alone(woken: Woken, threads: MaskT
 
 
 def test_what_a_filter_raises_ends_the_request_of_its_sequence(woken: Woken, threads: MaskThreads) -> None:
-    rig, gated, reader = EngineRig(""), Gated(), Reader()
-    rig.request_queue.new_masks = threads.source
+    rig, gated, reader = EngineRig("", masks=threads), Gated(), Reader()
     gated.gate.set()
     opened = OpenRequest(a_request("r", max_tokens=9), reader.push, no_tokenizer(), (), gated)
     rig.engine.submit(opened)
@@ -105,6 +103,25 @@ def test_masks_that_nobody_fetches_are_not_kept(woken: Woken, threads: MaskThrea
     masks = BackgroundMasks(gated, threads)
     for token_id in range(MAX_KEPT + 5):
         assert masks.find((token_id,)) is None
-        woken.wait()
+        assert threads.wait(LIMIT_S)
     assert masks.find((0,)) is None, "it is made again"
     assert masks.find((MAX_KEPT,)) is not None
+
+
+def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_ones(
+    woken: Woken, threads: MaskThreads
+) -> None:
+    gated = Gated()
+    masks = BackgroundMasks(gated, threads)
+    assert not threads.wait(LIMIT_S), "none was asked for"
+    assert masks.find((1,)) is None
+    assert threads.wait(0.0)
+    assert masks.find((1,)) is None, "the gate is closed"
+    assert not threads.wait(LIMIT_S), "it is waited for once"
+    gated.gate.set()
+    woken.wait()
+    assert masks.find((1,)) is not None
+    assert masks.find((2,)) is None
+    assert threads.wait(LIMIT_S)
+    assert masks.find((2,)) is not None
+    assert not woken.turn.acquire(blocking=False), "nobody is woken for a mask that was waited for"

@@ -33,7 +33,8 @@ def open_request(request: Request) -> OpenRequest:
 
 def undisturbed(request: Request) -> list[TokenOutput]:
     """All outputs of the answer."""
-    opened, sequence = open_request(request), Sequence(0, request, 0, CONFIG)
+    opened = open_request(request)
+    sequence = Sequence(0, request, 0, CONFIG, text_rule=opened.text_rule)
     outputs = []
     for offset, token_id in enumerate(DRAWN):
         finish = sequence.commit_token(token_id)
@@ -86,7 +87,7 @@ def test_a_resumed_answer_goes_on_as_if_undisturbed(stop: StopConditions) -> Non
         resumed = replace(request, resume_ids=tuple(DRAWN[:cut]))
         opened = open_request(resumed)
         assert opened.begin(11.0, tuple) is None
-        sequence = Sequence(0, resumed, 0, CONFIG)
+        sequence = Sequence(0, resumed, 0, CONFIG, text_rule=opened.text_rule)
         for was in heard[cut:]:
             assert was.token_id is not None
             finish = sequence.commit_token(was.token_id)

@@ -16,8 +16,9 @@ from ppserve.grammar.structured_output import MAX_SOURCE_BYTES, FormRefused, Str
 JSON_OPTIONS: Any = {
     # A character has one spelling, so no other property can be a named one in disguise ("\u0061" for "a").
     "json_allowed_escapes": 'nrbtf\\"',
-    # Between any two parts; a bound, or a small model may write spaces until its answer is cut.
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}",
+    # Between any two parts: a blank, or a new line with what indents it. With more, a small model may write blanks
+    # until its answer is cut.
+    "whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,20}",
 }
 LARK_OPTIONS = {
     # Every token that fits may be drawn, not only those that a tokenizer would make of text that must follow.

@@ -64,8 +64,14 @@ def test_a_digest_tells_forms_apart() -> None:
     assert StructuredOutput("regex", "a").digest() == forms[0].digest()
 
 
-def test_spaces_between_parts_are_bounded() -> None:
+def test_blanks_between_parts_are_bounded() -> None:
     grammar = compiled("json_object")
-    assert fits(grammar, '{"a":' + " " * 40 + "1}")
-    assert not fits(grammar, '{"a":' + " " * 41 + "1}")
+    for text in ('{%s"a":1}', '{"a"%s:1}', '{"a":%s1}', '{"a":1%s}', '{"a":[1,%s2]}', '{"a":{}%s,"b":""}'):
+        for blanks in ("", " ", "\n", "\r\n" + "\t" * 20, "\n" + " " * 20):
+            assert fits(grammar, text % blanks), text % blanks
+        for blanks in ("  ", "\n\n", "\t", "\n" + " " * 21, " \n"):
+            assert not fits(grammar, text % blanks), text % blanks
+
+
+def test_json_object_has_no_source() -> None:
     assert translate(StructuredOutput("json_object")) == translate(StructuredOutput("json_object", ""))

@@ -98,13 +98,16 @@ class Commands:
     def save(self, argument: str) -> str:
         if not argument:
             raise PpserveError("/save FILE needs the name of a file")
-        path, messages = Path(argument).expanduser(), self._dialogue.messages()
+        path, messages = Path(argument), self._dialogue.messages()
         try:
+            path = path.expanduser()
             with path.open("x", encoding="utf-8") as file:
                 json.dump({**self._dialogue.settings, "messages": messages}, file, indent=2, ensure_ascii=False)
                 file.write("\n")
         except OSError as error:
             raise PpserveError(f"{path}: {error.strerror}") from None
+        except (RuntimeError, ValueError) as error:  # no such user, a name that cannot be one
+            raise PpserveError(f"{path}: {error}") from None
         return f"{counted(len(messages), 'message')} written to {path}, as the body of a request"
 
     def retry(self, _argument: str) -> str:

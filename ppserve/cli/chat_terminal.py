@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from rich.text import Text
 
 _QUOTES = '"""'
 _ERASE_BELOW = "\x1b[J"
+_JOINERS = "\u200c\u200d"  # of letters, and of the parts of a picture
 _MOST_TYPED = 1 << 20  # characters
 _REFRESH_S = 0.5
 
@@ -48,8 +50,10 @@ class WordWrap:
         if char == "\n":
             self.column, self._word = 0, ""
             return char
-        if not char.isprintable():  # the model must not move the cursor
-            char = " " if char == "\t" else "�"
+        if char == "\t" or unicodedata.category(char) == "Zs":
+            char = " "
+        elif not char.isprintable() and char not in _JOINERS:  # the model must not move the cursor
+            char = "�"
         cells = get_cwidth(char)
         written = char
         if self.column + cells > width:

@@ -34,6 +34,8 @@ def _tried(output: StructuredOutput, library: LLTokenizer) -> dict[str, str]:
         GrammarFilter(Grammar(text, library, 0)).allowed([])
     except FormRefused as error:
         return {"problem": error.problem, "pointer": error.pointer, "keyword": error.keyword}
+    except RecursionError:
+        return {"problem": "is nested too deeply", "pointer": "", "keyword": ""}
     except GrammarFailed as error:
         return {"problem": f"no answer has this form: {error}", "pointer": "", "keyword": ""}
     return {"text": text}

@@ -20,8 +20,9 @@ from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
 
 MAX_COMPILERS = 2
 MAX_ENTRIES = 64
-MAX_BYTES = 4 << 20
-"""The texts of the forms that are kept compiled have at most so many."""
+MAX_BYTES = 1 << 19
+"""The texts of the forms that are kept compiled have at most so many. A compiled form took up to 500 times
+the bytes of its text."""
 
 
 class Grammars:

@@ -163,11 +163,12 @@ def _take_type(found: dict[str, Any], keyword: str, value: Any, place: str) -> N
 
 
 def _take_count(found: dict[str, Any], keyword: str, value: Any, place: str) -> None:
-    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value) >= 0
-    if not is_whole:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise FormRefused("is no whole number of at least 0", place, keyword)
     if value > MAX_COUNT:
         raise FormRefused(f"is {value}; the limit is {MAX_COUNT}", place, keyword)
+    if value != int(value):
+        raise FormRefused("is no whole number of at least 0", place, keyword)
     found[keyword] = int(value)
 
 

@@ -121,6 +121,13 @@ def test_schemas_that_lie_too_deep_are_refused() -> None:
         enforced({"items": schema})
 
 
+@pytest.mark.parametrize("value", [float("inf"), 1.5, -1, -float("inf")])
+def test_a_number_of_items_is_whole_and_bounded(value: float) -> None:
+    with pytest.raises(FormRefused) as refused:
+        enforced({"maxItems": value})
+    assert (refused.value.pointer, refused.value.keyword) == ("/maxItems", "maxItems")
+
+
 def test_annotations_are_not_compiled() -> None:
     schema = {"title": "a", "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "b", "x-c": 1}
     assert enforced({**schema, "type": "null", "uniqueItems": False}) == {"type": "null"}

@@ -296,6 +296,7 @@ def test_the_public_names_are_these() -> None:
         *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError"),
         *("RequestError", "RetryPolicy"),
         *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream"),
+        "StructuredOutput",
         *("TensorPart", "Tls", "Transport", "UsageError", "balance", "between", "connect", "create_transport"),
         *("decode_parts", "load_stage", "load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger"),
         *("shares", "split_by_weight", "stage_layouts", "stage_params"),

@@ -49,23 +49,28 @@ class Forms:
         self._grammars.close()
 
     async def _compiled(self, output: StructuredOutput, call: Call) -> Grammar:
-        """The compiling goes on when nobody waits for it any more: its end cannot be hastened, but kept."""
-        compiling = asyncio.ensure_future(self._compile_in_turn(output, call.caller))
-        # Nobody hears of its error once the caller has gone.
-        compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        """A caller's forms are compiled one by one, so nobody takes all compilers."""
         left_s = None if call.deadline_s is None else call.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
+                turn = self._turns.setdefault(call.caller, asyncio.Lock())
+                await turn.acquire()
+                # What has begun goes on when nobody waits for it any more: its end cannot be hastened, but kept.
+                compiling = asyncio.ensure_future(self._compile_in(turn, output))
+                # Nobody hears of its error once the caller has gone.
+                compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
                 return await asyncio.shield(compiling)
         except TimeoutError:
             raise DeadlinePassed("the caller's time limit passed") from None
         except FormRefused as error:
             raise _invalid(error) from None
 
-    async def _compile_in_turn(self, output: StructuredOutput, caller: str) -> Grammar:
-        """A caller's forms are compiled one by one, so nobody takes all compilers."""
-        async with self._turns.setdefault(caller, asyncio.Lock()):
+    async def _compile_in(self, turn: asyncio.Lock, output: StructuredOutput) -> Grammar:
+        """Compile, and give the caller's next form its turn."""
+        try:
             return await self._grammars.compiled(output)
+        finally:
+            turn.release()
 
 
 def _invalid(error: FormRefused) -> InvalidRequest:

@@ -4,7 +4,7 @@ Each request's filter is asked by one thread at a time, so a slow one delays its
 ones run as the pool has threads, they delay other requests with filters too, and nobody else.
 
 Most masks take 50 us. The engine waits a moment for those that it asked for, so that their sequences are in its
-next steps, and is woken for the others.
+next steps, and is woken for the others. For a request whose last mask took longer than SLOW_S it does not wait.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ log = logging.getLogger("ppserve.engine")
 
 NUM_THREADS = 32
 """The pool starts each when it is needed for the first time."""
+SLOW_S = 0.001
+"""The engine waits for no mask of a request whose last one took longer."""
 MAX_KEPT = 256
 """Masks of a request that were asked for and not fetched yet. The oldest one beyond these is forgotten, and made
 again if it is asked for."""
@@ -44,7 +46,7 @@ class MaskThreads:
     def __init__(self, wake: Callable[[], None], on_mask: OnMask) -> None:
         """wake: wakes the engine, from any thread."""
         self._wake = wake
-        self._on_mask = on_mask
+        self.on_mask = on_mask
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
         self._asked: list[Future[Mask]] = []  # since the engine waited last; its thread's alone
 
@@ -57,8 +59,12 @@ class MaskThreads:
         engine is woken for each that comes later. Returns whether any was asked for."""
         asked, self._asked = self._asked, []
         for late in wait(asked, max(0.0, within_s)).not_done:
-            late.add_done_callback(lambda _: self._wake())
+            late.add_done_callback(self.wake_for)
         return bool(asked)
+
+    def wake_for(self, _mask: Future[Mask]) -> None:
+        """Wake the engine for a mask that it did not wait for."""
+        self._wake()
 
     def note_asked(self, mask: Future[Mask]) -> None:
         """The engine has asked for this mask."""
@@ -67,20 +73,6 @@ class MaskThreads:
     def start(self, work: Callable[[], None]) -> None:
         """Call this in a thread of the pool."""
         self._pool.submit(work)
-
-    def make(self, token_filter: TokenFilter, wanted: _Wanted) -> None:
-        """Makes a mask, in a thread of the pool."""
-        begun_s = time.monotonic()
-        try:
-            mask = make_mask(token_filter, wanted.output_ids)
-        except RequestError as error:
-            if isinstance(error, RequestFailed):
-                log.error("a token filter failed", exc_info=error.__cause__)
-            self._on_mask(time.monotonic() - begun_s)
-            wanted.mask.set_exception(error)
-        else:
-            self._on_mask(time.monotonic() - begun_s)
-            wanted.mask.set_result(mask)
 
     def close(self) -> None:
         """Begins no further mask. The pool's threads end."""
@@ -97,6 +89,7 @@ class BackgroundMasks:
         self._lock = threading.Lock()  # for the two below
         self._wanted: deque[_Wanted] = deque()
         self._is_at_work = False
+        self._is_slow = False  # set by the thread at work
 
     def find(self, output_ids: tuple[int, ...]) -> Mask | None:
         """See `MaskSource`."""
@@ -114,7 +107,10 @@ class BackgroundMasks:
             del self._made[next(iter(self._made))]
         wanted = _Wanted(output_ids, Future())
         self._made[output_ids] = wanted.mask
-        self._threads.note_asked(wanted.mask)
+        if self._is_slow:
+            wanted.mask.add_done_callback(self._threads.wake_for)
+        else:
+            self._threads.note_asked(wanted.mask)
         with self._lock:
             self._wanted.append(wanted)
             is_at_work, self._is_at_work = self._is_at_work, True
@@ -124,7 +120,23 @@ class BackgroundMasks:
     def _work(self) -> None:
         """Makes all masks that are wanted, one after the other, in one thread."""
         while (wanted := self._next()) is not None:
-            self._threads.make(self._token_filter, wanted)
+            begun_s = time.monotonic()
+            made = self._make(wanted.output_ids)
+            took_s = time.monotonic() - begun_s
+            self._is_slow = took_s > SLOW_S
+            self._threads.on_mask(took_s)
+            if isinstance(made, Mask):
+                wanted.mask.set_result(made)
+            else:
+                wanted.mask.set_exception(made)
+
+    def _make(self, output_ids: tuple[int, ...]) -> Mask | RequestError:
+        try:
+            return make_mask(self._token_filter, output_ids)
+        except RequestError as error:
+            if isinstance(error, RequestFailed):
+                log.error("a token filter failed", exc_info=error.__cause__)
+            return error
 
     def _next(self) -> _Wanted | None:
         with self._lock:

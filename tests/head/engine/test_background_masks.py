@@ -10,7 +10,7 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import AnswerImpossible, PpserveError
-from ppserve.head.engine.background_masks import MAX_KEPT, BackgroundMasks, MaskThreads
+from ppserve.head.engine.background_masks import MAX_KEPT, SLOW_S, BackgroundMasks, MaskThreads
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import a_request
@@ -114,14 +114,20 @@ def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_
     gated = Gated()
     masks = BackgroundMasks(gated, threads)
     assert not threads.wait(LIMIT_S), "none was asked for"
+    gated.gate.set()
+    assert masks.find((0,)) is None
+    assert threads.wait(LIMIT_S)
+    assert masks.find((0,)) is not None
+    assert not woken.turn.acquire(blocking=False), "nobody is woken for a mask that was waited for"
+    gated.gate.clear()
     assert masks.find((1,)) is None
-    assert threads.wait(0.0)
+    assert threads.wait(SLOW_S), "it was asked for, and is not there"
     assert masks.find((1,)) is None, "the gate is closed"
     assert not threads.wait(LIMIT_S), "it is waited for once"
     gated.gate.set()
     woken.wait()
     assert masks.find((1,)) is not None
     assert masks.find((2,)) is None
-    assert threads.wait(LIMIT_S)
+    assert not threads.wait(LIMIT_S), "the last one was slow"
+    woken.wait()
     assert masks.find((2,)) is not None
-    assert not woken.turn.acquire(blocking=False), "nobody is woken for a mask that was waited for"

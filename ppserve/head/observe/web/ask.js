@@ -167,7 +167,8 @@ async function send() {
   }
   const into = newTurn("model", "assistant");
   byId("log").scrollTop = byId("log").scrollHeight;
-  const came = await answer(request, into);
+  const mine = turns, came = await answer(request, into);
+  if (turns !== mine) return;  // a new chat has begun meanwhile
   if (came.text || came.reason) {
     latest = {...request, seed: came.seed, text: came.text, shown: into, isWhole: came.reason !== null};
     if (request.body.messages) turns.push({role: "user", content: prompt}, {role: "assistant", content: came.text});
@@ -184,7 +185,8 @@ async function again() {
   const request = {path: latest.path, body: {...latest.body, seed: latest.seed}};
   showCurl(request);
   latest.shown.parentElement.querySelector(".end")?.remove();
-  const before = latest, came = await answer(request, latest.shown);
+  const before = latest, mine = turns, came = await answer(request, latest.shown);
+  if (turns !== mine) return;  // a new chat has begun meanwhile
   const isWhole = came.reason !== null;
   if (isWhole && before.isWhole) endWith(latest.shown, came.text === before.text ? "the same answer, character for character" : "another answer: see what the server says of determinism", false);
   latest = {...latest, text: came.text, isWhole};
@@ -222,7 +224,12 @@ function setUpAsking() {
   byId("key-form").hidden = !WANTS_KEY || Boolean(sessionStorage.getItem(KEY_NAME));
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY_NAME, byId("key").value.trim());
+    const key = byId("key").value.trim();
+    if (!/^[\x20-\x7e]+$/.test(key)) {  // no header could carry it
+      byId("key-problem").textContent = "A key has printable ASCII characters alone.";
+      return;
+    }
+    sessionStorage.setItem(KEY_NAME, key);
     byId("key").value = "";
     byId("key-form").hidden = true;
     byId("prompt").focus();

@@ -210,6 +210,8 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten_when_wrong(tmp_p
             assert page.evaluate("byId('pipeline').hidden"), "there is nothing to show yet"
             assert page.complaints == [], "nothing was asked for without a key"
             give = "byId('key').value = {!r}; byId('key-form').querySelector('button').click()"
+            page.evaluate(give.format("a “pasted” key"))
+            page.wait_for("byId('key-problem').textContent.includes('ASCII')")
             page.evaluate(give.format("no key of theirs"))
             page.wait_for("!byId('key-form').hidden && byId('key-problem').textContent.includes('does not know')")
             assert page.evaluate("sessionStorage.length") == 0
@@ -290,7 +292,19 @@ async def test_markdown_becomes_elements_and_markup_stays_text(tmp_path: Path) -
             )
             assert page.evaluate("into.firstChild === heading && into.children.length") == 2
             # Any text is shown, however far it is from markdown.
-            for odd in ("```", "* ", "[](", "|\n|-", "> > > x", "**" * 400, "- " * 300, "`" * 50, "1." * 99):
+            odds = [
+                "```",
+                "* ",
+                "[](",
+                "|\n|-",
+                "> > > x",
+                "**" * 400,
+                "[a](" * 1000,
+                "- " * 300,
+                "`" * 50,
+                "1." * 99,
+            ]
+            for odd in odds:
                 page.evaluate(f"showMarkdown(into, {json.dumps(odd)})")
             assert page.complaints == []
             assert requested_hosts(page) == {f"127.0.0.1:{served.port}"}

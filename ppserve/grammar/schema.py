@@ -163,11 +163,10 @@ def _take_type(found: dict[str, Any], keyword: str, value: Any, place: str) -> N
 
 
 def _take_count(found: dict[str, Any], keyword: str, value: Any, place: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise FormRefused("is no whole number of at least 0", place, keyword)
-    if value > MAX_COUNT:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and value > MAX_COUNT:  # infinity too, which is no integer
         raise FormRefused(f"is {value}; the limit is {MAX_COUNT}", place, keyword)
-    if value != int(value):
+    if not is_number or value < 0 or value != int(value):
         raise FormRefused("is no whole number of at least 0", place, keyword)
     found[keyword] = int(value)
 

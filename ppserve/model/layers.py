@@ -7,6 +7,8 @@ T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ppserve.model.backend import AttentionWeights, MLPWeights, ResidualWeights
@@ -35,20 +37,26 @@ class Embedding:
 
 def read_attention_line(read: WeightReader, layer: int) -> ResidualWeights:
     """A layer's first residual line."""
-    spec = read.arch.layers[layer]
-    pre_norm = read.norm(f"h.{layer}.ln_1", spec.pre_norm)
-    attention = _read_attention(read, layer)
-    post_norm = read.norm(f"h.{layer}.post_ln_1", spec.post_norm)
-    return ResidualWeights(pre_norm, attention, post_norm, spec.residual_multiplier)
+    return _read_line(read, layer, 1, _read_attention)
 
 
 def read_mlp_line(read: WeightReader, layer: int) -> ResidualWeights:
     """A layer's second residual line."""
+    return _read_line(read, layer, 2, _read_mlp)
+
+
+def _read_line(
+    read: WeightReader,
+    layer: int,
+    number: int,
+    read_sublayer: Callable[[WeightReader, int], AttentionWeights | MLPWeights],
+) -> ResidualWeights:
+    """The norms around a sublayer, and what multiplies what it adds. number: 1 or 2, as in the norms' names."""
     spec = read.arch.layers[layer]
-    pre_norm = read.norm(f"h.{layer}.ln_2", spec.pre_norm)
-    mlp = _read_mlp(read, layer)
-    post_norm = read.norm(f"h.{layer}.post_ln_2", spec.post_norm)
-    return ResidualWeights(pre_norm, mlp, post_norm, spec.residual_multiplier)
+    pre_norm = read.norm(f"h.{layer}.ln_{number}", spec.pre_norm)
+    sublayer = read_sublayer(read, layer)
+    post_norm = read.norm(f"h.{layer}.post_ln_{number}", spec.post_norm)
+    return ResidualWeights(pre_norm, sublayer, post_norm, spec.residual_multiplier)
 
 
 def _read_attention(read: WeightReader, layer: int) -> AttentionWeights:

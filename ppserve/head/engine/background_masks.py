@@ -57,10 +57,12 @@ class MaskThreads:
     def wait(self, within_s: float) -> bool:
         """Wait until the masks that were asked for since the last call are there, but no longer than this. The
         engine is woken for each that comes later. Returns whether any was asked for."""
+        if not self._asked:
+            return False
         asked, self._asked = self._asked, []
         for late in wait(asked, max(0.0, within_s)).not_done:
             late.add_done_callback(self.wake_for)
-        return bool(asked)
+        return True
 
     def wake_for(self, _mask: Future[Mask]) -> None:
         """Wake the engine for a mask that it did not wait for."""

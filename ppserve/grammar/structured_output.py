@@ -13,19 +13,21 @@ MAX_SOURCE_BYTES = 1 << 18
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The kinds that callers may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """The form that an answer must have.
 
-    kind: `json_object` is any JSON object, and has no source. `json_schema` has a schema as JSON text. `regex`
-    has an expression that the whole answer matches, in the syntax of a schema's `pattern`. `choice` has a list
-    of strings as JSON text. `grammar` has a Lark grammar as llguidance reads it, or one in GBNF (`root ::=
-    ...`).
+    kind: one of KINDS, or `sequence`, which only the server makes. `json_object` is any JSON object, and has no
+    source. `json_schema` has a schema as JSON text. `regex` has an expression that the whole answer matches, in
+    the syntax of a schema's `pattern`. `choice` has a list of strings as JSON text. `grammar` has a Lark grammar
+    as llguidance reads it, or one in GBNF (`root ::= ...`). `sequence` has JSON text as
+    `ppserve.grammar.sequence` reads it.
     """
 
-    kind: Kind
+    kind: Kind | Literal["sequence"]
     source: str = ""
 
     def digest(self) -> str:

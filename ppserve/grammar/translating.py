@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ppserve.grammar.pattern import escaped, translated
 from ppserve.grammar.schema import MAX_OPTIONS, enforced
+from ppserve.grammar.sequence import rules_of
 from ppserve.grammar.structured_output import MAX_SOURCE_BYTES, FormRefused, StructuredOutput
 
 JSON_OPTIONS: Any = {
@@ -55,13 +56,20 @@ def translate(output: StructuredOutput) -> str:
             return _from_lark(f"start: /{_choice(_read_json(output.source))}/")
         case "grammar":
             return _from_lark(_lark(output.source))
+        case "sequence":
+            return _from_lark(rules_of(_read_json(output.source), _json_rule))
 
 
 def _from_schema(schema: Any) -> str:
     if schema is False:
         raise FormRefused("no value fits the schema `false`")
+    return _from_lark(f"start: {_json_rule(schema)}")
+
+
+def _json_rule(schema: Any) -> str:
+    """A rule's right side for the values that fit an enforced schema."""
     schema = {} if schema is True else schema
-    return _from_lark(f"start: %json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}")
+    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
 
 
 def _from_lark(rules: str) -> str:

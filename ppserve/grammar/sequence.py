@@ -1,0 +1,75 @@
+"""Forms of several parts, such as a call of a tool: what stands around JSON, choices and repetitions.
+
+A form is JSON. A string is that text; a list, its parts one behind the other. An object is one of
+
+    {"token": ID}               this special token
+    {"schema": S, "of": WORDS}  JSON that fits a schema, which refusals call by WORDS
+    {"text": "any"}             any text
+    {"text": "no_json"}         any text but one that begins with a blank or a bracket
+    {"until": TEXT}             any text, up to and with the first TEXT
+    {"either": [FORM, ...]}     one of these
+    {"maybe": FORM}             this form, or nothing
+    {"any_number": FORM}        this form, any number of times
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ppserve.grammar.schema import enforced
+from ppserve.grammar.structured_output import FormRefused
+
+TEXTS = {"any": r"/(?s:.*)/", "no_json": r"/(?s:[^\[{\s].*)?/"}
+
+
+def rules_of(form: Any, json_rule: Callable[[Any], str]) -> str:
+    """The rules of a Lark grammar. json_rule: makes the right side of a rule for an enforced schema. Raises
+    FormRefused for a schema."""
+    rules = _Rules(json_rule)
+    return "\n".join([f"start: {rules.expression(form)}", *rules.lines])
+
+
+class _Rules:
+    """Rules with names of their own, as expressions need them."""
+
+    def __init__(self, json_rule: Callable[[Any], str]) -> None:
+        self._json_rule = json_rule
+        self.lines = [f"{name.upper()}: {pattern}" for name, pattern in TEXTS.items()]
+
+    def expression(self, form: Any) -> str:
+        """What a rule may have on its right side."""
+        match form:
+            case str():
+                return json.dumps(form, ensure_ascii=False)
+            case list():
+                return "(" + " ".join(self.expression(each) for each in form if each != "") + ")"
+            case {"token": int(token_id)}:
+                return f"<[{token_id}]>"
+            case {"schema": schema, "of": words}:
+                return self._named("json", self._json_rule(_enforced(schema, words)))
+            case {"text": str(kind)}:
+                return kind.upper()
+            case {"until": str(text)}:
+                return self._named("until", f"ANY {json.dumps(text)}", "[lazy]")
+            case {"either": list(forms)}:
+                return "(" + " | ".join(map(self.expression, forms)) + ")"
+            case {"maybe": inner}:
+                return f"({self.expression(inner)})?"
+            case {"any_number": inner}:
+                return f"({self.expression(inner)})*"
+        raise AssertionError(f"no form: {form!r}")
+
+    def _named(self, name: str, right_side: str, attribute: str = "") -> str:
+        name = f"{name}_{len(self.lines)}"
+        self.lines.append(f"{name}{attribute}: {right_side}")
+        return name
+
+
+def _enforced(schema: Any, words: str) -> Any:
+    """The schema as `enforced` makes it; a refusal says whose it is."""
+    try:
+        return enforced(schema)
+    except FormRefused as error:
+        raise FormRefused(f"{words}: {error.problem}", error.pointer, error.keyword) from None

@@ -1,0 +1,157 @@
+"""How one model's answers are read, and what that means for one request."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.grammar.structured_output import StructuredOutput
+from ppserve.head.api.answer_parts.channels import Channels
+from ppserve.head.api.answer_parts.json_calls import Calls
+from ppserve.head.api.answer_parts.parts import AnswerText, Part, merged
+from ppserve.head.api.answer_parts.reasoning import Tags
+from ppserve.head.api.answer_parts.source import AnswerEnds, Parsing, Source
+from ppserve.head.api.answer_parts.tool_format import ANY_TEXT, FormPart, ToolFormat
+from ppserve.head.api.answer_parts.tools import Tooling
+
+CUTS = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
+"""Ends at which the model would have gone on."""
+
+ID_CHARS = 9
+"""The length of a call's id: Mistral's templates take no other."""
+
+ReasoningFormat = Tags | Channels
+Reader = Callable[[Source, Calls], Parsing[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes its answers. None stands for a format that is not known.
+
+    fallback: the format of calls that must be made where the model's is not known.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    fallback: ToolFormat
+    special_ids: Mapping[str, int]
+    """The model's special tokens, by their texts."""
+
+    def plan(self, tooling: Tooling, prompt: str) -> AnswerPlan:
+        """Return how the answers to one request are made and read. prompt: its end at least. Raises
+        InvalidRequest for tools whose calls could not be read."""
+        offered, reasoning = tooling.offered, self.reasoning
+        form = self.tools or self.fallback
+        if offered and self.tools is None and not tooling.is_forced:
+            problem = "the chat template shows no format of calls that is known here: see --tool-format"
+            raise InvalidRequest([Violation("tools", problem)])
+        has_begun = reasoning is not None and reasoning.is_begun_by(prompt)
+
+        def read(source: Source, calls: Calls) -> Parsing[None]:
+            if reasoning is not None:
+                yield from reasoning.read_reasoning(source, calls, has_begun)
+            if offered:
+                yield from form.read(source, calls)
+            yield from source.until((), AnswerText)
+
+        special = (*(reasoning.special if reasoning else ()), *(form.special if offered else ()))
+        must_fit: list[FormPart] = []
+        if tooling.is_forced or any(tool.strict for tool in offered):
+            must_fit += [reasoning.reasoning(has_begun)] if reasoning else []
+            make = form.calls if tooling.is_forced else form.text_and_calls
+            must_fit.append(make(tooling.callable, tooling.max_calls))
+        return AnswerPlan(
+            read=read,
+            tooling=tooling,
+            form=StructuredOutput("sequence", json.dumps(self._resolved(must_fit))) if must_fit else None,
+            shows_special=any(text in self.special_ids for text in special),
+        )
+
+    def _resolved(self, form: FormPart) -> FormPart:
+        """Return the form with special tokens by their ids."""
+        match form:
+            case str():
+                parts = _split(form, self.special_ids)
+                return parts[0] if len(parts) == 1 else [*parts]
+            case list():
+                return [self._resolved(each) for each in form]
+            case {"until": str(text)} if text in self.special_ids:
+                return [ANY_TEXT, {"token": self.special_ids[text]}]
+            case {"either": each} | {"any_number": each} | {"maybe": each}:
+                return {name: self._resolved(each) for name in form}
+        return form
+
+
+def _split(text: str, special_ids: Mapping[str, int]) -> list[Any]:
+    """The text's parts: texts, and special tokens by their ids."""
+    words = sorted((word for word in special_ids if len(word) > 1), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
+    return [{"token": special_ids[part]} if place % 2 else part for place, part in enumerate(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answers to one request are made and read."""
+
+    read: Reader
+    tooling: Tooling
+    form: StructuredOutput | None
+    """What the answers must look like; None: anything."""
+    shows_special: bool
+    """Whether the answers must be read with the names of special tokens in their text."""
+
+    def parser(self, request: Request, index: int, held_text: str = "") -> AnswerParser:
+        """Return the parser of one answer. held_text: the text of its tokens that the caller holds, where it is
+        resumed: their parts are not told again."""
+        names = [tool.name for tool in self.tooling.offered]
+        parser = AnswerParser(self.read, Calls(_ids_of(request, index), names), self.tooling.max_calls)
+        parser.parts(held_text, None)
+        return parser
+
+
+def _ids_of(request: Request, index: int) -> Callable[[int], str]:
+    """Make ids of calls. They differ between chats, and between answers of other seeds."""
+
+    def make(number: int) -> str:
+        said = f"{request.sampling.seed} {index} {number} {request.prompt_ids}"
+        return base64.b32encode(hashlib.sha256(said.encode()).digest())[:ID_CHARS].decode().lower()
+
+    return make
+
+
+class AnswerParser:
+    """Makes parts of one answer's text as it comes. Joined, they do not depend on how the text was cut."""
+
+    def __init__(self, read: Reader, calls: Calls, max_calls: int | None = None) -> None:
+        """max_calls: further calls are left out."""
+        self._source = Source()
+        self._reading = self._read(read, calls)
+        self._max_calls = max_calls
+
+    def parts(self, text: str, finish: FinishReason | None) -> list[Part]:
+        """Return the parts that are certain with this text. finish: why the answer ends with it, if it does."""
+        self._source.add(text)
+        if finish is not None:
+            self._source.end(finish in CUTS)
+        return merged(self._next_parts())
+
+    def _next_parts(self) -> Iterator[Part]:
+        for part in self._reading:
+            if part is None:
+                return
+            index = getattr(part, "index", None)
+            if index is None or self._max_calls is None or index < self._max_calls:
+                yield part
+
+    def _read(self, read: Reader, calls: Calls) -> Parsing[None]:
+        try:
+            yield from read(self._source, calls)
+        except AnswerEnds:
+            yield from self._source.release()

@@ -1,0 +1,94 @@
+"""What a request says about tools, in no protocol's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ppserve.errors import Violation
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+"""A tool's name: what every format can write and read back."""
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function of the caller's that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    """The JSON Schema of its arguments; None: it has none."""
+    strict: bool = False
+    """Whether a call of it must be valid by the schema, also where the model need not call."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The schema that its arguments must fit: an object's, unless it says otherwise."""
+        return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return OpenAI's record of it, which chat templates show."""
+        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether a tool is called: as the model decides (`auto`), at least one (`required`), or none.
+
+    name: the tool that must be called, once; only with `required`.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tooling:
+    """The tools that a request offers, and how they may be called."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+    """Whether one answer may have several calls."""
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the template shows, and whose calls are read back."""
+        return () if self.choice.mode == "none" else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        return self.choice.mode == "required"
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools of which one can be called: all that are offered, or the one that is named."""
+        return tuple(tool for tool in self.offered if self.choice.name in (None, tool.name))
+
+    @property
+    def max_calls(self) -> int | None:
+        """The most calls of an answer; None: any number."""
+        return 1 if self.choice.name is not None or not self.parallel else None
+
+    def violations(self, function: str = "") -> Iterator[Violation]:
+        """Yield the mistakes. function: what stands between a tool and its name in the protocol's fields."""
+        names = [tool.name for tool in self.tools]
+        if len(names) > MAX_TOOLS:
+            yield Violation("tools", f"{len(names)} tools; the limit is {MAX_TOOLS}")
+            return
+        for place, name in enumerate(names):
+            if not NAME.fullmatch(name):
+                yield Violation(f"tools[{place}]{function}.name", "not 1 to 128 letters, digits or any of _.:/-")
+            elif name in names[:place]:
+                yield Violation(f"tools[{place}]{function}.name", f"there are two tools {name!r}")
+        if self.is_forced and not self.tools:
+            yield Violation("tool_choice", "only with tools")
+        elif self.choice.name is not None and self.choice.name not in names:
+            yield Violation("tool_choice", f"there is no tool {self.choice.name[:100]!r}")

@@ -1,0 +1,215 @@
+"""Calls that must be valid: the forms of all formats accept what their parsers read, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from ppserve.errors import InvalidRequest
+from ppserve.grammar.state import Grammar, GrammarFilter
+from ppserve.grammar.structured_output import FormRefused
+from ppserve.grammar.translating import translate
+from ppserve.head.api.answer_parts.answer_format import AnswerPlan
+from ppserve.head.api.answer_parts.formats import answer_format
+from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
+from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
+from tests.grammar.words import PADDING, drawn, fits, library
+from tests.head.api.answer_parts.cases import BY_FORMAT, CUT
+from tests.head.api.answer_parts.test_parsing import REQUEST, understood
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = Tool("f", parameters=SCHEMA), Tool("g")
+STRICT = Tool("f", parameters=SCHEMA, strict=True), Tool("g")
+REQUIRED = ToolChoice("required")
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    "json": '{"name": "f", "arguments": {"a": 1}}',
+    "llama3": '{"name": "f", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    "mistral11": '[TOOL_CALLS]f[ARGS]{"a": 1}',
+    "channels": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}',
+}
+TWO = {
+    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    "json": ONE["json"] + '; {"name": "g", "arguments": {}}',
+    "llama3": ONE["llama3"] + '; {"name": "g", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    "mistral11": ONE["mistral11"] + "[TOOL_CALLS]g[ARGS]{}",
+}
+TEXT = dict.fromkeys(ONE, "Hello {there}") | {"channels": "<|channel|>final<|message|>Hello {there}"}
+
+
+def plan_of(name: str, tooling: Tooling, reasoning: str = "none", prompt: str = "") -> AnswerPlan:
+    return answer_format("", {}, name, reasoning).plan(tooling, prompt)
+
+
+def grammar_of(plan: AnswerPlan) -> Grammar:
+    assert plan.form is not None
+    return Grammar(translate(plan.form), library(), 0)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_call_that_is_required_is_a_valid_one(name: str) -> None:
+    form = grammar_of(plan_of(name, Tooling(TOOLS, REQUIRED)))
+    assert fits(form, ONE[name])
+    assert fits(form, TWO.get(name, ONE[name]))
+    one = ONE[name]
+    other = one.replace("functions.f", "functions.h").replace('"f"', '"h"').replace("]f[", "]h[")
+    values = (one.replace("1", "100"), one.replace("1", '"1"'), one.replace('"a"', '"b"'))
+    for wrong in ("", TEXT[name], one[:-1], one + "x", other, *values):
+        assert not fits(form, wrong), wrong
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_tool_that_is_named_is_called_once(name: str) -> None:
+    form = grammar_of(plan_of(name, Tooling(TOOLS, ToolChoice("required", "f"))))
+    assert fits(form, ONE[name])
+    assert not fits(form, TWO.get(name, ""))
+    other = grammar_of(plan_of(name, Tooling(TOOLS, ToolChoice("required", "g"))))
+    assert not fits(other, ONE[name])
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_one_call_where_calls_may_not_be_parallel(name: str) -> None:
+    form = grammar_of(plan_of(name, Tooling(TOOLS, REQUIRED, parallel=False)))
+    assert fits(form, ONE[name])
+    assert not fits(form, TWO[name])
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_strict_tool_may_be_called_and_then_rightly(name: str, parallel: bool) -> None:
+    form = grammar_of(plan_of(name, Tooling(STRICT, parallel=parallel)))
+    assert fits(form, TEXT[name])
+    assert fits(form, ONE[name])
+    assert fits(form, TWO.get(name, ONE[name])) == (parallel or name == "channels")
+    assert not fits(form, ONE[name].replace("1", "100"))
+    if name not in ("json", "llama3", "channels"):
+        assert fits(form, "Let me see.\n" + ONE[name])
+        assert not fits(form, "Let me see.\n" + ONE[name].replace("1", "x"))
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_without_strict_tools_an_answer_has_no_form(name: str) -> None:
+    assert plan_of(name, Tooling(TOOLS)).form is None
+    assert plan_of(name, Tooling(STRICT, ToolChoice("none"))).form is None
+    assert plan_of(name, Tooling()).form is None
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_what_is_drawn_is_read_back_as_valid_calls(name: str) -> None:
+    rng = random.Random(7)
+    plan = plan_of(name, Tooling(TOOLS, REQUIRED))
+    form = grammar_of(plan)
+    schemas = {tool.name: tool.schema for tool in TOOLS}
+    num_read = 0
+    for _ in range(15):
+        answer = drawn(form, rng)
+        if answer is None:
+            continue
+        found = understood(plan.parser(REQUEST, 0).parts(answer.decode(), CUT), CUT)
+        if name == "channels":  # whose end is a token
+            assert not found.calls[-1].has_ended
+        assert found.calls
+        assert not found.text
+        for call in found.calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+        num_read += 1
+    assert num_read > 5
+
+
+def test_what_is_thought_may_precede_a_call_that_is_required() -> None:
+    tooling = Tooling(TOOLS, REQUIRED)
+    call = ONE["hermes"]
+    fresh = grammar_of(plan_of("hermes", tooling, "think"))
+    assert all(fits(fresh, answer) for answer in (call, f"<think>\nHm <tool_call> {{\n</think>\n\n{call}"))
+    assert not any(
+        fits(fresh, answer) for answer in ("<think>Hm", f"Hm</think>{call}", f"<think>Hm</think>Well.{call}")
+    )
+    begun = grammar_of(plan_of("hermes", tooling, "think", "<|im_start|>assistant\n<think>\n"))
+    assert fits(begun, f"Hm</think>{call}")
+    assert not fits(begun, call)
+    channels = grammar_of(plan_of("channels", tooling, "channels"))
+    assert fits(channels, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + ONE["channels"])
+
+
+def test_a_special_token_is_drawn_as_such_and_not_spelled() -> None:
+    """As a vocabulary has them: without bytes, so that no text is one."""
+    form = answer_format("", {"[TOOL_CALLS]": PADDING}, "mistral").plan(Tooling(TOOLS, REQUIRED), "")
+    assert form.shows_special
+    rest = [*ONE["mistral"].removeprefix("[TOOL_CALLS]").encode()]
+    drawn_by = GrammarFilter(grammar_of(form))
+    assert drawn_by.accepts([], [PADDING, *rest]) == len(rest) + 1
+    assert drawn_by.is_complete([PADDING, *rest])
+    assert drawn_by.accepts([], [*ONE["mistral"].encode()]) == 0
+    strict = answer_format("", {"[TOOL_CALLS]": PADDING}, "mistral").plan(Tooling(STRICT), "")
+    drawn_by = GrammarFilter(grammar_of(strict))
+    assert drawn_by.accepts([], [*b"Hi", PADDING, *rest]) == len(rest) + 3
+    assert drawn_by.accepts([], [*b"Hi [TOOL_CALLS] "]) == 16
+    assert drawn_by.accepts([], [*b"Hi", PADDING, *rest[:-3], ord("x")]) == len(rest)
+
+
+def test_names_of_tools_that_begin_alike_are_told_apart() -> None:
+    tools = Tool("get"), Tool("get_all"), Tool("get.x")
+    for name in ONE:
+        plan = plan_of(name, Tooling(tools, REQUIRED))
+        form = grammar_of(plan)
+        for tool in tools:
+            answer = ONE[name].replace('"f"', f'"{tool.name}"').replace("]f[", f"]{tool.name}[")
+            answer = answer.replace("functions.f", f"functions.{tool.name}").replace('{"a": 1}', "{}")
+            assert fits(form, answer), answer
+            begun = [
+                part.name for part in plan.parser(REQUEST, 0).parts(answer, CUT) if isinstance(part, CallBegin)
+            ]
+            assert begun == [tool.name]
+
+
+def test_a_schema_that_is_not_enforced_is_refused_with_its_tool() -> None:
+    plan = plan_of(
+        "hermes", Tooling((Tool("g"), Tool("f", parameters={"properties": {"a": {"not": {}}}})), REQUIRED)
+    )
+    with pytest.raises(FormRefused, match="at /properties/a/not: the parameters of 'f': the keyword 'not'"):
+        grammar_of(plan)
+
+
+def test_a_format_that_is_not_known_is_refused_unless_the_call_is_required() -> None:
+    unknown = answer_format("{{ messages }}", {})
+    with pytest.raises(InvalidRequest, match=r"tools: .*--tool-format"):
+        unknown.plan(Tooling(TOOLS), "")
+    forced = unknown.plan(Tooling(TOOLS, REQUIRED), "")
+    assert fits(grammar_of(forced), ONE["json"])
+    assert isinstance(forced.parser(REQUEST, 0).parts(ONE["json"], CUT)[1], CallArguments)
+    assert unknown.plan(Tooling(TOOLS, ToolChoice("none")), "").parser(REQUEST, 0).parts(ONE["json"], CUT) == [
+        AnswerText(ONE["json"])
+    ]
+
+
+SHOWN = {
+    "hermes": """{{ '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}""",
+    "llama3": """{{ 'ipython' }}{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}""",
+    "mistral": "{{ '[TOOL_CALLS] [' }}",
+    "mistral11": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "channels": "{{ '<|start|>assistant<|channel|>final<|message|>' }}",
+    None: "{{ '<tool_call>\\n<function=' + call.name + '>' }}",
+}
+
+
+def test_a_template_shows_its_format() -> None:
+    for name, template in SHOWN.items():
+        found = answer_format(template, {})
+        assert (found.tools.name if found.tools else None) == name
+        assert (found.reasoning.name if found.reasoning else None) == ("channels" if name == "channels" else None)
+        assert answer_format(template, {}, "none", "none").tools is None
+        assert answer_format(template, {}, "mistral", "think").reasoning is not None
+    assert answer_format("{{ content.split('</think>') }}", {}).reasoning is not None
+    assert BY_FORMAT.keys() == {*SHOWN, "json"} - {None}

@@ -61,6 +61,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tools/generate_stubs.py --check
+	$(BIN)/python tools/make_command_line.py --check
 
 demo: setup
 	$(BIN)/python demo.py --force-cpu $(ARGS)

@@ -1,6 +1,6 @@
 """The ports on which the head listens, and HTTP on one of them: uvicorn in the running event loop.
 
-Its limits bound how much is held, not how long: docs/operations.md says what a proxy in front is for. A client may
+Its limits bound how much is held, not how long: docs/security.md says what a proxy in front is for. A client may
 end its side of a connection once it has asked.
 """
 

@@ -1,4 +1,4 @@
-"""docs/first-hour.md does what it says: its commands are run in the printed order against a server of two stages."""
+"""docs/first-hour.md does what it says: its commands run in the printed order against a server of two stages."""
 
 from __future__ import annotations
 

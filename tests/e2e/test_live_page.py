@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,6 +58,16 @@ def tile(name: str) -> str:
     """An expression for the value of a tile."""
     found = f"[...document.querySelectorAll('.tile')].find((t) => t.firstChild.textContent === {name!r})"
     return f"{found}?.lastChild.textContent"
+
+
+@pytest.mark.usefixtures("streams")
+def test_the_picture_in_the_readme_can_be_taken_again(server: Server, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "tools/take_screenshot.py", server.http, "--out", str(tmp_path / "page.png")]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=120)
+    taken, shown = ((place / "page.png").read_bytes() for place in (tmp_path, root / "docs"))
+    assert taken.startswith(b"\x89PNG")
+    assert struct.unpack(">II", taken[16:24]) == struct.unpack(">II", shown[16:24]) == (1100, 640)
 
 
 @pytest.mark.usefixtures("streams")

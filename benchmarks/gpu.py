@@ -42,6 +42,7 @@ from ppserve.errors import TransportError
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
+from ppserve.model.loaded import cached
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, create_transport
@@ -132,7 +133,7 @@ class Alone:
         bench.wait()
         self.recording_s = time.monotonic() - begun
 
-    def piece(self, number: int, start: int, count: int, draws: bool = True) -> Slice:
+    def slice(self, number: int, start: int, count: int, draws: bool = True) -> Slice:
         ids = tuple((7 * number + 3 * at) % self.arch.vocab_size for at in range(start, start + count))
         table = tuple(range(number * self.table_size, (number + 1) * self.table_size))
         draw = Draw(SamplingParams(seed=number, temperature=0.8)) if draws else None
@@ -169,8 +170,8 @@ def waits(bench: Bench) -> None:
     for graphs in (False, True):
         stage = Alone(bench, bench.arch, SEQUENCES, False, graphs)
         for counts in ((1, 1, 1, 1), (20, 7, 1 + bench.context // 2, 16), (1, 20, 1, 7)):
-            pieces = [stage.piece(i, bench.context if n == 1 else 0, n) for i, n in enumerate(counts)]
-            slices = tuple(replace(piece, draw=draw) for piece, draw in zip(pieces, draws, strict=True))
+            undrawn = [stage.slice(i, bench.context if n == 1 else 0, n) for i, n in enumerate(counts)]
+            slices = tuple(replace(of, draw=draw) for of, draw in zip(undrawn, draws, strict=True))
             stage.step(list(slices))
             before = stage.backend.accelerator.num_waits
             if bench.device.type == "cuda":
@@ -191,14 +192,14 @@ def invariance(bench: Bench) -> None:
         stage = Alone(bench, bench.arch, 5 if bench.small else 33, invariant, False)
         said = check_determinism(stage.plain)
         others = range(1, 5 if bench.small else 33)
-        whole = stage.step([stage.piece(0, 0, length, draws=False)])[0].clone()
+        whole = stage.step([stage.slice(0, 0, length, draws=False)])[0].clone()
         for i in others:
-            stage.step([stage.piece(i, 0, length - i % 7, draws=False)])
-        alone, drawn_alone = stage.step([stage.piece(0, length, 1)])[:2]
-        crowd = [stage.piece(i, length - i % 7, 1) for i in others]
-        among, drawn_among = stage.step([*crowd, stage.piece(0, length, 1)])[:2]
-        pieces = [stage.piece(0, i, min(23, length - i), draws=False) for i in range(0, length, 23)]
-        chunks = [stage.step([piece])[0].clone() for piece in pieces]
+            stage.step([stage.slice(i, 0, length - i % 7, draws=False)])
+        alone, drawn_alone = stage.step([stage.slice(0, length, 1)])[:2]
+        crowd = [stage.slice(i, length - i % 7, 1) for i in others]
+        among, drawn_among = stage.step([*crowd, stage.slice(0, length, 1)])[:2]
+        cut = [stage.slice(0, i, min(23, length - i), draws=False) for i in range(0, length, 23)]
+        chunks = [stage.step([slice_])[0].clone() for slice_ in cut]
         bench.note("invariance", invariant=invariant, selftest=said or "passed")
         (bench.check if invariant else bench.note)(
             "invariance",
@@ -221,13 +222,13 @@ def steps(bench: Bench) -> None:
             params = sublayer_params(arch, stage.layout)
             mode = {"model": model, "invariant": invariant, "recording_s": stage.recording_s}
             for rows in sizes:
-                ms, busy_ms = stage.time([stage.piece(i, bench.context, 1) for i in range(rows)], 30)
+                ms, busy_ms = stage.time([stage.slice(i, bench.context, 1) for i in range(rows)], 30)
                 keys = rows * bench.context * 2 * arch.num_layers * arch.num_kv_heads * arch.head_size
                 times = ms * bytes_per_s / 1e3 / ((params + decode_parts(arch).head + keys) * itemsize)
                 reached = rows not in GOALS or times <= GOALS[rows]
                 figures = {"rows": rows, "host_ms": ms, "device_ms": busy_ms, "times_floor": times}
                 bench.note("steps", **mode, **figures, goal_reached=reached)
-            ms, busy_ms = stage.time([stage.piece(0, 0, bench.context, draws=False)], 10)
+            ms, busy_ms = stage.time([stage.slice(0, 0, bench.context, draws=False)], 10)
             figures = {"prompt": bench.context, "host_ms": ms, "device_ms": busy_ms}
             bench.note("steps", **mode, **figures, flops_per_s=2 * bench.context * params / (busy_ms / 1e3))
 
@@ -299,8 +300,8 @@ def ranks(bench: Bench) -> None:
 def _rank_plans(stage: Alone) -> list[StepPlan]:
     """One prompt each, then decodes. What is computed does not depend on what was drawn."""
     spans = [(0, PROMPT), *((PROMPT + i, 1) for i in range(DECODES))]
-    pieces = [tuple(stage.piece(i, start, count) for i in range(SEQUENCES)) for start, count in spans]
-    return [StepPlan(0, number, 0, slices) for number, slices in enumerate(pieces)]
+    steps = [tuple(stage.slice(i, start, count) for i in range(SEQUENCES)) for start, count in spans]
+    return [StepPlan(0, number, 0, slices) for number, slices in enumerate(steps)]
 
 
 def run_rank(given: str, folder: str, rank: int) -> None:
@@ -319,12 +320,13 @@ def run_rank(given: str, folder: str, rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     one = Alone(bench, arch, SEQUENCES, True, False)
     layout = stage_layouts(Split((arch.num_layers, arch.num_layers)))[rank]
-    model = load_stage(checkpoint_of(arch), layout, one.backend)
+    plain = load_stage(checkpoint_of(arch), layout, one.backend)
     cache = one.backend.make_cache(arch, layout, SEQUENCES * one.table_size, BLOCK)
+    model = cached(plain, cache, layout, one.backend)
     frames = Frames(arch.width, one.backend.precision.hidden, device=device)
     transport = create_transport(kind, frames, parallel_state.get_pp_group())
     transport.warm_up()
-    stage, drawn, plans = Stage(model, cache, transport), [], _rank_plans(one)
+    stage, drawn, plans = Stage(model, transport), [], _rank_plans(one)
     for plan in plans:
         stage.expect(plan)
         drawn.append([each.token_id for each in stage.step(plan, 0).result.drawn])

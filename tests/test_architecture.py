@@ -103,7 +103,7 @@ GENERATED = {"ppserve.v1", "ppserve.vllm"}
 NEVER_LOADS = {
     "ppserve.core.scheduling.scheduler": {"torch", "grpc", "numpy", "msgspec", "time"},
     "ppserve.head.api.request_handler": {"grpc", "google", "torch"},
-    "ppserve.head.app": {"torch", "numba"},
+    "ppserve.head.app": {"torch", "numba", "llguidance"},
     "ppserve.cli.check": {"torch", "grpc"},
     "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken", "tokenizers"},
     "ppserve.client": {"torch", "prometheus_client"},
@@ -263,7 +263,7 @@ BUDGET = {
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_500,
     "ppserve/head/api/**/*.py": 5_250,
     "ppserve/head/observe/*.py": 920,
-    "ppserve/model/*.py": 1_800,
+    "ppserve/model/*.py": 2_000,
     "ppserve/model/compiled/*.py": 647,
     "ppserve/model/cpu/**/*.py": 3_933,
     "ppserve/model/cuda/*.py": 1_435,
@@ -305,7 +305,7 @@ def test_the_spine_can_be_read_in_an_evening() -> None:
     spine = re.findall(r"^\d+\. `([\w/.]+)`: \S.*\.$", PAGE.partition("## The spine")[2], re.MULTILINE)
     assert 30 <= len(spine) <= 40
     assert len(set(spine)) == len(spine)
-    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7_300
+    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7_500
 
 
 def test_the_readme_draws_the_arrows_that_there_are() -> None:
@@ -377,7 +377,7 @@ def test_the_scheduler_sets_attributes_only_where_they_are_declared() -> None:
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Those of modules, classes, functions and fields."""
+    """Yield the docstrings of modules, classes, functions and fields."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for line in body if isinstance(body, list) else []:
@@ -386,7 +386,7 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
                 yield value.value.strip()
 
 
-FRAGMENT = re.compile(r"(Of|By|As|With|In|From|Those|Likewise)\b")
+FRAGMENT = re.compile(r"(Of|By|As|With|In|From|Those|Likewise|The same)\b")
 """Words that begin a fragment where a sentence should stand. Help texts are checked by tests/cli/test_help.py."""
 
 

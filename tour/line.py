@@ -30,7 +30,6 @@ from ppserve import (
     TensorPart,
     Transport,
     connect,
-    load_stage,
     stage_layouts,
 )
 from tour.ranks import Tour
@@ -87,10 +86,9 @@ class TourStage:
         self.device = device
         setup = DeviceSetup(device, "float32", stages_here=1, threads=torch.get_num_threads())
         backend = setup.backend()
-        self.model = load_stage(checkpoint, layout, backend)
+        self.model = backend.load(checkpoint, layout)
         self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE
-        cache = backend.make_cache(self.model.arch, layout, MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE)
-        self._stage = Stage(self.model, cache, wires)
+        self._stage = Stage(self.model.with_cache(MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE), wires)
 
     @classmethod
     def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> TourStage:
@@ -100,7 +98,7 @@ class TourStage:
 
     @classmethod
     def whole(cls, tour: Tour, checkpoint: Checkpoint) -> TourStage:
-        """The same model in this process alone."""
+        """The whole model in this process alone."""
         arch = checkpoint.architecture
         (wires,) = connect((Frames(arch.width, torch.float32),))
         return cls(checkpoint, StageLayout(0, 1, 0, 2 * arch.num_layers), tour.device, wires)
@@ -116,7 +114,7 @@ class TourStage:
 
 
 def even_split(arch: Architecture, num_stages: int) -> Split:
-    """As many layers on every stage, give or take one."""
+    """Give every stage equally many layers, or one more."""
     each, more = divmod(arch.num_layers, num_stages)
     return Split(tuple(2 * (each + (stage < more)) for stage in range(num_stages)))
 

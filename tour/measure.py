@@ -30,7 +30,7 @@ _HOPS = 60
 
 
 def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """The same on every rank."""
+    """Return prompts of random tokens, equal on every rank."""
     source = random.Random(1)
     return [[source.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num_sequences)]
 

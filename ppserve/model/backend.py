@@ -12,25 +12,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.layers import AttentionSpec, MLPSpec
-from ppserve.core.plan import Drawn, Scored
-from ppserve.model.checkpoint import Matrix
-from ppserve.model.inputs import KVCache, StepInputs
+from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.model.checkpoint import Checkpoint, Matrix
+from ppserve.model.inputs import Gather, Inputs, KVCache, StepInputs
 
 INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 (torch has it, its stubs do not)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How numbers are kept. weights: linear layers'; embeddings, biases and norms are kept as `hidden` or wider.
-    kv: keys and values.
+    """The types in which numbers are kept.
 
-    compute: what operators take and give.
+    weights: the type of linear layers' weights; embeddings, biases and norms are kept as `hidden` or wider.
+    kv: the type of keys and values. compute: what operators take and give.
     hidden: what hidden states are rounded to after every attention and MLP, wherever stages are cut.
     """
 
@@ -41,24 +41,28 @@ class Precision:
 
     @property
     def head(self) -> torch.dtype:
-        """The LM head's weights: the most sensitive layer has at least 8 bits."""
+        """The type of the LM head's weights: the most sensitive layer has at least 8 bits."""
         return torch.int8 if self.weights == INT4 else self.weights
 
 
 class Linear(Protocol):
-    """y = x Wᵀ + b. num_bytes: the weight's, as it is kept."""
+    """A linear layer, y = x Wᵀ + b. num_bytes: the size of the weight as it is kept."""
 
     num_inputs: int
     num_outputs: int
     num_bytes: int
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """(T, K), contiguous → (T, N), a new tensor; both in the computing dtype."""
+        """Multiply rows (T, K), contiguous. Return (T, N), a new tensor. Both are in `Precision.compute`."""
+
+
+OwnLinear = TypeVar("OwnLinear", bound=Linear)
+"""A backend's own linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of a norm over D numbers, by `Backend.stored`."""
+    """The weights of a norm over D numbers, as `Backend.stored` keeps them."""
 
     weight_D: torch.Tensor
     bias_D: torch.Tensor | None
@@ -67,50 +71,55 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionWeights:
+class AttentionWeights(Generic[OwnLinear]):
     """What an attention sublayer is made of."""
 
     number: int  # among the attentions of the stage, from 0
     spec: AttentionSpec
     rotary: int | None  # the number of its rotary positions in `Architecture.rotaries`
-    qkv: Linear  # queries, then keys, then values of the rank's heads
-    proj: Linear
+    qkv: OwnLinear  # queries, then keys, then values of the rank's heads
+    proj: OwnLinear
     heads: Cut  # the outputs of all heads, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
     head_norms: tuple[NormWeights, NormWeights] | None = None
-    """Each head's queries' and keys', before they are rotated by their positions."""
+    """The norms of each head's queries and keys, before these are rotated by their positions."""
 
 
 @dataclass(frozen=True, slots=True)
-class MLPWeights:
+class MLPWeights(Generic[OwnLinear]):
     """What an MLP sublayer is made of."""
 
     spec: MLPSpec
-    expand: Linear  # of a gated MLP, what is activated, then what it is multiplied with
-    contract: Linear
+    expand: OwnLinear  # of a gated MLP, what is activated, then what it is multiplied with
+    contract: OwnLinear
     inner: Cut  # the inputs of `contract`, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
 
 
 @dataclass(frozen=True, slots=True)
-class ResidualWeights:
+class ResidualWeights(Generic[OwnLinear]):
     """What a residual line is made of: x + multiplier * post_norm(of(pre_norm(x)))."""
 
     pre_norm: NormWeights | None
-    of: AttentionWeights | MLPWeights
+    of: AttentionWeights[OwnLinear] | MLPWeights[OwnLinear]
     post_norm: NormWeights | None
     multiplier: float
 
 
-Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D), contiguous, to (T, D). An attention or an MLP takes normed rows and gives what is added to the hidden
-states, both in `Precision.compute`. A block takes and gives the hidden states, in `Precision.hidden`."""
+Sublayer = Callable[[torch.Tensor, Inputs], torch.Tensor]
+"""It takes rows (T, D), contiguous, and gives (T, D). An attention or an MLP takes normed rows and gives what is
+added to the hidden states, both in `Precision.compute`. A block takes and gives the hidden states, in
+`Precision.hidden`."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and in all."""
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
 """A norm or an activation of rows."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""(R, D) hidden states to float32 logits (R, v) of the rank's ids, until the next call."""
+"""It takes hidden states (R, D) and gives float32 logits (R, v) of the rank's ids, which last until the next
+call."""
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
 
@@ -119,17 +128,17 @@ Reading = Callable[[], Results]
 
 
 class Timing(Protocol):
-    """When one step is computed."""
+    """The time in which one step is computed."""
 
     def computed(self) -> None:
-        """All work of the step has been given to the device."""
+        """Note that all work of the step has been given to the device."""
 
     def busy_ns(self) -> tuple[int, int]:
-        """When the device began and ended, by the host's clock. Waits for that work."""
+        """Return when the device began and ended, by the host's clock. Waits for that work."""
 
 
 class HostTiming:
-    """For work that is done when its call returns."""
+    """The timing of work that is done when its call returns."""
 
     def __init__(self) -> None:
         self._begun_ns = self._ended_ns = time.monotonic_ns()
@@ -141,75 +150,152 @@ class HostTiming:
         return self._begun_ns, self._ended_ns
 
 
-class StageModel(Protocol):
-    """What computes a stage's steps: a `Decoder`, or one whose work was recorded."""
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step of a stage, whose inputs are on the device."""
+
+    forward: Callable[[torch.Tensor | None], torch.Tensor]
+    """Takes (T, D) hidden states of the stage before, None on the first stage, and gives those after this stage's
+    sublayers. It writes the rows' keys and values to the cache."""
+    read_out: Callable[[torch.Tensor], Reading]
+    """Draws and scores what the plan asks for, from what `forward` gave. Last stage only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A stage's model with its KV cache, which computes plans."""
+
+    layout: StageLayout
+    backend: AnyBackend
+    prepare: Callable[[StepPlan, Gather], PreparedStep]
+    """Prepares a step from its plan alone: it can run ahead of the data."""
+
+
+class LoadedModel(Protocol):
+    """A stage's model as the stage sees it, whichever backend has its weights."""
 
     arch: Architecture
     layout: StageLayout
-    backend: Backend
+    num_params: int
+    weight_bytes: int
 
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """(T, D) hidden states after this stage's sublayers. hidden_TD: the stage before's, None on the first.
-        Writes the rows' keys and values to the inputs' cache."""
+    @property
+    def backend(self) -> AnyBackend: ...
 
-    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
-        """Draw and score what the plan asks for; no row, no head. Last stage only."""
+    def check_determinism(self, block_size: int) -> str | None:
+        """See `selftest.check_determinism`."""
+
+    def with_cache(self, num_blocks: int, block_size: int, *, populate: bool = False) -> CachedModel:
+        """Add a KV cache, and record usual steps where the backend can, which takes seconds.
+        populate: a thread begins to take the cache's memory from the system."""
+
+    def parts(self, num_blocks: int, block_size: int) -> list[CachedModel]:
+        """Return the model without its sublayers, with the first, with the first two and so on, to measure what
+        each of them costs. All share weights and a cache, which is not empty."""
 
 
-class Backend(Protocol):
-    """A device in one precision. read_rows_at_once: rows of logits in memory at a time. more_rows, more_head_rows:
-    for the self-test, ascending numbers of rows above 128 for which linear layers and the LM head may get other
-    kernels."""
+class AnyBackend(Protocol):
+    """A device in one precision, as far as a stage sees it."""
 
-    device: torch.device
-    precision: Precision
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    def load(
+        self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None
+    ) -> LoadedModel:
+        """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
+
+    def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
+        """Return the bytes that one KV block takes on a rank."""
+
+    def timing(self) -> Timing:
+        """Begin to time a step, whose computation begins now."""
+
+    def describe(self) -> str:
+        """Return, in words, what it computes with. Where these words differ, bits may differ too."""
+
+
+ReadInputs = TypeVar("ReadInputs", bound=StepInputs, contravariant=True)
+"""A backend's own inputs of a step, where they are only read."""
+
+
+class Computing(Protocol[ReadInputs]):
+    """What computes a stage's steps: a `Decoder`, or one whose work was recorded."""
+
+    def forward(self, inputs: ReadInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        """See `PreparedStep.forward`."""
+
+    def read_out(self, inputs: ReadInputs, hidden_TD: torch.Tensor) -> Reading:
+        """See `PreparedStep.read_out`. No row, no head."""
+
+
+class StageModel(Computing[ReadInputs], Protocol[ReadInputs]):
+    """A stage's model as its backend sees it: a `Decoder`."""
+
+    arch: Architecture
+    layout: StageLayout
+
+    @property
+    def backend(self) -> AnyBackend: ...
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """See `Head`. Last stage only."""
+
+
+class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
+    """A device in one precision, with its own inputs of a step and its own linear layers.
+
+    read_rows_at_once: rows of logits in memory at a time. more_rows, more_head_rows: for the self-test, ascending
+    numbers of rows above 128 for which linear layers and the LM head may get other kernels.
+    """
+
     read_rows_at_once: int
     more_rows: tuple[int, ...]
     more_head_rows: tuple[int, ...]
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An embedding, a bias or a norm's weight, rounded as hidden states."""
+        """Round an embedding, a bias or a norm's weight as hidden states are, and put it on the device."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
-        """Packs a weight, which can then be released. bias_N: as `stored`. is_probe: of the self-test."""
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> OwnLinear:
+        """Pack a weight, which can then be released. bias_N: as `stored` gives it. is_probe: whether the self-test
+        asks, which soon drops the layer."""
 
-    def lm_head(self, weight_NK: Matrix) -> Linear:
-        """The same for the LM head, by `Precision.head`."""
+    def lm_head(self, weight_NK: Matrix) -> OwnLinear:
+        """Pack the LM head's weight, in the type `Precision.head`."""
 
-    def check(self, weights: ResidualWeights) -> None:
+    def check(self, weights: ResidualWeights[OwnLinear]) -> None:
         """Raises ConfigError where this precision is too coarse for these weights."""
 
     def norm(self, weights: NormWeights) -> Operator:
-        """The norm of hidden states or of a sublayer's results, in `Precision.compute`."""
+        """Return the norm of hidden states or of a sublayer's results. It gives `Precision.compute`."""
 
-    def attention(self, weights: AttentionWeights) -> Sublayer:
-        """proj(attend(qkv(x))), with queries and keys rotated if the model asks."""
+    def attention(self, weights: AttentionWeights[OwnLinear]) -> Sublayer[Inputs]:
+        """Return proj(attend(qkv(x))), with queries and keys rotated if the model asks for it."""
 
-    def mlp(self, weights: MLPWeights) -> Sublayer:
-        """contract(activation(expand(x))), or with a gate. KeyError for an unknown activation."""
+    def mlp(self, weights: MLPWeights[OwnLinear]) -> Sublayer[Inputs]:
+        """Return contract(activation(expand(x))), or this with a gate. Raises KeyError for an unknown
+        activation."""
 
-    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
-        """An optimisation: a whole block, with the bits of `decoder.Block`'s lines; None where there is none."""
+    def fused(self, lines: Sequence[ResidualWeights[OwnLinear]]) -> Sublayer[Inputs] | None:
+        """Return one call for several residual lines, an optimisation with the bits of their `decoder.Residual`s
+        one after the other; None where there is none. lines: at least one, which follow each other."""
 
-    def head(self, norm: NormWeights, linear: Linear) -> Head:
-        """linear(norm(x))."""
-
-    def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
-        """Bytes that one KV block takes on a rank."""
+    def head(self, norm: NormWeights, linear: OwnLinear) -> Head:
+        """Return linear(norm(x))."""
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
-    ) -> KVCache:
-        """populate: a thread begins to take its memory from the system."""
+    ) -> KVCache[Inputs]:
+        """Make the cache of one rank. populate: a thread begins to take its memory from the system."""
 
-    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """The model with usual steps recorded, if it can. Writes to the cache, for seconds."""
+    def with_cache(
+        self, model: StageModel[Inputs], num_blocks: int, block_size: int, *, populate: bool = False
+    ) -> CachedModel:
+        """See `LoadedModel.with_cache`."""
 
-    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        """Draws from and scores logits in `read_rows`' order. The first tensor rank has results."""
-
-    def timing(self) -> Timing:
-        """A step's computation begins now."""
-
-    def describe(self) -> str:
-        """What it computes with. Where these words differ, so may bits."""
+    def read_logits(self, inputs: Inputs, parts_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
+        """Draw from logits and score them, some rows at a time in the order of `StepRows.read_rows`. Only the
+        first tensor rank has results. vocabulary: whose logits each tensor rank has."""

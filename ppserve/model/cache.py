@@ -1,6 +1,6 @@
-"""Where this user keeps what is made once a machine: compiled kernels, measurements, downloads.
+"""The directories where a user keeps what is made once per machine: compiled kernels, measurements, downloads.
 
-Without torch or numba: whether there is such a place is asked before anything starts.
+It imports neither torch nor numba: whether there is such a place is asked before anything starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] 
     """Choose the operator's NUMBA_CACHE_DIR, whatever its owner; else the user's cache directory, else one below
     TMPDIR or `temporary`, where nobody else can write (cached kernels are code). Raises ConfigError.
 
-    Writable: for another numba would use one without a digest.
+    It can be written to. In place of one that cannot, numba would use a directory without a digest in its name.
     """
     name = _directory_name()
     if chosen := environment.get(KERNELS):

@@ -1,8 +1,9 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
 A layer is two residual lines: x + attention(norm(x)), then x + mlp(norm(x)). `Residual` has them as they are
-written, with what a layer may have beside (`core/layers.py`). `model/layers.py` says which tensors make them.
-A backend computes norms, attentions and MLPs (`model/backend.py`), and may have a block in one (`Backend.fused`).
+written, with what a layer may have beside (`core/layers.py`). `model/layers.py` says which tensors make them. A
+backend computes norms, attentions and MLPs (`model/backend.py`), and may have one call for several lines
+(`Backend.fused`).
 
 Each tensor rank of a stage has some outputs of every matrix. All are gathered before anything sums over them.
 So every sum is one rank's, in the same order.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from typing import Generic
 
 import torch
 
@@ -22,22 +24,25 @@ from ppserve.core.architecture import StageLayout
 from ppserve.model.backend import (
     AttentionWeights,
     Backend,
+    Linear,
     NormWeights,
     Operator,
+    OwnLinear,
+    Progress,
     Reading,
     ResidualWeights,
     Sublayer,
 )
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.inputs import StepInputs
+from ppserve.model.inputs import Inputs
 from ppserve.model.layers import Embedding, read_attention_line, read_mlp_line
-from ppserve.model.weights import Progress, WeightReader
+from ppserve.model.weights import WeightReader
 
 
-class Residual:
+class Residual(Generic[Inputs]):
     """A residual line of a block: what its attention or its MLP adds to the hidden states."""
 
-    def __init__(self, backend: Backend, weights: ResidualWeights) -> None:
+    def __init__(self, backend: Backend[Inputs, OwnLinear], weights: ResidualWeights[OwnLinear]) -> None:
         backend.check(weights)
         self.norm = _norm(backend, weights.pre_norm)
         of = weights.of
@@ -45,28 +50,29 @@ class Residual:
         self.post_norm = _norm(backend, weights.post_norm)
         self._multiplier = weights.multiplier
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         added_TD = self.post_norm(self.compute(self.norm(x_TD), inputs))
         if self._multiplier != 1:
             added_TD = added_TD * self._multiplier
         return (x_TD + added_TD).to(x_TD.dtype)
 
 
-def _norm(backend: Backend, weights: NormWeights | None) -> Operator:
+def _norm(backend: Backend[Inputs, OwnLinear], weights: NormWeights | None) -> Operator:
     """A norm; without weights rows stay as they are, in the computing dtype."""
     if weights is None:
         return lambda x_TD: x_TD.to(backend.precision.compute)
     return backend.norm(weights)
 
 
-class Block:
+class Block(Generic[Inputs, OwnLinear]):
     """A layer, or this stage's half of it: two residual lines."""
 
-    def __init__(self, read: WeightReader, layer: int) -> None:
+    def __init__(self, read: WeightReader[Inputs, OwnLinear], layer: int) -> None:
         """layer: its number in the whole model."""
-        self.attention = self.mlp = None
-        self.lines: list[ResidualWeights] = []
-        """What its lines are made of."""
+        self.attention: Residual[Inputs] | None = None
+        self.mlp: Residual[Inputs] | None = None
+        self.lines: list[ResidualWeights[OwnLinear]] = []
+        """What each of its residual lines is made of."""
         if layer in read.layout.attentions:
             self.lines.append(of := read_attention_line(read, layer))
             self.attention = Residual(read.backend, of)
@@ -74,7 +80,7 @@ class Block:
             self.lines.append(of := read_mlp_line(read, layer))
             self.mlp = Residual(read.backend, of)
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if self.attention is not None:
             x_TD = self.attention(x_TD, inputs)
         if self.mlp is not None:
@@ -85,17 +91,18 @@ class Block:
 class LMHead:
     """Final norm and logits of a tensor rank's vocabulary, without padding ids."""
 
-    def __init__(self, read: WeightReader) -> None:
+    def __init__(self, read: WeightReader[Inputs, OwnLinear]) -> None:
         norm = read.norm("ln_f", read.arch.final_norm)
         assert norm is not None, "every model has a final norm"
-        self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
-        self.logits = read.backend.head(norm, self.linear)
+        linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
+        self.linear: Linear = linear
+        self.logits = read.backend.head(norm, linear)
 
 
-class Decoder:
+class Decoder(Generic[Inputs, OwnLinear]):
     """A `StageModel`: `layout`'s layers, the first stage's embeddings, the last one's head."""
 
-    def __init__(self, read: WeightReader) -> None:
+    def __init__(self, read: WeightReader[Inputs, OwnLinear]) -> None:
         self.arch = read.arch
         self.layout = read.layout
         self.backend = read.backend
@@ -103,26 +110,36 @@ class Decoder:
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = Embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, layer) for layer in self.layout.layers]
-        # An optimisation that changes no bit: what the backend has for a whole block, in place of its two lines.
-        self.computed: Sequence[Sublayer] = [self.backend.fused(block.lines) or block for block in self.blocks]
+        self.computed: Sequence[Sublayer[Inputs]] = self._computed()
         self.linears = read.linears
         """The blocks' linears, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
-    @cached_property
-    def sublayers(self) -> list[Sublayer]:
-        """Its residual lines one by one, as they are computed."""
-        lines = (line for block in self.blocks for line in block.lines)
-        return [self.backend.fused([line]) or Residual(self.backend, line) for line in lines]
+    def _computed(self) -> Sequence[Sublayer[Inputs]]:
+        """Choose what computes the blocks. Where the backend has one call for all residual lines, or for those of
+        a block, that is an optimisation which changes no bit."""
+        whole = self.backend.fused(self._lines)
+        if whole is not None:
+            return [whole]
+        return [self.backend.fused(block.lines) or block for block in self.blocks]
 
-    def computing(self, *sublayers: Sublayer) -> Decoder:
-        """The same stage with these in place of its blocks."""
+    @property
+    def _lines(self) -> list[ResidualWeights[OwnLinear]]:
+        return [line for block in self.blocks for line in block.lines]
+
+    @cached_property
+    def sublayers(self) -> list[Sublayer[Inputs]]:
+        """The stage's residual lines one by one, as they are computed."""
+        return [self.backend.fused([line]) or Residual(self.backend, line) for line in self._lines]
+
+    def computing(self, *sublayers: Sublayer[Inputs]) -> Decoder[Inputs, OwnLinear]:
+        """Return a stage with the same weights and these sublayers in place of its blocks."""
         other = copy(self)
         other.computed = sublayers
         return other
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, inputs: Inputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
@@ -131,21 +148,27 @@ class Decoder:
         return x_TD
 
     @torch.inference_mode()
-    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
-        assert self.head is not None, "only the last stage reads out"
+    def read_out(self, inputs: Inputs, hidden_TD: torch.Tensor) -> Reading:
         vocabulary = self.layout.cut(self.arch.vocab_size)
-        return self.backend.read_logits(inputs, self._logits(self.head, inputs, hidden_TD), vocabulary)
+        return self.backend.read_logits(inputs, self._read_logits(inputs, hidden_TD), vocabulary)
 
-    def _logits(self, head: LMHead, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None, "only the last stage reads out"
+        return self.head.logits(hidden_RD)
+
+    def _read_logits(self, inputs: Inputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of the rows to read out, a few at a time."""
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):
-                yield head.logits(hidden_TD.index_select(0, rows_R))
+                yield self.logits(hidden_TD.index_select(0, rows_R))
 
 
 def load_stage(
-    checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress = lambda done, total: None
-) -> Decoder:
+    checkpoint: Checkpoint,
+    layout: StageLayout,
+    backend: Backend[Inputs, OwnLinear],
+    progress: Progress = lambda done, total: None,
+) -> Decoder[Inputs, OwnLinear]:
     """Read a stage's tensors, one at a time, and pack them. Raises CheckpointError."""
     with torch.inference_mode():
         return Decoder(WeightReader(checkpoint, layout, backend, progress))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,15 +24,17 @@ Ints = NDArray[np.int64]
 
 
 class Gather(Protocol):
-    """Between a stage's tensor ranks, which make the same calls in order."""
+    """What exchanges rows between a stage's tensor ranks, which make the same calls in order."""
 
     @property
     def waited_ns(self) -> int:
         """How long this rank has waited for others so far."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """(T, N), contiguous: all ranks' columns side by side, for every rank. Raises TransportError.
-        cut: of the columns. own_Tn: this rank's; may be reused afterwards."""
+        """Return (T, N), contiguous: all ranks' columns side by side, on every rank. Raises TransportError.
+
+        own_Tn: this rank's columns; the tensor may be reused afterwards. cut: how the ranks share the columns.
+        """
 
 
 class Alone:
@@ -89,7 +91,13 @@ class StepInputs:
         return len(self.rows.slots_T)
 
 
-class KVCache(Protocol):
+Inputs = TypeVar("Inputs", bound=StepInputs)
+"""A backend's own inputs of a step."""
+MadeInputs = TypeVar("MadeInputs", bound=StepInputs, covariant=True)
+"""A backend's own inputs of a step, where they are only made."""
+
+
+class KVCache(Protocol[MadeInputs]):
     """One stage's keys and values: preallocated blocks, addressed by id, owned by it alone.
 
     A block is written before it is read, so nothing is erased.
@@ -98,15 +106,15 @@ class KVCache(Protocol):
     num_blocks: int
     block_size: int
 
-    def inputs(self, rows: StepRows, gather: Gather) -> StepInputs:
-        """Prepares a step. Touches no block, so it can run ahead of the step before."""
+    def inputs(self, rows: StepRows, gather: Gather) -> MadeInputs:
+        """Prepare a step. It touches no block, so it can run ahead of the step before."""
 
     def fill(self, value: float) -> None:
-        """Sets every number in the cache."""
+        """Set every number in the cache."""
 
 
-def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather = ALONE) -> StepInputs:
-    """The step's inputs, from the plan alone: it can run ahead of the data."""
+def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache[Inputs], gather: Gather = ALONE) -> Inputs:
+    """Prepare a step's inputs from its plan alone: it can run ahead of the data."""
     slices, block_size = plan.slices, cache.block_size
     count = len(slices)
     num_rows_S = np.fromiter((len(s.token_ids) for s in slices), np.int64, count)

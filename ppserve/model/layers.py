@@ -7,19 +7,18 @@ T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ppserve.model.backend import AttentionWeights, MLPWeights, ResidualWeights
-from ppserve.model.inputs import StepInputs
+from ppserve.model.backend import AttentionWeights, MLPWeights, OwnLinear, ResidualWeights
+from ppserve.model.inputs import Inputs, StepInputs
 from ppserve.model.weights import Outputs, WeightReader
 
 
 class Embedding:
-    """The token's vector, and its position's where the model has learned some. A tensor rank has some columns."""
+    """The embedding: a token's vector, and its position's where the model has learned some. A tensor rank has some
+    of the columns."""
 
-    def __init__(self, read: WeightReader) -> None:
+    def __init__(self, read: WeightReader[Inputs, OwnLinear]) -> None:
         self._columns = read.layout.cut(read.arch.width)
         self._multiplier = read.arch.embedding_multiplier
         self._tokens_Vd = read.embedding("wte.weight", self._columns.own)
@@ -35,31 +34,32 @@ class Embedding:
         return inputs.gather.all(own_Td, self._columns)
 
 
-def read_attention_line(read: WeightReader, layer: int) -> ResidualWeights:
-    """A layer's first residual line."""
-    return _read_line(read, layer, 1, _read_attention)
+def read_attention_line(read: WeightReader[Inputs, OwnLinear], layer: int) -> ResidualWeights[OwnLinear]:
+    """Read a layer's first residual line."""
+    return _read_line(read, layer, 1, _read_attention(read, layer))
 
 
-def read_mlp_line(read: WeightReader, layer: int) -> ResidualWeights:
-    """A layer's second residual line."""
-    return _read_line(read, layer, 2, _read_mlp)
+def read_mlp_line(read: WeightReader[Inputs, OwnLinear], layer: int) -> ResidualWeights[OwnLinear]:
+    """Read a layer's second residual line."""
+    return _read_line(read, layer, 2, _read_mlp(read, layer))
 
 
 def _read_line(
-    read: WeightReader,
+    read: WeightReader[Inputs, OwnLinear],
     layer: int,
     number: int,
-    read_sublayer: Callable[[WeightReader, int], AttentionWeights | MLPWeights],
-) -> ResidualWeights:
-    """The norms around a sublayer, and what multiplies what it adds. number: 1 or 2, as in the norms' names."""
+    of: AttentionWeights[OwnLinear] | MLPWeights[OwnLinear],
+) -> ResidualWeights[OwnLinear]:
+    """A sublayer with the norms around it, and what multiplies what it adds.
+
+    number: 1 or 2, as in the norms' names."""
     spec = read.arch.layers[layer]
     pre_norm = read.norm(f"h.{layer}.ln_{number}", spec.pre_norm)
-    sublayer = read_sublayer(read, layer)
     post_norm = read.norm(f"h.{layer}.post_ln_{number}", spec.post_norm)
-    return ResidualWeights(pre_norm, sublayer, post_norm, spec.residual_multiplier)
+    return ResidualWeights(pre_norm, of, post_norm, spec.residual_multiplier)
 
 
-def _read_attention(read: WeightReader, layer: int) -> AttentionWeights:
+def _read_attention(read: WeightReader[Inputs, OwnLinear], layer: int) -> AttentionWeights[OwnLinear]:
     """A tensor rank has some heads of keys and values, and the queries that read them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
     spec = arch.layers[layer].attention
@@ -79,7 +79,7 @@ def _read_attention(read: WeightReader, layer: int) -> AttentionWeights:
     return AttentionWeights(number, spec, rotary, qkv, proj, heads, columns, head_norms)
 
 
-def _read_mlp(read: WeightReader, layer: int) -> MLPWeights:
+def _read_mlp(read: WeightReader[Inputs, OwnLinear], layer: int) -> MLPWeights[OwnLinear]:
     """A tensor rank has some outputs of each matrix."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     spec = arch.layers[layer].mlp

@@ -22,14 +22,14 @@ _QUARTER_LOW = float.fromhex("0x1.10b4611a62633p-30")
 
 
 class RotaryTable:
-    """The cosines and sines of every position seen so far, and of more."""
+    """The cosines and sines of one kind of rotary positions, kept for every position seen so far and for more."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
         self._rotations_Pd = np.empty((0, 2 * len(rotary.frequencies)), np.float32)
 
     def at(self, positions_T: Ints) -> NDArray[np.float32]:
-        """(T, d): each row's cosines, then its sines."""
+        """Return (T, d): each row's cosines, then its sines."""
         needed = int(positions_T.max(initial=-1)) + 1
         if needed > len(self._rotations_Pd):
             self._rotations_Pd = rotations(self._rotary, max(needed, 2 * len(self._rotations_Pd), 256))
@@ -37,14 +37,14 @@ class RotaryTable:
 
 
 def rotations_of(tables: Sequence[RotaryTable], positions_T: Ints) -> NDArray[np.float32] | None:
-    """(R, T, d): each row's cosines and sines in each table, one after the other; None without tables."""
+    """Return (R, T, d): each row's cosines and sines in each table, one after the other; None without tables."""
     if not tables:
         return None
     return np.stack([table.at(positions_T) for table in tables])
 
 
 def rotations(rotary: Rotary, num_positions: int) -> NDArray[np.float32]:
-    """(P, d): the first positions' cosines, then sines, times the magnitude."""
+    """Return (P, d): the first positions' cosines, then sines, times the magnitude."""
     frequencies = np.array(rotary.frequencies, np.float32)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     cosines, sines = cosines_and_sines(angles)

@@ -41,9 +41,6 @@ GREATEST = float(np.finfo(np.float32).max)
 _MASK = (1 << 64) - 1
 
 
-NO_TARGET = -1
-
-
 @dataclass(frozen=True, slots=True)
 class ReadRow:
     """What a row of logits is read for: a draw, a target's log-probability, or neither."""
@@ -51,7 +48,7 @@ class ReadRow:
     sequence_id: int = 0
     draw: Draw | None = None
     position: int = 0  # of the token that is drawn
-    target: int = NO_TARGET
+    target: int | None = None
     num_top: int | None = None
     """How many of the likeliest tokens are asked for; None without log-probabilities."""
 
@@ -71,23 +68,23 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
     return drawn + scored
 
 
-def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
+def read_logits(plan: StepPlan, parts_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
     """Draw from and score logits in `read_rows`' order, for the first tensor rank."""
     rows = iter(rows_read(plan))
     drawn = list[Drawn]()
     logprobs = list[TokenLogprobs]()
-    for own_Rv in pieces_Rv:
+    for own_Rv in parts_Rv:
         here = list(islice(rows, len(own_Rv)))
         few = [i for i, row in enumerate(here) if row.needs_best_only and len(vocabulary.widths) > 1]
         best = dict(zip(few, _best_ids([here[i] for i in few], own_Rv[few], gather, vocabulary), strict=True))
         whole = [i for i in range(len(here)) if i not in best]
         logits = dict(zip(whole, gather.all(own_Rv[whole] if few else own_Rv, vocabulary).numpy(), strict=True))
         for i, row in enumerate(here if vocabulary.rank == 0 else ()):
-            if row.draw is None:
+            if row.target is not None:
                 logprobs.append(token_logprobs(logits[i], row.target, row.num_top or 0))
             elif i in best:
                 drawn.append(Drawn(row.sequence_id, best[i]))
-            else:
+            elif row.draw is not None:
                 drawn.append(draw_token(row.sequence_id, row.draw, row.position, logits[i]))
     left = iter(logprobs)
     scored = (Scored(s.sequence_id, tuple(islice(left, len(s.targets)))) for s in plan.slices if s.targets)
@@ -135,7 +132,7 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of one token and of the `num_top` likeliest (ties: lower id first)."""
+    """Return the log-probabilities of one token and of the `num_top` likeliest (ties: lower id first)."""
     normalizer = log_normalizer(logits_V)
     top = most_likely(logits_V, min(num_top, len(logits_V))) if num_top else ()
     alternatives = tuple((int(i), float(logits_V[i]) - normalizer) for i in top)
@@ -143,7 +140,7 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A draw's number in [0, 1), by SplitMix64's finalizer (Steele et al., 2014)."""
+    """Return a draw's number in [0, 1), by SplitMix64's finalizer (Steele et al., 2014)."""
     state = 0
     for part in (seed, index, position):
         state = _mix((state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK)
@@ -157,7 +154,8 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """The scores to draw from, with bias, penalties, bans and mask. logits_v: of ids from `first` on."""
+    """Return the scores to draw from, with bias, penalties, bans and mask. logits_v: those of ids from `first`
+    on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (wanted.biases or params.needs_history or banned or wanted.mask is not None):
@@ -178,18 +176,18 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
 
 
 def unpacked_ids(packed: bytes) -> NDArray[np.int64]:
-    """The ids of `plan.packed_ids`."""
+    """Return the ids that `plan.packed_ids` packed."""
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
 def unpacked_biases(packed: bytes) -> tuple[NDArray[np.int64], Floats]:
-    """The ids and the biases of `plan.packed_biases`."""
+    """Return the ids and the biases that `plan.packed_biases` packed."""
     pairs = np.frombuffer(packed, _BIAS)
     return pairs["id"].astype(np.int64), pairs["bias"].astype(np.float32)
 
 
 def unpacked_mask(mask: bytes, vocab_size: int) -> NDArray[np.uint8]:
-    """(vocab_size,): 1 for each id that `Draw.mask` allows, else 0."""
+    """Return (vocab_size,): 1 for each id that `Draw.mask` allows, else 0."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
     return np.pad(bits, (0, vocab_size - len(bits)))
 

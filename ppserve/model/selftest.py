@@ -1,7 +1,7 @@
-"""Does a row's result not depend on the other rows? Asked once, at start-up.
+"""The self-test, at start-up: a row's result must not depend on the other rows.
 
-Our own kernels are so by construction, a library's perhaps. So it is tried, with the stage's own weights, shapes,
-threads and size of KV blocks:
+Our own kernels are so by construction; a library's may not be. So it is tried, with the stage's own weights,
+shapes, threads and size of KV blocks:
 
 - linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
   the largest step);
@@ -24,10 +24,10 @@ from ppserve.core.architecture import Cut
 from ppserve.core.layers import LayerSpec
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Linear, Sublayer
+from ppserve.model.backend import Linear, OwnLinear, Sublayer
 from ppserve.model.checkpoint import MatrixInMemory
 from ppserve.model.decoder import Decoder
-from ppserve.model.inputs import KVCache, build_inputs
+from ppserve.model.inputs import Inputs, KVCache, build_inputs
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 # The head reads at most 64 rows at a time.
@@ -61,10 +61,11 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 
 @torch.inference_mode()
-def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
-    """None if every promise holds on this machine; else the first check that failed, in words.
+def check_determinism(stage: Decoder[Inputs, OwnLinear], block_size: int = 16) -> str | None:
+    """Return None if every promise holds on this machine; else the first check that failed, in words.
 
-    block_size: of KV blocks. Does not wait for other tensor ranks. Takes a second or two, and compiles at first.
+    block_size: positions of a KV block. It waits for no other tensor rank. It takes a second or two, and the first
+    time it compiles.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -86,16 +87,17 @@ def check_determinism(stage: Decoder, block_size: int = 16) -> str | None:
     return None
 
 
-def layers_of_each_kind(stage: Decoder) -> list[list[Sublayer]]:
-    """The residual lines of the stage's first layer of each kind: of all that computes alike, one is tried."""
-    kinds: dict[LayerSpec, dict[bool, Sublayer]] = {}
+def layers_of_each_kind(stage: Decoder[Inputs, OwnLinear]) -> list[list[Sublayer[Inputs]]]:
+    """Return the residual lines of the stage's first layer of each kind: of all layers that compute alike, one is
+    tried."""
+    kinds: dict[LayerSpec, dict[bool, Sublayer[Inputs]]] = {}
     for number, sublayer in zip(stage.layout.sublayers, stage.sublayers, strict=True):
         # Where a stage begins within a layer, the MLP's half of a kind may stand before an attention.
         kinds.setdefault(stage.arch.layers[number // 2], {}).setdefault(number % 2 == 1, sublayer)
     return [list(halves.values()) for halves in kinds.values()]
 
 
-def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
+def _check_reading(stage: Decoder[Inputs, OwnLinear], generator: torch.Generator) -> str | None:
     # Equal logits give equal tokens, alone and among others.
     vocab_size = stage.arch.vocab_size
     params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
@@ -115,7 +117,7 @@ def _check_reading(stage: Decoder, generator: torch.Generator) -> str | None:
 
 
 def _check_linear(
-    stage: Decoder, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
+    stage: Decoder[Inputs, OwnLinear], linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
     """Whether rows are the same with more rows after or before them."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
@@ -145,13 +147,16 @@ def _compare_rows(
     return None
 
 
-def _hidden(stage: Decoder, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+def _hidden(stage: Decoder[Inputs, OwnLinear], num_rows: int, generator: torch.Generator) -> torch.Tensor:
     hidden_TD = torch.randn(num_rows, stage.arch.width, generator=generator)
     return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
 
 
 def _check_layer(
-    stage: Decoder, sublayers: Sequence[Sublayer], block_size: int, generator: torch.Generator
+    stage: Decoder[Inputs, OwnLinear],
+    sublayers: Sequence[Sublayer[Inputs]],
+    block_size: int,
+    generator: torch.Generator,
 ) -> str | None:
     """Whether prompts have equal hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
@@ -168,8 +173,8 @@ def _check_layer(
 
 
 def _through_layer(
-    stage: Decoder,
-    sublayers: Sequence[Sublayer],
+    stage: Decoder[Inputs, OwnLinear],
+    sublayers: Sequence[Sublayer[Inputs]],
     block_size: int,
     prompts_TD: Sequence[torch.Tensor],
     steps: Iterable[Sequence[_Part]],
@@ -183,8 +188,7 @@ def _through_layer(
     cache = _cache(stage, num_blocks, block_size)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
-        pieces = [prompts_TD[number][at : at + count] for number, at, count in parts]
-        rows_TD = torch.cat(pieces)
+        rows_TD = torch.cat([prompts_TD[number][at : at + count] for number, at, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
         inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache)
         for sublayer in sublayers:
@@ -195,5 +199,5 @@ def _through_layer(
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}
 
 
-def _cache(stage: Decoder, num_blocks: int, block_size: int) -> KVCache:
+def _cache(stage: Decoder[Inputs, OwnLinear], num_blocks: int, block_size: int) -> KVCache[Inputs]:
     return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, block_size)

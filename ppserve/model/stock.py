@@ -1,4 +1,4 @@
-"""What backends share whose norms, activations and plain linears are torch's.
+"""The parts of backends whose norms, activations and plain linear layers are torch's.
 
 T rows, D width, E outputs of queries, keys and values, K inputs, N outputs; c, d, n a tensor rank's own columns of
 queries, hidden states and inner rows; h heads of f features.
@@ -44,13 +44,13 @@ ACTIVATIONS: dict[str, Operator] = {
 
 
 Attend = Callable[[int, torch.Tensor, AttentionSpec], torch.Tensor]
-"""The attention of one step: its number in the stage, (T, E) rows and what it computes give (T, c).
+"""The attention of one step. It takes its number in the stage, rows (T, E) and what it computes; it gives (T, c).
 It keeps the rows' keys and values, then attends to all so far that it sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendInputs(StepInputs):
-    """Inputs of a cache that attends by a call of its own."""
+    """A step's inputs with which a backend attends by one call."""
 
     attend: Attend
     rotations_RTf: torch.Tensor | None
@@ -75,7 +75,7 @@ def _rotated(x_Thf: torch.Tensor, rotation_Tf: torch.Tensor) -> torch.Tensor:
 
 
 def _with_positions(
-    qkv_TE: torch.Tensor, weights: AttentionWeights, rotations_RTf: torch.Tensor | None
+    qkv_TE: torch.Tensor, weights: AttentionWeights[Linear], rotations_RTf: torch.Tensor | None
 ) -> torch.Tensor:
     """Queries and keys normed where the model asks for it, and rotated; with the values."""
     own = weights.heads.width
@@ -93,7 +93,7 @@ def _with_positions(
 
 
 class TorchBackend:
-    """Weights, arithmetic and hidden states in one dtype; keys and values may differ."""
+    """What torch computes of a model, in one dtype; keys and values may have another."""
 
     more_rows: tuple[int, ...] = ()
     more_head_rows: tuple[int, ...] = ()
@@ -112,18 +112,17 @@ class TorchBackend:
     def lm_head(self, weight_NK: Matrix) -> Linear:
         return self.linear(weight_NK, None)
 
-    def check(self, weights: ResidualWeights) -> None:
-        """No weights are too much for floating-point numbers."""
+    def check(self, weights: ResidualWeights[Linear]) -> None:
+        """Accept all weights: none are too much for floating-point numbers."""
 
     def norm(self, weights: NormWeights) -> Operator:
         return norm_of(weights)
 
-    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
+    def fused(self, lines: Sequence[ResidualWeights[Linear]]) -> Sublayer[AttendInputs] | None:
         return None
 
-    def attention(self, weights: AttentionWeights) -> Sublayer:
-        def compute(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-            assert isinstance(inputs, AttendInputs)
+    def attention(self, weights: AttentionWeights[Linear]) -> Sublayer[AttendInputs]:
+        def compute(x_TD: torch.Tensor, inputs: AttendInputs) -> torch.Tensor:
             gather, qkv_TE = inputs.gather, weights.qkv(x_TD)
             if weights.rotary is not None or weights.head_norms is not None:
                 qkv_TE = _with_positions(qkv_TE, weights, inputs.rotations_RTf)
@@ -132,7 +131,7 @@ class TorchBackend:
 
         return compute
 
-    def mlp(self, weights: MLPWeights) -> Sublayer:
+    def mlp(self, weights: MLPWeights[Linear]) -> Sublayer[StepInputs]:
         activate = ACTIVATIONS[weights.spec.activation]
 
         def compute(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -156,7 +155,7 @@ class TorchBackend:
 
 
 class PlainLinear:
-    """Weights as they are, in torch's product or another."""
+    """A linear layer whose weights stay as they are, by torch's product or another."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, product: Product = linear) -> None:
         self._weight_NK = weight_NK

@@ -1,34 +1,32 @@
-"""A stage's weights, from a checkpoint into the form in which a backend keeps them.
+"""Brings a stage's weights from a checkpoint into the form in which a backend keeps them.
 
 V vocabulary, D width, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Generic
 
 import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.core.layers import NormSpec
-from ppserve.model.backend import Backend, Linear, NormWeights
+from ppserve.model.backend import Backend, NormWeights, OwnLinear, Progress
 from ppserve.model.checkpoint import WHOLE, Checkpoint, FourBits, TensorPart
 from ppserve.model.checkpoint.families import tensor_shapes
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and in all."""
+from ppserve.model.inputs import Inputs
 
 Outputs = tuple[str, slice]
-"""Some outputs of a linear layer, by its canonical name without `.weight`."""
+"""A linear layer's canonical name without `.weight`, and some of its outputs."""
 
 _EMBEDDING_ROWS = 1024
-"""Read at once."""
+"""Rows of an embedding that are read at once."""
 
 
 class StoredMatrix:
-    """A `Matrix` of these outputs in a row; each slice is read when asked for."""
+    """A `Matrix` of these outputs in a row. A slice is read when it is asked for."""
 
-    def __init__(self, read: WeightReader, outputs: tuple[Outputs, ...], num_inputs: int) -> None:
+    def __init__(self, read: TensorReader, outputs: tuple[Outputs, ...], num_inputs: int) -> None:
         self._read, self._outputs = read, outputs
         self.shape = sum(own.stop - own.start for _, own in outputs), num_inputs
 
@@ -56,74 +54,15 @@ class StoredMatrix:
         return rows
 
 
-class WeightReader:
-    """Takes tensors one at a time, by their canonical names, and counts what it took.
+class TensorReader:
+    """Takes parts of tensors one at a time, by their canonical names, and counts the numbers in `num_params`."""
 
-    Of a matrix it takes the rank's outputs. num_params: numbers read. weight_bytes: their size as kept.
-    linears: by the first of their names.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress) -> None:
         self.arch, self.layout = checkpoint.architecture, layout
-        self.backend = backend
-        self.num_params = self.weight_bytes = 0
-        self.linears: dict[str, Linear] = {}
-        self._shapes = tensor_shapes(self.arch)
+        self.num_params = 0
         self._checkpoint = checkpoint
         self._progress = progress
         self._itemsize: int = getattr(torch, checkpoint.stored_dtype).itemsize
-
-    def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """Columns of an embedding, the largest tensor: its parts are read one by one."""
-        num_rows, _ = self._shapes[name]
-        dtype = self.backend.precision.hidden
-        device = self.backend.device
-        kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
-        for begin in range(0, num_rows, _EMBEDDING_ROWS):
-            rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))
-            kept_Vd[rows] = self.tensor(name, TensorPart((rows,), columns))
-        self.weight_bytes += kept_Vd.nbytes
-        return kept_Vd
-
-    def has(self, name: str) -> bool:
-        """Whether the model has this linear layer or norm."""
-        return f"{name}.weight" in self._shapes
-
-    def norm(self, name: str, spec: NormSpec | None) -> NormWeights | None:
-        """None for a norm that the layer does not have."""
-        if spec is None:
-            return None
-        weight_D = self._stored(f"{name}.weight")
-        bias_D = self._stored(f"{name}.bias") if spec.has_bias else None
-        return NormWeights(weight_D, bias_D, spec.epsilon, spec.is_rms)
-
-    def linear(self, *outputs: Outputs) -> Linear:
-        """Outputs of one linear layer, or of several with the same inputs, one after the other."""
-        name = outputs[0][0]
-        biases = [
-            self._stored(f"{name}.bias", TensorPart((own,)))
-            for name, own in outputs
-            if f"{name}.bias" in self._shapes
-        ]
-        bias_N = torch.cat(biases) if biases else None
-        self.linears[name] = linear = self._counted(self.backend.linear(self._matrix(*outputs), bias_N))
-        return linear
-
-    def lm_head(self, outputs: slice) -> Linear:
-        return self._counted(self.backend.lm_head(self._matrix(("lm_head", outputs))))
-
-    def _matrix(self, *outputs: Outputs) -> StoredMatrix:
-        _, num_inputs = self._shapes[f"{outputs[0][0]}.weight"]
-        return StoredMatrix(self, outputs, num_inputs)
-
-    def _counted(self, linear: Linear) -> Linear:
-        self.weight_bytes += linear.num_bytes
-        return linear
-
-    def _stored(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        tensor = self.backend.stored(self.tensor(name, part))
-        self.weight_bytes += tensor.nbytes
-        return tensor
 
     def tensor(self, name: str, part: TensorPart) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name, part)
@@ -139,3 +78,76 @@ class WeightReader:
         self.num_params += num_params
         total = stage_params(self.arch, self.layout)
         self._progress(self.num_params * self._itemsize, total * self._itemsize)
+
+
+class WeightReader(TensorReader, Generic[Inputs, OwnLinear]):
+    """Takes tensors into the form in which a backend keeps them.
+
+    Of a matrix it takes the rank's outputs. weight_bytes: the size of what is kept. linears: by the first of their
+    names.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: StageLayout,
+        backend: Backend[Inputs, OwnLinear],
+        progress: Progress,
+    ) -> None:
+        super().__init__(checkpoint, layout, progress)
+        self.backend = backend
+        self.weight_bytes = 0
+        self.linears: dict[str, OwnLinear] = {}
+        self._shapes = tensor_shapes(self.arch)
+
+    def embedding(self, name: str, columns: slice) -> torch.Tensor:
+        """Read columns of an embedding. It is the largest tensor, so its parts are read one by one."""
+        num_rows, _ = self._shapes[name]
+        dtype = self.backend.precision.hidden
+        device = self.backend.device
+        kept_Vd = torch.empty(num_rows, columns.stop - columns.start, dtype=dtype, device=device)
+        for begin in range(0, num_rows, _EMBEDDING_ROWS):
+            rows = slice(begin, min(begin + _EMBEDDING_ROWS, num_rows))
+            kept_Vd[rows] = self.tensor(name, TensorPart((rows,), columns))
+        self.weight_bytes += kept_Vd.nbytes
+        return kept_Vd
+
+    def has(self, name: str) -> bool:
+        """Whether the model has this linear layer or norm."""
+        return f"{name}.weight" in self._shapes
+
+    def norm(self, name: str, spec: NormSpec | None) -> NormWeights | None:
+        """Read a norm; None for one that the layer does not have."""
+        if spec is None:
+            return None
+        weight_D = self._stored(f"{name}.weight")
+        bias_D = self._stored(f"{name}.bias") if spec.has_bias else None
+        return NormWeights(weight_D, bias_D, spec.epsilon, spec.is_rms)
+
+    def linear(self, *outputs: Outputs) -> OwnLinear:
+        """Read outputs of one linear layer, or of several with the same inputs, and join them in this order."""
+        name = outputs[0][0]
+        biases = [
+            self._stored(f"{name}.bias", TensorPart((own,)))
+            for name, own in outputs
+            if f"{name}.bias" in self._shapes
+        ]
+        bias_N = torch.cat(biases) if biases else None
+        self.linears[name] = linear = self._counted(self.backend.linear(self._matrix(*outputs), bias_N))
+        return linear
+
+    def lm_head(self, outputs: slice) -> OwnLinear:
+        return self._counted(self.backend.lm_head(self._matrix(("lm_head", outputs))))
+
+    def _matrix(self, *outputs: Outputs) -> StoredMatrix:
+        _, num_inputs = self._shapes[f"{outputs[0][0]}.weight"]
+        return StoredMatrix(self, outputs, num_inputs)
+
+    def _counted(self, linear: OwnLinear) -> OwnLinear:
+        self.weight_bytes += linear.num_bytes
+        return linear
+
+    def _stored(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
+        tensor = self.backend.stored(self.tensor(name, part))
+        self.weight_bytes += tensor.nbytes
+        return tensor

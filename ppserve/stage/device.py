@@ -10,7 +10,7 @@ import torch
 
 from ppserve.core.figures import counted
 from ppserve.core.kv_memory import cpu_kv_bytes
-from ppserve.model.backend import Backend
+from ppserve.model.backend import AnyBackend
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _GPU_SHARE = 0.85
 
 REFERENCE = "PPSERVE_GPU_REFERENCE"
-"""Set to 1: CPUs compute as GPUs do, slowly. For tests of what is no kernel."""
+"""If this variable is 1, CPUs compute as GPUs do, slowly: for tests of what is no kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class DeviceSetup:
     device: torch.device
     dtype: str
     stages_here: int
-    """Stages on this machine."""
+    """How many stages are on this machine."""
     threads: int = 1
-    """Its own, on the CPU."""
+    """The number of threads that compute together on the CPU."""
     quantization: str = "none"
     kv_dtype: str = "float32"
-    """Type of keys and values."""
+    """The type of keys and values."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     reference: bool = False
-    """The CPU takes a GPU's place, with the reference operators."""
+    """Whether the CPU takes a GPU's place, with the reference operators."""
     stages_on_gpu: int = 1
-    """How many share a GPU and its memory."""
+    """How many stages share the GPU and its memory."""
 
     @property
     def name(self) -> str:
@@ -51,8 +51,8 @@ class DeviceSetup:
         kernels = "GPU's operators" if self.reference else variants.in_use()
         return f"cpu ({platform.machine()}, {kernels}, {counted(self.threads, 'thread')})"
 
-    def backend(self) -> Backend:
-        """Raises ConfigError for a dtype that the device does not have."""
+    def backend(self) -> AnyBackend:
+        """Make the backend. Raises ConfigError for a dtype that the device does not have."""
         if self.device.type == "cpu" and not self.reference:
             return CpuBackend(self.dtype, self.threads, self.quantization, self.kv_dtype)
         return CudaBackend(self.device, self.dtype, self.options)
@@ -83,13 +83,16 @@ class DeviceSetup:
             torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:
-        """Raises torch.AcceleratorError for a poisoned context. Waits for nothing."""
+        """Raise torch.AcceleratorError for a poisoned context. It waits for nothing."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
-    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0, sequence_bytes: int = 0) -> int:
-        """Return the bytes that the KV cache may take. weight_bytes: of the stage's weights, which are in memory.
-        vocab_size: on the last stage, where rows are drawn. sequence_bytes: of a sequence of full length."""
+    def kv_budget_bytes(self, weight_bytes: int, vocab_size: int, sequence_bytes: int) -> int:
+        """Return the bytes that the KV cache may take.
+
+        weight_bytes: of the stage's weights, which are in memory. vocab_size: of the last stage, where rows are
+        drawn; of others 0. sequence_bytes: of a sequence of full length.
+        """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # gives others what loading and the self-test let go
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)

@@ -26,10 +26,7 @@ from ppserve.core.figures import size
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
 from ppserve.errors import TransportError, UsageError
-from ppserve.model.backend import StageModel
-from ppserve.model.decoder import Decoder, load_stage
-from ppserve.model.inputs import KVCache
-from ppserve.model.selftest import check_determinism
+from ppserve.model.backend import CachedModel, LoadedModel
 from ppserve.process.identity import this_machine, this_user
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
@@ -59,10 +56,9 @@ class Epoch:
 class LoadedPart:
     """The stage's part of the model in one shape of the pipeline, from its `Assign` to the next one."""
 
-    model: StageModel
-    """The stage's layers; once there is a cache, as the backend has recorded them for it."""
-    cache: KVCache | None = None
-    """The KV cache, once an epoch has told its number of blocks. The next epochs of the shape use it too."""
+    model: LoadedModel
+    cached: CachedModel | None = None
+    """The model with its KV cache, once an epoch has told the number of blocks. It outlives the epoch."""
 
 
 class StageLoop:
@@ -140,8 +136,8 @@ class StageLoop:
         layout, setup = assign.layout, self._found.setup
         try:
             checkpoint, send = self._found.checkpoint, self._link.send
-            model = load_stage(checkpoint, layout, setup.backend(), lambda *of: send(wire.Loading(*of)))
-            reason = check_determinism(model, self._start.config.cache.block_size) or setup.untestable_reason
+            model = setup.backend().load(checkpoint, layout, lambda *of: send(wire.Loading(*of)))
+            reason = model.check_determinism(self._start.config.cache.block_size) or setup.untestable_reason
             with contextlib.suppress(AttributeError):  # glibc keeps what is free
                 ctypes.CDLL(None).malloc_trim(0)
         except Exception as error:
@@ -156,7 +152,7 @@ class StageLoop:
             self._part = LoadedPart(model)
             self._link.send(self._loaded(model, reason))
 
-    def _loaded(self, model: Decoder, nondeterministic_reason: str | None) -> wire.Loaded:
+    def _loaded(self, model: LoadedModel, nondeterministic_reason: str | None) -> wire.Loaded:
         setup, cache = self._found.setup, self._start.config.cache
         layout, backend = model.layout, model.backend
         block_bytes = backend.block_bytes(model.arch, layout, cache.block_size)
@@ -196,26 +192,23 @@ class StageLoop:
         self._link.send(wire.Ready(form.epoch))
         return True
 
-    def _make_cache(self, model: StageModel, num_blocks: int) -> KVCache:
-        """Make the KV cache of this shape's epochs: each of them overwrites what the one before has written."""
-        backend, cache = model.backend, self._start.config.cache
+    def _with_cache(self, model: LoadedModel, num_blocks: int) -> CachedModel:
+        """Add the KV cache of this shape's epochs: each of them overwrites what the one before has written."""
+        cache = self._start.config.cache
         asked = cache.kv_cache_memory
         if asked is not None:
-            used = num_blocks * backend.block_bytes(model.arch, model.layout, cache.block_size)
+            used = num_blocks * model.backend.block_bytes(model.arch, model.layout, cache.block_size)
             log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
         # What is set aside is taken now, other memory as the load grows.
-        return backend.make_cache(
-            model.arch, model.layout, num_blocks, cache.block_size, populate=asked is not None
-        )
+        return model.with_cache(num_blocks, cache.block_size, populate=asked is not None)
 
     def _join(self, form: wire.Form) -> None:
         part = self._part
         assert part is not None, "an epoch is of loaded stages"
         model = part.model
         assert model.layout == form.layout, "an epoch is of the layers that are loaded"
-        if part.cache is None:
-            cache = self._make_cache(model, form.num_blocks)
-            part.model, part.cache = model.backend.recorded(model, cache), cache
+        if part.cached is None:
+            part.cached = self._with_cache(model, form.num_blocks)
         frames = Frames(
             width=model.arch.width,
             dtype=model.backend.precision.hidden,
@@ -225,9 +218,8 @@ class StageLoop:
         )
         connections = self._connector.connect(form, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.
-        self._epoch = epoch = Epoch(
-            form.epoch, Stage(part.model, part.cache, connections.transport, connections.gather)
-        )
+        stage = Stage(part.cached, connections.transport, connections.gather)
+        self._epoch = epoch = Epoch(form.epoch, stage)
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there were connections.
             raise TransportError("the epoch was lost while it formed")
@@ -291,7 +283,10 @@ class StageLoop:
             plan = plan.with_drawn(epoch.drawn)
         if plan.is_ahead and plan.step_id in self._link.cancelled:
             now_ns = time.monotonic_ns()
-            self._link.send(wire.Result(RankResult(plan.epoch, plan.step_id, 0, StepStamps(*(now_ns,) * 6))))
+            stamps = StepStamps(*(now_ns,) * 6)
+            self._link.send(
+                wire.Result(RankResult(epoch=plan.epoch, step_id=plan.step_id, place=0, stamps=stamps))
+            )
             return True
         try:
             computed = epoch.stage.step(plan, planned_ns)

@@ -32,7 +32,6 @@ from ppserve.model.cache import user_cache
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
-from ppserve.model.decoder import load_stage
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import DeviceSetup
 from ppserve.stage.device_choice import choose
@@ -52,7 +51,7 @@ class ProbeResult:
 
     checkpoint: Checkpoint
     setup: DeviceSetup
-    weights: str = ""
+    weights: str
     """The checkpoint's fingerprint."""
     costs: PartCosts | None = None
     """What the model's parts cost on this rank. The head balances the stages by it, so it is measured only for
@@ -145,12 +144,7 @@ def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], 
 
 def _stages(checkpoint: Checkpoint, setup: DeviceSetup, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
     """Lone stages with no sublayer, one and two, which share embedding and head."""
-    layout = StageLayout(0, 1, 0, 2, *rank)
-    whole = load_stage(checkpoint, layout, setup.backend())
+    whole = setup.backend().load(checkpoint, StageLayout(0, 1, 0, 2, *rank))
     num_blocks = 1 + max(block for one in plan.slices for block in one.block_table)
-    cache = whole.backend.make_cache(whole.arch, layout, num_blocks, BLOCK_SIZE)
-    # Memory that was never written reads as one cached page of zeros.
-    cache.fill(0.01)
     (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=setup.device),))
-    models = (whole.computing(*whole.sublayers[:number]) for number in range(3))
-    return [Stage(model, cache, alone) for model in models]
+    return [Stage(part, alone) for part in whole.parts(num_blocks, BLOCK_SIZE)]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ppserve.core.plan import RankResult, StepPlan, StepStamps
-from ppserve.model.backend import StageModel
-from ppserve.model.inputs import KVCache, build_inputs
+from ppserve.model.backend import CachedModel
 from ppserve.stage.transport import Transport
 from ppserve.stage.transport.gather import NoGather, StageGather
 
@@ -29,17 +28,14 @@ class Stage:
     """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
 
     transport: to the stages before and after. gather: to this stage's other tensor ranks.
-    The stage lives for one epoch, as these do; model and cache may outlive it.
+    The stage lives for one epoch, as these do; the model and its cache may outlive it.
     """
 
-    def __init__(
-        self, model: StageModel, cache: KVCache, transport: Transport, gather: StageGather | None = None
-    ) -> None:
+    def __init__(self, model: CachedModel, transport: Transport, gather: StageGather | None = None) -> None:
         self.model = model
         self.layout = model.layout
         self.transport = transport
         self._gather = gather or NoGather()
-        self._cache = cache
 
     def warm_up(self) -> None:
         """Makes all connections: tensor ranks exchange a row."""
@@ -70,13 +66,13 @@ class Stage:
         layout = self.layout
         model = self.model
         gather = self._gather
-        inputs = build_inputs(plan, layout, self._cache, gather)
+        prepared = model.prepare(plan, gather)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
         timing, waited_ns = model.backend.timing(), gather.waited_ns
-        hidden_TD = model.forward(inputs, received_TD)
-        reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
+        hidden_TD = prepared.forward(received_TD)
+        reading = prepared.read_out(hidden_TD) if layout.is_last else None
         timing.computed()
         # Before the wait: transfers between devices follow the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
@@ -88,10 +84,10 @@ class Stage:
             received_ns = max(received_ns, begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
         result = RankResult(
-            plan.epoch,
-            plan.step_id,
-            layout.place,
-            stamps,
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            place=layout.place,
+            stamps=stamps,
             bytes_sent=bytes_sent,
             drawn=drawn,
             scored=scored,

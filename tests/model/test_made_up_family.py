@@ -112,7 +112,7 @@ def test_it_equals_its_reference_with_the_same_bits_however_it_is_cut(kind: str)
     ("split", "stage", "kinds"), [("3", 0, [(0, 1), (2, 3)]), ("0.5,2,0.5", 1, [(3, 0), (1, 2)])]
 )
 def test_the_self_test_covers_each_kind_of_layer(split: str, stage: int, kinds: list[tuple[int, ...]]) -> None:
-    """Also of a stage that begins with an MLP; kinds: by the numbers of the stage's sublayers."""
+    """The stage may begin with an MLP. kinds: the numbers of the stage's sublayers."""
     model = Pipeline(RandomCheckpoint(ARCH), split, num_sequences=1).stages[stage]
     found = [tuple(map(model.sublayers.index, layer)) for layer in layers_of_each_kind(model)]
     assert sorted(map(sorted, found)) == sorted(map(sorted, kinds))
@@ -149,7 +149,7 @@ CHANGED: list[tuple[Callable[[LayerSpec], LayerSpec], str]] = [
 def test_a_layer_that_no_backend_computes_is_refused(
     change: Callable[[LayerSpec], LayerSpec], reason: str
 ) -> None:
-    """In the words of the file, and by its number."""
+    """The refusal has the words of the file, and the layer's number."""
     path, layers = Path("config.json"), ARCH.layers
     assert settled(path, ARCH, "heads").layers == layers
     with pytest.raises(CheckpointError, match=f"config.json: layer 1 {reason}"):

@@ -74,7 +74,7 @@ def test_quantized_weights_are_close_to_what_they_stand_for(
 
 
 class CountingReads(Checkpoint):
-    """A checkpoint that remembers the largest piece of each linear's weight."""
+    """A checkpoint that remembers the largest part of each linear's weight."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self.largest_bytes = checkpoint, 0
@@ -140,7 +140,8 @@ class WholeMatrices(CpuBackend):
 def test_a_stage_takes_the_bytes_that_were_planned(
     arch: Architecture, split: str, dtype: str, quantization: str
 ) -> None:
-    """But for the padding of outputs and inputs to whole panels, and biases that are always float32."""
+    """They differ only by the padding of outputs and inputs to whole panels, and by biases, which are always
+    float32."""
     intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype=dtype, quantization=quantization)
     plan = forecast(arch, intent)
     for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):

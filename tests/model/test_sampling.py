@@ -151,7 +151,7 @@ def test_ties_go_to_the_lower_id() -> None:
 
 
 def test_top_p_looks_only_at_what_top_k_leaves() -> None:
-    """Also where others have nearly the score of the k-th."""
+    """It does so even if others have nearly the score of the k-th."""
     logits = np.full(400, -10, np.float32)
     logits[1:300] = 5 - np.arange(299, dtype=np.float32)[::-1] * 1e-5
     logits[0] = 5.2

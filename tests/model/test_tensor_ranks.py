@@ -152,7 +152,7 @@ class Counted:
 
 @pytest.mark.parametrize(("count", "split"), [(2, "3"), (2, "1,2"), (4, "1,1,1"), (3, "1.5,1.5")])
 def test_the_tour_says_what_travels(count: int, split: str) -> None:
-    """Of one token being decoded, whose draw needs all logits."""
+    """One token is being decoded, whose draw needs all logits."""
     arch = architecture(num_layers=3, num_heads=4)
     pipeline = TensorPipeline(RandomCheckpoint(arch), split, count, BACKENDS["float32"])
     num_stages = len(pipeline.layouts)
@@ -171,7 +171,7 @@ def test_the_tour_says_what_travels(count: int, split: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_rank_that_is_gone_ends_the_step(num_threads: int) -> None:
-    """At once: keys and values that were computed from rows that did not come could be any numbers."""
+    """It ends at once: keys and values that were computed from rows that did not come could be any numbers."""
     arch = architecture(num_layers=2)
     pipeline = TensorPipeline(RandomCheckpoint(arch), "2", 2, lambda: CpuBackend("float32", num_threads))
     (stage, cache, gather), (_, _, gone) = pipeline._ranks[0]
@@ -185,7 +185,7 @@ def test_a_rank_that_is_gone_ends_the_step(num_threads: int) -> None:
 
 
 def test_the_gpus_backend_gathers_as_well() -> None:
-    """By reference operators: torch's products, whose bits depend on the number of outputs."""
+    """It computes by reference operators: torch's products have bits that depend on the number of outputs."""
     checkpoint = RandomCheckpoint(architecture(num_heads=3, width=60))
 
     def make() -> Backend:
@@ -247,8 +247,8 @@ def read_in_slices(plan: StepPlan, logits_RV: torch.Tensor, count: int) -> list[
     """What each of `count` ranks gets."""
     cuts = [cut_of(logits_RV.shape[1], rank, count) for rank in range(count)]
     with ThreadPoolExecutor(count) as threads:
-        pieces = [iter(logits_RV[:, cut.own].contiguous().split(4)) for cut in cuts]
-        return list(threads.map(read_logits, [plan] * count, pieces, connect_ranks(count), cuts))
+        parts = [iter(logits_RV[:, cut.own].contiguous().split(4)) for cut in cuts]
+        return list(threads.map(read_logits, [plan] * count, parts, connect_ranks(count), cuts))
 
 
 @pytest.mark.parametrize("ties", [False, True])

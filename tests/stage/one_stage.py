@@ -129,7 +129,7 @@ def start(
     said: queue.SimpleQueue[wire.FromStage] = queue.SimpleQueue()
     link = HeadLink(said.put)
     order = wire.Start(CONFIG, stage, num_stages)
-    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link, connector)
+    loop = StageLoop(order, ProbeResult(checkpoint, compute, ""), link, connector)
     told: list[str] = []
     return OneStage(link, said, threads.submit(loop.run, told.append), told)
 

@@ -68,13 +68,13 @@ class Gpu:
 def test_what_a_gpu_has_left_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, rows, vocabulary = torch.device("cuda", 0), 512, 50257
     Gpu(monkeypatch, free=70, kept=5)
-    assert DeviceSetup(gpu, "bfloat16", 1).kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
+    assert DeviceSetup(gpu, "bfloat16", 1).kv_budget_bytes(10 * GIB, 0, GIB) == int(70 * GIB * 0.85)
     Gpu(monkeypatch, free=60)
     shared = DeviceSetup(gpu, "bfloat16", 2, stages_on_gpu=2)
-    assert shared.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
+    assert shared.kv_budget_bytes(10 * GIB, 0, GIB) == int(30 * GIB * 0.85)
     draws = DeviceSetup(gpu, "bfloat16", 1, options=DeviceOptions(max_rows=rows))
     logits_bytes = draws.options.logits_bytes(vocabulary)
-    assert draws.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - logits_bytes) * 0.85)
+    assert draws.kv_budget_bytes(10 * GIB, vocabulary, GIB) == int((60 * GIB - logits_bytes) * 0.85)
     assert DeviceOptions(max_rows=4).logits_bytes(vocabulary) == logits_bytes // 2, "the self-test reads 256 rows"
 
 
@@ -84,7 +84,7 @@ def test_stages_of_one_host_share_its_memory() -> None:
     compute = DeviceSetup(CPU, "float32", stages_here=count)
     for sequence_bytes in (0, GIB):
         kv_bytes = count * cpu_kv_bytes(bytes_now // count, sequence_bytes)
-        assert kv_bytes / 2 <= count * compute.kv_budget_bytes(sequence_bytes=sequence_bytes) <= 2 * kv_bytes
+        assert kv_bytes / 2 <= count * compute.kv_budget_bytes(0, 0, sequence_bytes) <= 2 * kv_bytes
 
 
 def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:
@@ -134,7 +134,8 @@ def test_int8_is_refused_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("variant", ["avx2", "avx512_bf16"])
 def test_int8_means_float32_for_the_rest_on_every_cpu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the CPU multiplies bfloat16 and the checkpoint holds it: answers do not differ between CPUs."""
+    """This holds even if the CPU multiplies bfloat16 and the checkpoint holds it: answers do not differ between
+    CPUs."""
     if variant not in variants.available(variants.features()):
         pytest.skip(f"this CPU has no {variant}")
     monkeypatch.setenv(variants.VARIABLE, variant)
@@ -185,7 +186,7 @@ def test_a_pipeline_has_a_stage_for_each_device() -> None:
 
 @pytest.mark.parametrize(("reference", "expected"), [(False, 1), (True, 2)])
 def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int) -> None:
-    """Beside our kernels its threads would spin after each of its operators, on the same cores."""
+    """Its threads would spin after each of its operators, on the cores of our kernels."""
     num_threads = torch.get_num_threads()
     try:
         DeviceSetup(torch.device("cpu"), "float32", 1, threads=2, reference=reference).bind_this_thread()
@@ -232,7 +233,7 @@ def tree(root: Path, **files: str) -> Path:
 def test_cores_are_those_of_the_container(
     tmp_path: Path, limit: str, limit_within: str, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group and those around it the narrowest counts."""
+    """The narrowest of a group and those around it counts."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
     assert available_cores(tree(tmp_path / "without")) == 16
     limits = {"sys/fs/cgroup/cpu.max": f"{limit} 100000\n", "sys/fs/cgroup/a/cpu.max": f"{limit_within} 100000\n"}
@@ -298,7 +299,7 @@ SMOL = llama(30, 576, 9, 3, 64, 8192, 49152, 1536)
 def test_where_memory_has_room_for_a_sequence_it_is_let_in(
     tmp_path: Path, limit_mib: int | None, used_mib: int, stages: int, kv_dtype: torch.dtype, tokens: int
 ) -> None:
-    """As a stage of 15 layers counts. The sequence may take 8,192 tokens, in blocks of 16."""
+    """A stage of 15 layers counts like this. The sequence may take 8,192 tokens, in blocks of 16."""
     limit = (1 << 63) - 4096 if limit_mib is None else limit_mib * MIB
     group = "sys/fs/cgroup/memory/a/memory."
     files = {f"{group}limit_in_bytes": f"{limit}\n", f"{group}usage_in_bytes": f"{used_mib * MIB}\n"}

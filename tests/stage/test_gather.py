@@ -82,14 +82,14 @@ def test_ranks_exchange_a_row_before_their_first_step() -> None:
     for count in (1, 2):
         layout, backend = StageLayout(0, 1, 0, 4, 0, count), TorchBackend(CPU, "float32")
         model: Any = SimpleNamespace(layout=layout, backend=backend)
-        Stage(model, None, transport, HeadLink()).warm_up()  # type: ignore[arg-type]
+        Stage(model, transport, HeadLink()).warm_up()
     assert warmed == [True, True]
     assert exchanged == [((1, 1), (1, 1))]
 
 
 @pytest.mark.parametrize("by", ["its own interrupt", "the other's end"])
 def test_a_wait_ends(by: str) -> None:
-    """Also one that spins: the other thread needs the interpreter to end it."""
+    """One that spins does too: the other thread needs the interpreter to end it."""
     waiting, other = connect_ranks(2)
     with ThreadPoolExecutor(1) as threads:
         wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), cut_of(2, 0, 2))

@@ -18,11 +18,10 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import DRAWN, Draw, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import CheckpointError, TransportError
-from ppserve.model.backend import Backend, StageModel
+from ppserve.model.backend import AnyBackend, Computing, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.cuda.cache import DeviceCache
-from ppserve.model.inputs import KVCache
+from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.stage.connecting import ThreadConnector
 from ppserve.stage.device import DeviceSetup
 from tests.model.pipelines import Pipeline
@@ -79,7 +78,7 @@ class Scales(DeviceSetup):
 
     weighed: list[tuple[int, int, int]]
 
-    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0, sequence_bytes: int = 0) -> int:
+    def kv_budget_bytes(self, weight_bytes: int, vocab_size: int, sequence_bytes: int) -> int:
         self.weighed.append((weight_bytes, vocab_size, sequence_bytes))
         return 1 << 20
 
@@ -132,7 +131,7 @@ def lone(connector: ByHand) -> Iterator[OneStage]:
 
 
 def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lone: OneStage) -> None:
-    """And a cancelled one is reported, but not computed."""
+    """A cancelled one is reported, but not computed."""
     hot = Draw(SamplingParams(temperature=2.0, seed=5))
 
     def tell(step_id: int, token_ids: tuple[int, ...], start: int) -> None:
@@ -258,7 +257,7 @@ class FailingGpu(CudaBackend):
             raise self.error
         return super().make_cache(arch, layout, num_blocks, *rest, **options)
 
-    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+    def recorded(self, model: StageModel[DeviceInputs], cache: DeviceCache) -> Computing[DeviceInputs]:
         if self.at == "recording":
             raise self.error
         return super().recorded(model, cache)
@@ -267,7 +266,7 @@ class FailingGpu(CudaBackend):
 class OnFailingGpu(DeviceSetup):
     untestable_reason = "of another kind"
 
-    def backend(self) -> Backend:
+    def backend(self) -> AnyBackend:
         return FailingGpu(self.device, self.dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
 
 
@@ -357,7 +356,7 @@ def test_memory_that_is_not_enough_for_a_step_says_what_helps(
 
 @pytest.mark.parametrize("is_kept", [False, pytest.param(True, id="the test can fail")])
 def test_nothing_keeps_the_wires_of_an_epoch_that_broke(is_kept: bool, last: OneStage, connector: ByHand) -> None:
-    """Else connections would stay, and a neighbour wait on. Python 3.12.1's `contextmanager` makes such cycles."""
+    """Kept connections would leave a neighbour waiting. Python 3.12.1's `contextmanager` makes such cycles."""
     if is_kept:
         cycle: list[object] = [connector.opened[0]]
         cycle.append(cycle)

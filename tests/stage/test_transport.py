@@ -251,7 +251,8 @@ def test_an_aborted_wait_that_ends_well_is_an_error_nonetheless(world: World) ->
 
 
 def test_a_group_is_aborted_before_it_may_be_destroyed() -> None:
-    """Also by a stage that leaves for other reasons: destroying would wait for its posted receives. Once only."""
+    """A stage that leaves for other reasons does so too: destroying would wait for its posted receives. It is
+    aborted once only."""
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     class SlowGroup:

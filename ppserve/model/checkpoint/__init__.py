@@ -30,7 +30,7 @@ class TensorPart:
     """A range of the last dimension; None for all of it."""
 
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor that is in memory."""
+        """Return this part of a tensor that is in memory."""
         import torch
 
         if self.rows is not None:
@@ -62,11 +62,11 @@ class Matrix(Protocol):
     def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
     def four_bits(self, outputs: slice) -> FourBits | None:
-        """These outputs as they are stored; None unless all have 4 bits."""
+        """Return these outputs as they are stored; None unless all have 4 bits."""
 
 
 class MatrixInMemory:
-    """A `Matrix` of a tensor."""
+    """A tensor as a `Matrix`."""
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self.shape = weight_NK.shape
@@ -85,13 +85,14 @@ class Checkpoint(Protocol):
     path: Path
     architecture: Architecture
     stored_dtype: str
-    """`float32`, `bfloat16` or `float16`, as most weights are stored."""
+    """The type in which most weights are stored: `float32`, `bfloat16` or `float16`."""
     stored_quantization: str = "none"
     """`int4` where the file has most weights in the 4 bits in which CPUs compute, and else `none`."""
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        """Reads a part of one tensor, to the CPU and memory of its own. Raises CheckpointError."""
+        """Read a part of one tensor to the CPU, into memory of its own. Raises CheckpointError."""
 
     def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
-        """These rows of a matrix as they are stored; None where they have not 4 bits. Raises CheckpointError."""
+        """Return these rows of a matrix as they are stored; None where that is not in 4 bits. Raises
+        CheckpointError."""
         return None

@@ -46,25 +46,25 @@ HARMLESS = frozenset(
     encoder_repetition_penalty
     """.split()  # noqa: SIM905 (a list of words reads better as one)
 )
-"""Nothing that a forward pass reads."""
+"""Keys that no forward pass reads."""
 
 HARMLESS_PATTERN = re.compile(
     r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob|unsloth_.*|assistant_.*|(train|training|wandb|mergekit)_.*"
     r"|(bos|eos|pad|unk|sep|cls|mask)_token|(tokenizer|use_flash|flash|init|initializer)_.*|.*_checkpointing"
 )
 QUANTIZED = {"quantization_config", "quantization", "compression_config", "quant_config", "sparsity_config"}
-"""Where others say how weights are quantized; the second is MLX's."""
+"""Keys under which other programs say how weights are quantized; the second is MLX's."""
 SERIOUS = re.compile(
     r".*(expert|softcap|lora|cross_attention|pruned|rope|rotary|scal|multipl|bias|norm|window|alibi|sink|parallel"
     r"|encoder|position|attention|attn|chunk|vision|audio|text_config|head|latent|mamba|conv).*"
 )
-"""Names of what changes what is computed. Nobody should be told to remove such a key."""
+"""Words in the names of keys that change what is computed. Nobody should be told to remove such a key."""
 NULLABLE = ("eos_token_id", "sliding_window")
 """Keys where null is a value."""
 
 
 def read_config(directory: Path) -> Architecture:
-    """The architecture that config.json declares. Raises CheckpointError with its field.
+    """Return the architecture that config.json declares. Raises CheckpointError with its field.
 
     The tokenizer beside it settles how many rows of the embedding are real tokens.
     The weights may overrule `tied_embeddings`.
@@ -90,7 +90,8 @@ def read_config(directory: Path) -> Architecture:
 
 
 def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:
-    """field: what the file calls its `model_type`; old GPT-2s have none. Raises CheckpointError."""
+    """Return the family of a model type. field: the key in the file; old GPT-2s have none. Raises
+    CheckpointError."""
     is_old = not {"architectures", "n_embd", "n_layer"}.isdisjoint(values)
     kind = values.get("model_type") or ("gpt2" if is_old else None)
     for family in FAMILIES.values():

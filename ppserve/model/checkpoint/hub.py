@@ -20,7 +20,7 @@ from ppserve.files import read_json, reason, shown, within
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 ANSWER_TIMEOUT_S = 5.0
-"""For the hub's first answer, before anything is downloaded."""
+"""Seconds that the hub has for its first answer, before anything is downloaded."""
 
 REQUIRED = "config.json"
 OPTIONAL = (
@@ -62,7 +62,7 @@ def foreign(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The file with the weights, or an index and then the files that it names. Raises CheckpointError."""
+    """List the file with the weights, or an index and then the files that it names. Raises CheckpointError."""
     path = next((directory / name for name in WEIGHT_FILES if lexists(directory / name)), None)
     if path is None:
         raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}{foreign(directory)}")
@@ -80,8 +80,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The local directory of a model's files, downloaded if need be. weights=False: configuration only. Raises
-    CheckpointError."""
+    """Return the local directory of a model's files, downloaded if need be. weights=False: configuration only.
+    Raises CheckpointError."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors

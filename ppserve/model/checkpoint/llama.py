@@ -31,11 +31,11 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     num_hidden_layers: settings.Layers
     num_attention_heads: settings.Width
     max_position_embeddings: settings.RotaryPositions | None = None
-    """None: as in transformers, `POSITIONS`."""
+    """None stands for `POSITIONS`, as in transformers."""
     num_key_value_heads: settings.Width | None = None
-    """None: as many as of queries."""
+    """None stands for as many heads as of queries."""
     head_dim: settings.Width | None = None
-    """None: the heads share the width."""
+    """None: the heads divide the width evenly."""
     hidden_act: settings.ActivationName = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
@@ -44,12 +44,12 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     """The two keys before in one, as transformers 5 writes them."""
     tie_word_embeddings: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] | None = 4096
-    """null or 0: none. Only Mistral has it by itself, Qwen with `use_sliding_window`."""
+    """null or 0: no window. Mistral has one where this is set, Qwen only with `use_sliding_window`."""
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Meta(ge=0)] = 28
     """How many layers of a Qwen, the first ones, have no window."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
-    """Which layers have the window; empty: as the two keys before say."""
+    """Which layers have the window. If it is empty, the two keys before decide."""
 
     def architecture(self, path: Path) -> Architecture:
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads

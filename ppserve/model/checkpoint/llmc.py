@@ -35,12 +35,12 @@ class Header(msgspec.Struct, frozen=True):
     version: int
     maxT: Positions
     V: Rows
-    """Real tokens."""
+    """The number of real tokens."""
     L: Layers
     NH: Width
     C: Width
     Vp: Rows
-    """Rows of the embedding."""
+    """The number of rows of the embedding, padding included."""
 
 
 def open_llmc(path: Path) -> FileCheckpoint:

@@ -27,8 +27,8 @@ MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": MAGIC}
 
 
 def open_checkpoint(path: str) -> FileCheckpoint:
-    """Reads headers only, and checks the shape of every tensor. Raises CheckpointError, which names the file and
-    the field."""
+    """Open a checkpoint: read headers only, and check the shape of every tensor. Raises CheckpointError, which
+    names the file and the field."""
     place = find_model(path)
     if place.is_dir():
         from ppserve.model.checkpoint.hf import open_directory
@@ -38,7 +38,8 @@ def open_checkpoint(path: str) -> FileCheckpoint:
 
 
 def read_architecture(path: str) -> Architecture:
-    """A directory or a hub id needs only its configuration. Raises CheckpointError."""
+    """Read a model's architecture; a directory or a hub id needs only its configuration. Raises
+    CheckpointError."""
     place = find_model(path, weights=False)
     if place.is_dir():
         from ppserve.model.checkpoint.config_json import read_config
@@ -48,8 +49,10 @@ def read_architecture(path: str) -> Architecture:
 
 
 def find_model(path: str, weights: bool = True) -> Path:
-    """The directory (with a config.json) or the file that `path` means; a hub id is downloaded. weights=False: its
-    configuration and tokenizer only."""
+    """Return the directory (with a config.json) or the file that `path` means; a hub id is downloaded.
+
+    weights=False: only its configuration and tokenizer.
+    """
     if path == "tiny":
         return TINY
     place = Path(os.path.expanduser(path))

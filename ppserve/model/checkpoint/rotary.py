@@ -15,7 +15,8 @@ from ppserve.files import shown
 
 
 def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
-    """scaling: `rope_theta` and its type's parameters, by transformers' names. Raises CheckpointError."""
+    """Return the rotary positions that a config asks for. scaling: `rope_theta` and its type's parameters, by
+    transformers' names. Raises CheckpointError."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SCALINGS:
         problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"

@@ -28,7 +28,7 @@ Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
 Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 RotaryPositions = Annotated[int, Meta(ge=1)]
-"""No tensor has a row for each; the first `MAX_POSITIONS` are served."""
+"""A number of positions that no tensor has a row for; the first `MAX_POSITIONS` are served."""
 Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
 InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 Id = Annotated[int, Meta(ge=0)]
@@ -76,8 +76,11 @@ class _BesideVocabulary(msgspec.Struct, frozen=True):
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
-    """Without ends of text beyond the vocabulary. heads: the file's name for their number. Raises CheckpointError
-    unless the heads of keys and values divide those of queries, and for layers that no backend computes."""
+    """Return the architecture without ends of text beyond the vocabulary. heads: the file's name for their number.
+
+    Raises CheckpointError unless the heads of keys and values divide those of queries, and for layers that no
+    backend computes.
+    """
     if arch.num_heads % arch.num_kv_heads:
         problem = f"{arch.num_kv_heads} heads of keys and values do not divide the {arch.num_heads} of queries"
         raise CheckpointError(path, problem, field=heads)
@@ -106,7 +109,8 @@ def check_heads(path: Path, width: int, num_heads: int, field: str) -> None:
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> tuple[int, int | None]:
-    """Real tokens among `num_rows`, and the tokenizer's end. Raises CheckpointError when its file is damaged."""
+    """Return the number of real tokens among `num_rows`, and the tokenizer's end of text. Raises CheckpointError
+    when its file is damaged."""
     count, end = _json_vocabulary(directory)
     count = count or _ranked_vocabulary(directory, eos_id)
     if count is None:

@@ -52,15 +52,15 @@ class StoredTensor:
         return self.shape[::-1] if self.is_transposed else self.shape
 
     def read(self, part: TensorPart, dtype: torch.dtype) -> torch.Tensor:
-        """A new contiguous tensor."""
+        """Read this part into a new contiguous tensor."""
         rows, columns = part.rows or (slice(None),), part.columns or slice(None)
         if len(self.shape) == 1:
-            pieces = [self.numbers[own] for own in rows]
+            parts = [self.numbers[own] for own in rows]
         elif self.is_transposed:
-            pieces = [self.numbers[columns, own].T for own in rows]
+            parts = [self.numbers[columns, own].T for own in rows]
         else:
-            pieces = [self.numbers[own, columns] for own in rows]
-        return torch.cat([piece.to(dtype) for piece in pieces])
+            parts = [self.numbers[own, columns] for own in rows]
+        return torch.cat([part.to(dtype) for part in parts])
 
     def has_bits_of(self, other: StoredTensor) -> bool:
         """Whether both hold the same bits in the same shape."""
@@ -81,8 +81,9 @@ class FileCheckpoint:
         canonical: Callable[[str], str | None] = str,
         is_in_out: bool = False,
     ) -> None:
-        """canonical: from a name in the file; None for what is no weight. is_in_out: the file holds the layers'
-        linears as (in, out). Raises CheckpointError for a tensor that is missing, unknown or does not fit."""
+        """canonical: gives the canonical name for a name in the file; None for what is no weight. is_in_out: the
+        file holds the layers' linears as (in, out). Raises CheckpointError for a tensor that is missing, unknown
+        or does not fit."""
         self.path = path
         self._converted_to: str | None = None
         tensors = _by_canonical_name(stored, arch, canonical, is_in_out)
@@ -118,7 +119,7 @@ class FileCheckpoint:
         return stored
 
     def rounded_to(self, dtype: str) -> FileCheckpoint:
-        """The same checkpoint as if it were stored in `dtype`."""
+        """Return a view of this checkpoint that reads its tensors as if they were stored in `dtype`."""
         rounded = copy(self)
         rounded._converted_to = rounded.stored_dtype = dtype
         return rounded

@@ -48,7 +48,7 @@ def open_nanogpt(path: Path) -> FileCheckpoint:
 
 
 def read_state_dict(path: Path) -> list[StoredTensor]:
-    """The tensors of a file that holds nothing else. Raises CheckpointError."""
+    """List the tensors of a file that holds nothing else. Raises CheckpointError."""
     return _stored_tensors(path, _load(path))
 
 

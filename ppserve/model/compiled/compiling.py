@@ -20,7 +20,7 @@ from numba.core.compiler import Compiler
 log = logging.getLogger("ppserve.stage")
 
 LONGEST_WAIT_S = 60.0
-"""For another process that compiles the same kernel, or hangs."""
+"""Seconds to wait for another process that compiles the same kernel, or hangs."""
 
 _LOOK_AGAIN_S = 0.02
 
@@ -126,7 +126,7 @@ class _PartLibrary(JITCodeLibrary):
 
 
 class PartCompiler(Compiler):
-    """For functions that are called by kernels alone, never by Python."""
+    """The compiler of functions that are called by kernels alone, never by Python."""
 
     def define_pipelines(self):
         state = self.state

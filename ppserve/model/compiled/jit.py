@@ -14,7 +14,7 @@ CPU_FEATURES = "NUMBA_CPU_FEATURES"
 
 
 def bounded(features: str, host: Mapping[str, bool]) -> str:
-    """An operator's NUMBA_CPU_FEATURES, without what this CPU lacks.
+    """Return an operator's NUMBA_CPU_FEATURES without what this CPU lacks.
 
     The name in NUMBA_CPU_NAME may bring more than the CPU has, whose use would end the process. A name that LLVM
     does not know brings not even what all have.
@@ -47,7 +47,7 @@ LLVM before 20, in versions before 0.62, ends the process over bfloat16 dot prod
 
 
 def check_numba(version: str = numba.__version__) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a version of numba that is too old or too new."""
     first, end = NUMBA
     if not first <= tuple(int(part) for part in version.split(".")[:2]) < end:
         known = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"

@@ -56,7 +56,7 @@ def _address(context, builder, array_type, array, index, kind):
 
 @intrinsic
 def splat(typing, scalar):
-    """The same float32 in every lane."""
+    """Return a value that has this float32 in every lane."""
 
     def generate(context, builder, signature, arguments):
         return emit_splat(builder, arguments[0], WIDTH)

@@ -17,20 +17,22 @@ from ppserve.errors import ConfigError
 from ppserve.model.backend import (
     INT4,
     AttentionWeights,
+    CachedModel,
     Head,
     HostTiming,
-    Linear,
+    LoadedModel,
     MLPWeights,
     NormWeights,
     Operator,
     Precision,
+    Progress,
     Reading,
     ResidualWeights,
     StageModel,
     Sublayer,
     Timing,
 )
-from ppserve.model.checkpoint import Matrix
+from ppserve.model.checkpoint import Checkpoint, Matrix
 from ppserve.model.compiled.jit import check_numba
 from ppserve.model.compiled.settings import ForSettings
 from ppserve.model.cpu.int8_cache import check_int8_cache
@@ -41,13 +43,12 @@ from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.work import OUTPUT, work
-from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
+from ppserve.model.cpu.kv_cache import CpuCache, CpuInputs, block_bytes
 from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
-from ppserve.model.cpu.sublayers import FusedBlock, LoneSublayers, PlainSublayer, fuse, lm_head, norm_operator
+from ppserve.model.cpu.sublayers import PlainSublayer, fuse, lm_head, norm_operator
 from ppserve.model.cpu.thread_pool import ThreadPool
-from ppserve.model.decoder import Decoder
-from ppserve.model.inputs import KVCache, StepInputs
+from ppserve.model.loaded import cached, load
 from ppserve.model.sampling import read_logits
 
 QUANTIZED = {"int8": torch.int8, "int4": INT4}
@@ -55,7 +56,8 @@ QUANTIZED = {"int8": torch.int8, "int4": INT4}
 
 
 def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
-    """kv_dtype: None for `dtype`. Raises ConfigError for a dtype that CPUs do not have."""
+    """Return the types that the CPU computes in. kv_dtype: None for `dtype`. Raises ConfigError for a dtype that
+    CPUs do not have."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("--dtype", f"{dtype} needs a GPU; use bfloat16 or float32 on CPUs")
     hidden: torch.dtype = getattr(torch, dtype)
@@ -92,36 +94,41 @@ class CpuBackend:
         self._head_scratch = ScratchMemory(self._head_product, num_threads)
         self._arena = Arena()
 
+    def load(
+        self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None
+    ) -> LoadedModel:
+        return load(checkpoint, layout, self, progress)
+
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.hidden)
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> PackedLinear:
         # A probe is let go soon, weights never.
         arena = Arena() if is_probe else self._arena
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, arena)
         return PackedLinear(packed, self._thread_pool, self._scratch)
 
-    def lm_head(self, weight_NK: Matrix) -> Linear:
+    def lm_head(self, weight_NK: Matrix) -> PackedLinear:
         packed = PackedWeights(weight_NK, None, self.precision.head, self._head_product, self._arena)
         return PackedLinear(packed, self._thread_pool, self._head_scratch, OUTPUT)
 
-    def check(self, weights: ResidualWeights) -> None:
+    def check(self, weights: ResidualWeights[PackedLinear]) -> None:
         if self.precision.kv == torch.int8 and isinstance(weights.of, AttentionWeights):
             check_int8_cache(weights.of, weights.pre_norm)
 
     def norm(self, weights: NormWeights) -> Operator:
         return norm_operator(weights, self._thread_pool, self._scratch)
 
-    def attention(self, weights: AttentionWeights) -> Sublayer:
+    def attention(self, weights: AttentionWeights[PackedLinear]) -> Sublayer[CpuInputs]:
         return PlainSublayer(weights, self._thread_pool)
 
-    def mlp(self, weights: MLPWeights) -> Sublayer:
+    def mlp(self, weights: MLPWeights[PackedLinear]) -> Sublayer[CpuInputs]:
         return PlainSublayer(weights, self._thread_pool)
 
-    def fused(self, lines: Sequence[ResidualWeights]) -> Sublayer | None:
+    def fused(self, lines: Sequence[ResidualWeights[PackedLinear]]) -> Sublayer[CpuInputs] | None:
         return fuse(lines, self._thread_pool)
 
-    def head(self, norm: NormWeights, linear: Linear) -> Head:
+    def head(self, norm: NormWeights, linear: PackedLinear) -> Head:
         return lm_head(norm, linear)
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
@@ -133,24 +140,22 @@ class CpuBackend:
         blocks = num_blocks, block_size
         return CpuCache(arch, layout, blocks, self._attention, self._scratch, populate=populate)
 
-    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        """Put all blocks in one call where all are fused: on few rows, the way through Python takes a tenth of a
-        step."""
-        assert isinstance(model, Decoder)
-        fused = [block for block in model.computed if isinstance(block, FusedBlock)]
-        if model.layout.num_tensor > 1 or len(fused) < len(model.computed):
-            return model
-        return model.computing(LoneSublayers([each for block in fused for each in block.sublayers]))
+    def with_cache(
+        self, model: StageModel[CpuInputs], num_blocks: int, block_size: int, *, populate: bool = False
+    ) -> CachedModel:
+        layout = model.layout
+        cache = self.make_cache(model.arch, layout, num_blocks, block_size, populate=populate)
+        return cached(model, cache, layout, self)
 
-    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        results = read_logits(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)
+    def read_logits(self, inputs: CpuInputs, parts_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
+        results = read_logits(inputs.rows.plan, parts_Rv, inputs.gather, vocabulary)
         return lambda: results
 
     def timing(self) -> Timing:
         return HostTiming()
 
     def describe(self) -> str:
-        """The arithmetic; kernel variants that share it give the same bits."""
+        """Name the arithmetic; kernel variants that share it give the same bits."""
         return f"{OPERATIONS[self._product.operation].arithmetic}, own kernels"
 
 

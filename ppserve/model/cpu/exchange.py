@@ -21,13 +21,13 @@ from ppserve.model.cpu.kernels.memory import address, aligned
 
 
 def memory_bytes(num_ranks: int) -> int:
-    """Size of the memory that ranks share."""
+    """Return the size of the memory that ranks share."""
     return (num_ranks + 1) * LINE_BYTES + num_ranks * 2 * BUFFER_BYTES
 
 
 class MemoryGather:
     """A `Gather` through shared memory: rows are put there, and a number says that they are (put-with-signal).
-    Only the reader copies. Used by one thread, except `interrupt`."""
+    Only the reader copies. It is used by one thread, except `interrupt`."""
 
     def __init__(
         self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
@@ -54,8 +54,8 @@ class MemoryGather:
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         rows_at_once = BUFFER_BYTES // (max(cut.widths) * own_Tn.itemsize)
         assert rows_at_once, f"a row of {max(cut.widths)} numbers does not fit"
-        pieces = torch.split(own_Tn.cpu().contiguous(), rows_at_once)
-        wholes = [self._exchange(piece_Tn, cut) for piece_Tn in pieces]
+        parts = torch.split(own_Tn.cpu().contiguous(), rows_at_once)
+        wholes = [self._exchange(part_Tn, cut) for part_Tn in parts]
         return (torch.cat(wholes) if len(wholes) > 1 else wholes[0]).to(own_Tn.device)
 
     def interrupt(self) -> None:

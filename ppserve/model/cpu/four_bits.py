@@ -15,8 +15,8 @@ _MOST = 15
 
 
 def in_four_bits(weight_nK: torch.Tensor) -> FourBits:
-    """The nearest numbers between each group's least and greatest weight. K: a multiple of 32. Raises ConfigError
-    for weights that float16 cannot hold."""
+    """Return the nearest numbers between each group's least and greatest weight. K: a multiple of 32. Raises
+    ConfigError for weights that float16 cannot hold."""
     weight_nGi = weight_nK.float().view(len(weight_nK), -1, GROUP_INPUTS)
     low_nG, high_nG = weight_nGi.amin(2), weight_nGi.amax(2)
     minima_nG, scales_nG = low_nG.half(), ((high_nG - low_nG) / _MOST).half()
@@ -29,8 +29,8 @@ def in_four_bits(weight_nK: torch.Tensor) -> FourBits:
 
 
 def words(four_bits: FourBits) -> torch.Tensor:
-    """(n, 5 G) int32: of each group 4 words of 8 numbers, the first four of them in the lower halves of the bytes,
-    then the scale with the minimum above it."""
+    """Return (n, 5 G) int32: for each group 4 words of 8 numbers, the first four of them in the lower halves of
+    the bytes, then the scale with the minimum above it."""
     numbers_nGi, scales_nG, minima_nG = four_bits
     halves_nGw24 = numbers_nGi.view(*scales_nG.shape, 4, 2, 4)
     bytes_nGw4 = halves_nGw24[:, :, :, 0] | halves_nGw24[:, :, :, 1] << 4

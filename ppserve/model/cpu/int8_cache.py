@@ -1,8 +1,8 @@
-"""Is int8 fine enough for a layer's keys and values? Asked when a stage is loaded.
+"""Checks, when a stage is loaded, that int8 is fine enough for its layers' keys and values.
 
-Those of one position and head have one scale, by their largest feature. Where a bias (of Qwen 2's keys) or a norm
-makes a few features much larger, the others have few steps left, and what is read of them is noise. So the
-model's own weights make keys and values of random hidden states, and their rounding is measured.
+The keys, or values, of one position and head share a scale, which their largest feature decides. Where a bias (of
+Qwen 2's keys) or a norm makes a few features much larger, the others have few steps left, and what is read of them
+is noise. So the model's own weights make keys and values of random hidden states, and their rounding is measured.
 
 T rows, H heads of keys and values, g queries that read a head, d features.
 """
@@ -13,6 +13,7 @@ import torch
 
 from ppserve.errors import ConfigError
 from ppserve.model.backend import AttentionWeights, NormWeights
+from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.stock import norm_of
 
 MAX_ERROR = 0.1
@@ -22,10 +23,11 @@ of how much the layer's values differ between positions. SmolLM2's worst are 0.0
 _NUM_ROWS = 64
 
 
-def check_int8_cache(weights: AttentionWeights, norm: NormWeights | None) -> None:
-    """Raise ConfigError if it is not. Positions do not rotate these queries and keys: that changes little.
+def check_int8_cache(weights: AttentionWeights[PackedLinear], norm: NormWeights | None) -> None:
+    """Raise ConfigError if int8 is too coarse. Queries and keys are not rotated by positions here: that changes
+    little.
 
-    norm: of what the attention gets."""
+    norm: the norm of what the attention gets."""
     x_TD = torch.randn(_NUM_ROWS, weights.qkv.num_inputs, generator=torch.Generator().manual_seed(0))
     outputs_TN = weights.qkv((x_TD if norm is None else _normed(norm, x_TD)).contiguous())
     own = weights.heads.width

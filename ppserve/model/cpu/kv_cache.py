@@ -35,21 +35,21 @@ def _padded(size: int) -> int:
 
 
 def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int, int]:
-    """Bytes of one block and head: of its keys, of its values."""
+    """Return the bytes that one block and head take: of keys, and of values."""
     scales = 4 * _padded(block_size) if element_bytes == 1 else 0
     keys, values = _padded(block_size) * head_size, _padded(head_size) * block_size
     return keys * element_bytes + scales, values * element_bytes + scales
 
 
 def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes on this rank, padding included."""
+    """Return the bytes that one block takes on this rank, padding included."""
     heads = layout.kv_heads(arch).width
     return len(layout.attentions) * heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuInputs(StepInputs):
-    """The inputs of a step for kernels."""
+    """A step's inputs as the kernels read them."""
 
     step: int
     """The address of the step's table, as `kernels.work` reads it."""
@@ -58,7 +58,7 @@ class CpuInputs(StepInputs):
 
 
 class CpuCache:
-    """A `KVCache`."""
+    """Keys and values in main memory: a `KVCache`."""
 
     def __init__(
         self,

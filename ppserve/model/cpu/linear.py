@@ -126,7 +126,7 @@ class PackedLinear:
     ) -> None:
         self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
         self.weights = packed.seen_by_kernels
-        """Valid as long as this object."""
+        """What kernels see of the weights; it is valid as long as this object lives."""
         self._thread_pool, self._scratch = thread_pool, scratch
         self._jobs = Jobs((job, as_table(self.weights, (self.num_inputs,))), kept=packed)
         scratch.fit(self.weights)
@@ -135,7 +135,7 @@ class PackedLinear:
         return self.result_of(self._jobs, x_TK).clone()
 
     def result_of(self, jobs: Jobs, x_TK: torch.Tensor) -> torch.Tensor:
-        """The result of a job that ends with it, until the next."""
+        """Run a job that ends with this layer, and return its result, which lasts until the next job."""
         x_TK, num_rows = x_TK.contiguous(), len(x_TK)
         scratch, (y, *kept) = self._scratch.of_step(num_rows)
         step, x = as_table(scratch), x_TK.data_ptr()

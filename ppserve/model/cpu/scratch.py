@@ -22,18 +22,18 @@ class ScratchMemory:
     A step that was prepared keeps its arrays."""
 
     def __init__(self, kind: MicroKernel, num_threads: int) -> None:
-        """kind: of the products."""
+        """kind: the micro-kernel of the products."""
         self._kind, self._num_threads = kind, num_threads
         self._chunks = self._outputs = 0
         # Each with its address, which takes longer to ask for than to remember.
         self._arrays: dict[str, tuple[NDArray[Any], int]] = {}
 
     def fit(self, weights: Weights) -> None:
-        """Makes it large enough for products with these weights."""
+        """Make it large enough for products with these weights."""
         self._chunks, self._outputs = max(self._chunks, weights.chunks), max(self._outputs, weights.outputs)
 
     def of_step(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
-        """What a step writes, and the arrays to keep as long: y first."""
+        """Return what a step writes, and the arrays to keep as long as it does: y first."""
         kind = self._kind
         tile_rows = kind.tile_rows(num_rows)
         # Tiles are whole; the rows behind the last are computed and never read.
@@ -53,7 +53,7 @@ class ScratchMemory:
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], list[NDArray[Any]]]:
-        """What each thread writes, and the arrays to keep as long as it does."""
+        """Return what each thread writes in attention, and the arrays to keep as long as it does."""
         rows = kind.rows_of_tiles(cache.num_heads * cache.queries_per_kv_head, cache.queries_per_kv_head)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)

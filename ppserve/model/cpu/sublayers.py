@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from ppserve.model.backend import (
     AttentionWeights,
     Head,
-    Linear,
     MLPWeights,
     NormWeights,
     Operator,
     ResidualWeights,
-    Sublayer,
 )
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
 from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm
@@ -29,7 +27,9 @@ from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
-from ppserve.model.inputs import StepInputs
+
+_Of = AttentionWeights[PackedLinear] | MLPWeights[PackedLinear]
+_Lines = Sequence[ResidualWeights[PackedLinear]]
 
 _ROOT = 2 * math.sqrt(2 / math.pi)
 
@@ -55,23 +55,20 @@ class PlainSublayer:
     """An attention or an MLP of normed rows, in float32: a job up to the inputs of its second product, then that
     product. Tensor ranks gather behind each."""
 
-    def __init__(
-        self, of: AttentionWeights | MLPWeights, thread_pool: ThreadPool, norm: NormWeights | None = None
-    ) -> None:
-        self._second = _packed(of.proj if isinstance(of, AttentionWeights) else of.contract)
+    def __init__(self, of: _Of, thread_pool: ThreadPool, norm: NormWeights | None = None) -> None:
+        self._second = of.proj if isinstance(of, AttentionWeights) else of.contract
         self._inner = of.heads if isinstance(of, AttentionWeights) else of.inner
         self._columns, self.thread_pool = of.columns, thread_pool
         self.job, kept = _first_job(of, norm)
         self.kept: tuple[object, ...] = kept, self._second
         self._first = Jobs(self.job, kept=self.kept)
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         own_Td = self._second(self._inner_rows(x_TD.contiguous(), inputs))
         return inputs.gather.all(own_Td, self._columns)
 
-    def _inner_rows(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    def _inner_rows(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         """The inputs of the second product, of all ranks."""
-        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
         own_Tk = torch.empty(len(x_TD), self._inner.width)
         self.thread_pool.run(self._first.address, 1, inputs.step, x_TD.data_ptr(), own_Tk.data_ptr(), 0)
         return inputs.gather.all(own_Tk, self._inner)
@@ -80,9 +77,7 @@ class PlainSublayer:
 class CpuSublayer(PlainSublayer):
     """A residual line as two jobs: the first has the norm, the second adds to the hidden states."""
 
-    def __init__(
-        self, of: AttentionWeights | MLPWeights, norm: NormWeights | None, thread_pool: ThreadPool
-    ) -> None:
+    def __init__(self, of: _Of, norm: NormWeights | None, thread_pool: ThreadPool) -> None:
         super().__init__(of, thread_pool, norm)
         shape = self._inner.size, of.columns.size, of.columns.own.start, of.columns.width
         projection = PROJECT, as_table(self._second.weights, shape)
@@ -91,8 +86,7 @@ class CpuSublayer(PlainSublayer):
         """Whether the stage has other tensor ranks."""
         self._projection = Jobs(projection, kept=self.kept)
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
+    def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         x_TD = x_TD.contiguous()
         inner_TK = self._inner_rows(x_TD, inputs)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
@@ -102,7 +96,8 @@ class CpuSublayer(PlainSublayer):
 
 
 class LoneSublayers:
-    """Sublayers of a rank that computes its stage alone, in one call of the kernels."""
+    """Sublayers of a rank that computes its stage alone, in one call of the kernels: on few rows, the way through
+    Python takes a tenth of a step."""
 
     def __init__(self, sublayers: Sequence[CpuSublayer]) -> None:
         self._jobs = Jobs(
@@ -110,36 +105,36 @@ class LoneSublayers:
         )
         self._run = sublayers[0].thread_pool.run
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
+    def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         x_TD = x_TD.contiguous()
         out_TD = torch.empty_like(x_TD)
         self._run(self._jobs.address, self._jobs.count, inputs.step, x_TD.data_ptr(), 0, out_TD.data_ptr())
         return out_TD
 
 
-class FusedBlock:
-    """A block whose norms and sums are in the jobs of its sublayers: an optimisation of `decoder.Block`."""
+class SharedSublayers:
+    """Sublayers of a rank that gathers rows with the other ranks of its stage after each product."""
 
-    def __init__(self, sublayers: list[CpuSublayer]) -> None:
-        self.sublayers = sublayers
-        self._computed: Sequence[Sublayer] = sublayers if sublayers[0].has_others else [LoneSublayers(sublayers)]
+    def __init__(self, sublayers: Sequence[CpuSublayer]) -> None:
+        self._sublayers = sublayers
 
-    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        for compute in self._computed:
+    def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
+        for compute in self._sublayers:
             x_TD = compute(x_TD, inputs)
         return x_TD
 
 
-def fuse(lines: Sequence[ResidualWeights], thread_pool: ThreadPool) -> FusedBlock | None:
-    """None where a norm follows a sublayer or something multiplies what it gives: no job does that."""
+def fuse(lines: _Lines, thread_pool: ThreadPool) -> LoneSublayers | SharedSublayers | None:
+    """Put the norms and sums of residual lines into the jobs of their sublayers. Return None where a norm follows
+    a sublayer or something multiplies what it gives: no job does that."""
     if any(line.pre_norm is None or line.post_norm is not None or line.multiplier != 1 for line in lines):
         return None
-    return FusedBlock([CpuSublayer(line.of, line.pre_norm, thread_pool) for line in lines])
+    sublayers = [CpuSublayer(line.of, line.pre_norm, thread_pool) for line in lines]
+    return SharedSublayers(sublayers) if sublayers[0].has_others else LoneSublayers(sublayers)
 
 
 def norm_operator(weights: NormWeights, thread_pool: ThreadPool, scratch: ScratchMemory) -> Operator:
-    """The norm by itself: of hidden states as they are kept, or of float32 results."""
+    """Return the norm by itself: for hidden states as they are kept, and for float32 results."""
     norm, kept = _norm(weights)
     of_hidden, of_results = (Jobs((NORM, as_table(norm, (is_single,))), kept=kept) for is_single in (0, 1))
     stored = weights.weight_D.dtype
@@ -156,36 +151,28 @@ def norm_operator(weights: NormWeights, thread_pool: ThreadPool, scratch: Scratc
     return compute
 
 
-def _first_job(
-    of: AttentionWeights | MLPWeights, norm: NormWeights | None
-) -> tuple[tuple[int, NDArray[np.int64]], tuple[object, ...]]:
+def _first_job(of: _Of, norm: NormWeights | None) -> tuple[tuple[int, NDArray[np.int64]], tuple[object, ...]]:
     """The job up to the inputs of the second product, and what its table has the addresses of. norm: None for rows
     that come normed, in float32."""
     if isinstance(of, AttentionWeights):
-        packed = _packed(of.qkv)
+        packed = of.qkv
         head_norms = [_norm(weights) for weights in of.head_norms or ()]
         window = NO_WINDOW if of.spec.window is None else of.spec.window
         rotary = of.rotary is not None, of.rotary or 0
         layer = of.number, np.float32(of.spec.scale), len(head_norms), window, *rotary
         more = layer, *(norm for norm, _ in head_norms)
     else:
-        packed, head_norms = _packed(of.expand), []
+        packed, head_norms = of.expand, []
         more = ACTIVATIONS[of.spec.activation], (of.inner.width, of.spec.is_gated)
     before, kept = (_NORMED._replace(width=packed.num_inputs), ()) if norm is None else _norm(norm)
     kind = HEADS if isinstance(of, AttentionWeights) else EXPAND
     return (kind, as_table(before, packed.weights, *more)), (packed, kept, head_norms)
 
 
-def lm_head(weights: NormWeights, linear: Linear) -> Head:
-    packed = _packed(linear)
+def lm_head(weights: NormWeights, linear: PackedLinear) -> Head:
     norm, kept = _norm(weights)
-    jobs = Jobs((READ, as_table(norm, packed.weights)), kept=kept)
-    return lambda hidden_RD: packed.result_of(jobs, hidden_RD)
-
-
-def _packed(linear: Linear) -> PackedLinear:
-    assert isinstance(linear, PackedLinear), "a linear layer of this backend"
-    return linear
+    jobs = Jobs((READ, as_table(norm, linear.weights)), kept=kept)
+    return lambda hidden_RD: linear.result_of(jobs, hidden_RD)
 
 
 def _norm(weights: NormWeights) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:

@@ -47,7 +47,8 @@ class ThreadPool:
         self._end = weakref.finalize(self, _serve, *own, 0)
 
     def run(self, *job: int) -> None:
-        """Returns when a job of JOB_NUMBERS numbers is done. Several threads' calls follow each other."""
+        """Do a job of JOB_NUMBERS numbers, and return when it is done. Calls of several threads follow each
+        other."""
         with self._calls:
             self._work(self._address, 0, self.num_threads, *job)
 

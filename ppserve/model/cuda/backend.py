@@ -15,15 +15,23 @@ import torch
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
-from ppserve.model.backend import Linear, Reading, StageModel, Timing
-from ppserve.model.checkpoint import Matrix
+from ppserve.model.backend import (
+    CachedModel,
+    Computing,
+    Linear,
+    LoadedModel,
+    Progress,
+    Reading,
+    StageModel,
+    Timing,
+)
+from ppserve.model.checkpoint import Checkpoint, Matrix
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs, bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
-from ppserve.model.decoder import Decoder
-from ppserve.model.inputs import KVCache, StepInputs
+from ppserve.model.loaded import cached, load
 from ppserve.model.stock import PlainLinear, TorchBackend
 
 READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
@@ -47,12 +55,12 @@ class DeviceOptions:
     """Rows of the largest step, recorded or not."""
 
     def logits_bytes(self, vocab_size: int) -> int:
-        """What drawing takes at most; on the last stage, beside weights and cache."""
+        """Return the most bytes that drawing takes on the last stage, beside weights and cache."""
         return _LOGITS_BYTES * vocab_size * max(READ_ROWS_AT_ONCE, self.max_rows)
 
 
 class CudaBackend(TorchBackend):
-    """A GPU; or the CPU in its place, with torch's operators."""
+    """The backend of a GPU, or of the CPU in its place, with torch's operators."""
 
     read_rows_at_once = READ_ROWS_AT_ONCE
 
@@ -77,6 +85,11 @@ class CudaBackend(TorchBackend):
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
+    def load(
+        self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None
+    ) -> LoadedModel:
+        return load(checkpoint, layout, self, progress)
+
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
         if self.options.batch_invariant:
             return PlainLinear(self.stored(weight_NK[:]), bias_N, self.operators.product)
@@ -88,18 +101,23 @@ class CudaBackend(TorchBackend):
         blocks = num_blocks, block_size
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)
 
-    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+    def with_cache(
+        self, model: StageModel[DeviceInputs], num_blocks: int, block_size: int, *, populate: bool = False
+    ) -> CachedModel:
+        cache = self.make_cache(model.arch, model.layout, num_blocks, block_size, populate=populate)
+        return cached(self.recorded(model, cache), cache, model.layout, self)
+
+    def recorded(self, model: StageModel[DeviceInputs], cache: DeviceCache) -> Computing[DeviceInputs]:
+        """Record the model's steps of single rows, which takes seconds and writes to the cache. Return the model
+        itself where they may not be recorded."""
         # Recorded work cannot wait for other ranks.
         if not self.options.graphs or model.layout.num_tensor > 1:
             return model
-        assert isinstance(model, Decoder)
-        assert isinstance(cache, DeviceCache)
         return RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.accelerator, self.readback)
 
-    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        assert isinstance(inputs, DeviceInputs)
+    def read_logits(self, inputs: DeviceInputs, parts_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         first, columns = 0, []
-        for own_Rv in pieces_Rv:
+        for own_Rv in parts_Rv:
             logits_RV = inputs.gather.all(own_Rv, vocabulary)
             columns.append(read_rows(self.operators, logits_RV, inputs.draws, inputs.arrays, first))
             first += len(logits_RV)
@@ -129,7 +147,7 @@ def _own_operators(device: torch.device) -> Operators:
 
 
 def launch_once(operators: Operators, device: torch.device) -> None:
-    """Raises ConfigError where Triton, which compiles C, cannot launch anything."""
+    """Launch a kernel. Raise ConfigError where Triton, which compiles C, cannot launch anything."""
     try:
         operators.running_sums(torch.zeros(1, 1, device=device))
     except (torch.AcceleratorError, torch.OutOfMemoryError):

@@ -45,7 +45,8 @@ class DeviceInputs(AttendInputs):
 
 
 class DeviceCache:
-    """A `KVCache`. A recorded step's arrays are in the buffer of its number of rows."""
+    """Keys and values in a device's memory: a `KVCache`. A recorded step's arrays are in the buffer of its number
+    of rows."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class DeviceCache:
 
 
 def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str, NDArray[Any]]:
-    """All int32 but the rotations. Block tables, whose size differs, come last."""
+    """Return a step's arrays: int32, and the rotations float32. Block tables, whose size differs, come last."""
     rotations_RTf = rotations_of(tables, rows.positions_T)
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
@@ -151,7 +152,7 @@ def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str,
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """A step of single rows, padded to this number, which write nothing."""
+    """Pad a step of single rows to this number of rows. Those that are added write nothing."""
     return replace(
         rows,
         token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
@@ -166,14 +167,14 @@ def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
 
 
 def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
-    """A step of padding alone, with block tables of so many blocks."""
+    """Return a step of padding alone, with block tables of so many blocks."""
     tables = np.zeros(num_blocks, np.int64)
     none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE)
     return padded(none, num_rows, layout)
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, up to `most`, which is one of them."""
+    """Return 1, 2, 4 and so on, up to `most`, which is one of them."""
     powers = (1 << exponent for exponent in range(most.bit_length()))
     return tuple(sorted({*(power for power in powers if power < most), most}))
 

@@ -40,7 +40,7 @@ class Accelerator:
         return f"torch for {torch.backends.cpu.get_cpu_capability()}, as a GPU's reference"
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that the device can copy from and to by itself."""
+        """Return host memory that the device can copy from and to by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -48,14 +48,14 @@ class Accelerator:
         to.copy_(source)
 
     def mark(self) -> Mark:
-        """The end of the work that was given so far."""
+        """Return the end of the work that was given so far."""
         return self
 
     def wait(self) -> None:
-        """Nothing is left to be done."""
+        """Return at once: no work is left to be done."""
 
     def timing(self) -> Timing:
-        """A step's work begins now."""
+        """Begin to time a step, whose work begins now."""
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -156,7 +156,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def packed_bytes(arrays: Arrays) -> int:
-    """The memory of these arrays one after the other."""
+    """Return the bytes that these arrays take one after the other."""
     return sum(_aligned(array.nbytes) for array in arrays.values())
 
 

@@ -61,15 +61,15 @@ class Draws:
         return {**self.adjustments, **self.masks}
 
     def masks_of(self, rows: slice) -> slice:
-        """Where these rows' are in `masks`."""
+        """Return where the masks of these rows are in `masks`."""
         return slice(*np.searchsorted(self.masks["masked_rows"], (rows.start, rows.stop)).tolist())
 
     def adjustments_of(self, rows: slice) -> slice:
-        """Where these rows' are in `adjustments`."""
+        """Return where the adjustments of these rows are in `adjustments`."""
         return slice(*np.searchsorted(self.adjustments["adjusted_rows"], (rows.start, rows.stop)).tolist())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The point and the limits of every row's draw. A greedy one has temperature 0."""
+        """Return the point and the limits of every row's draw. A greedy one has temperature 0."""
         params = [_ANY if row.draw is None else row.draw.params for row in self.rows]
         seeds = np.array([of.seed & _MASK for of in params], np.uint64)
         index = np.array([0 if row.draw is None else row.draw.index for row in self.rows], np.uint64)
@@ -80,17 +80,18 @@ class Draws:
             "min_p": np.array([of.min_p for of in params], np.float64),
             "temperature": np.array([of.temperature for of in params], np.float32),
             "top_k": np.array([min(of.top_k, _NO_LIMIT) or _NO_LIMIT for of in params], np.int32),
-            "targets": np.array([row.target for row in self.rows], np.int32),
+            "targets": np.array([_NO_TARGET if row.target is None else row.target for row in self.rows], np.int32),
         }
 
 
 _ANY = SamplingParams(temperature=0.0)
 _MASK = (1 << 64) - 1
 _NO_LIMIT = (1 << 31) - 1
+_NO_TARGET = -1
 
 
 def uniforms(seed: NDArray[np.uint64], index: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[Any]:
-    """`sampling.uniform` of many keys."""
+    """Return `sampling.uniform` for many keys at once."""
     state = np.zeros(len(seed), np.uint64)
     for part in (seed, index, position):
         z = state + part + np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64, as unsigned numbers are

@@ -12,34 +12,34 @@ from collections.abc import Callable
 
 import torch
 
-from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import Reading
+from ppserve.model.backend import Reading, StageModel
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.model.cuda.device import Accelerator, Readback
 from ppserve.model.cuda.sampling import draw_plain, read_rows
-from ppserve.model.decoder import Decoder
-from ppserve.model.inputs import StepInputs
 
 log = logging.getLogger("ppserve.stage")
 
 
 class RecordedStage:
-    """A `StageModel` that repeats recorded steps."""
+    """A stage that computes steps by repeating recorded ones."""
 
     @torch.inference_mode()
     def __init__(
-        self, model: Decoder, cache: DeviceCache, sizes: tuple[int, ...], device: Accelerator, readback: Readback
+        self,
+        model: StageModel[DeviceInputs],
+        cache: DeviceCache,
+        sizes: tuple[int, ...],
+        device: Accelerator,
+        readback: Readback,
     ) -> None:
-        self.arch: Architecture = model.arch
-        self.layout: StageLayout = model.layout
-        self.backend = model.backend
+        self.layout = model.layout
         self.num_replays = 0
-        """How often one was repeated."""
+        """How often a recorded step was repeated."""
         self._model = model
         self._operators = cache.operators
         self._readback = readback
         most = sizes[-1]
-        dtype = self.backend.precision.hidden
+        dtype = model.backend.precision.hidden
         # In and out, shared by all buckets: their steps never overlap.
         self._received_TD = torch.zeros(most, model.arch.width, dtype=dtype, device=cache.device)
         self._hidden_TD = torch.zeros_like(self._received_TD)
@@ -55,8 +55,7 @@ class RecordedStage:
             self.replays[size] = device.record(self._step(inputs[size]))
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(inputs, DeviceInputs)
+    def forward(self, inputs: DeviceInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         if inputs.bucket is None:
             return self._model.forward(inputs, hidden_TD)
         if hidden_TD is not None:
@@ -68,8 +67,7 @@ class RecordedStage:
         return hidden_TD if self.layout.is_last else hidden_TD.clone()
 
     @torch.inference_mode()
-    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
-        assert isinstance(inputs, DeviceInputs)
+    def read_out(self, inputs: DeviceInputs, hidden_TD: torch.Tensor) -> Reading:
         if inputs.bucket is None:
             return self._model.read_out(inputs, hidden_TD)
         plan = inputs.rows.plan
@@ -88,9 +86,9 @@ class RecordedStage:
         def step() -> None:
             hidden_TD = self._model.forward(inputs, received_TD)
             self._hidden_TD[:size].copy_(hidden_TD)
-            if self._model.head is not None:
+            if self.layout.is_last:
                 hidden_RD = hidden_TD.index_select(0, inputs.read_rows_R)
-                self._logits_RV[:size].copy_(self._model.head.logits(hidden_RD))
+                self._logits_RV[:size].copy_(self._model.logits(hidden_RD))
                 tokens_R1 = draw_plain(self._operators, self._logits_RV[:size], inputs.arrays)
                 self._tokens_R1[:size].copy_(tokens_R1)
 

@@ -43,14 +43,14 @@ class Tiles:
 
 
 class Operators:
-    """One launch each. A result's row depends on the arguments' row alone."""
+    """The operators, one launch each. A result's row depends on the arguments' row alone."""
 
     name = "torch's operators"
 
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
-        """Keeps the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
+        """Keep the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
         is_kept_T = slots_T >= 0
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
@@ -64,7 +64,8 @@ class Operators:
         at: Tiles,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """(T, c): each row's weighted sum of the values that it sees: those up to its position, in its window."""
+        """Return (T, c): each row's weighted sum of the values that it sees, up to its position and in its
+        window."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows = len(queries_THd)
         block_size = keys_BpHd.shape[1]
@@ -104,7 +105,7 @@ class Operators:
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-        """Float32 exp((score - most) / temperature), by `compiled.lanes.exp`."""
+        """Return float32 exp((score - most) / temperature), with the bits of `compiled.lanes.exp`."""
         x_RV = (scores_RV - most_R[:, None]) / temperature_R[:, None]
         inside_RV = x_RV.clamp(EXP_LEAST, EXP_MOST)
         shifted_RV = _multiply_add(inside_RV, EXP_LOG2_E, EXP_ROUND)
@@ -118,7 +119,7 @@ class Operators:
         return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Float64 sums. torch's own depend on the number of rows, and chance."""
+        """Return float64 running sums. torch's own depend on the number of rows, and on chance."""
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 

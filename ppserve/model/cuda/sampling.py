@@ -28,15 +28,15 @@ _NOTHING = -1
 
 
 def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: DeviceArrays) -> torch.Tensor:
-    """(R, 1) float64: a token per row, drawn from all ids."""
+    """Return (R, 1) float64: a token per row, drawn from all ids."""
     return _draw(operators, logits_RV, logits_RV, arrays, filters=False)[:, None].double()
 
 
 def read_rows(
     operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: DeviceArrays, first: int
 ) -> torch.Tensor:
-    """(R, columns) float64 of the rows from `first` on: the token and, if log-probabilities are asked for, the log
-    of the sum of exponentials, the token's logit, the greatest logits, their ids."""
+    """Return (R, columns) float64 for the rows from `first` on: the token and, if log-probabilities are asked for,
+    the log of the sum of exponentials, the token's logit, the greatest logits, their ids."""
     rows = slice(first, first + len(logits_RV))
     own = {name: array[rows] for name, array in arrays.items() if name in PER_ROW}
     tokens_R = targets_R = own["targets"].long()
@@ -51,7 +51,7 @@ def read_rows(
 
 
 def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
-    """Draws and scores from the columns of `read_rows` or `draw_plain`."""
+    """Return what a plan draws and scores, from the columns of `read_rows` or `draw_plain`."""
     lines = iter(columns_RC.tolist())
     drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(

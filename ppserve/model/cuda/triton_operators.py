@@ -92,7 +92,7 @@ class TritonOperators(Operators):
 
 
 def keys_per_tile(key_bytes: int) -> int:
-    """The same on every device, in every step."""
+    """Return how many keys a tile has: equally many on every device, in every step."""
     return max(16, min(_KEYS_PER_TILE, _KEYS_BYTES // key_bytes))
 
 

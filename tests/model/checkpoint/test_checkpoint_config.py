@@ -158,7 +158,7 @@ def test_generation_config_overrules_the_special_ids(read: Read, tmp_path: Path)
 def test_ends_of_a_gguf_by_key_and_by_name(
     tmp_path: Path, named: dict[str | int, Any], eos_ids: tuple[int, ...]
 ) -> None:
-    """As in llama.cpp. Those that are no tokens, or only pad, are none."""
+    """llama.cpp has the same ends. Those that are no tokens, or only pad, are none."""
     arch = replace(ARCH, vocab_size=36, eos_ids=(3,))
     path = write_gguf(tmp_path / "model.gguf", arch, random_tensors(arch), named=named)
     assert read_architecture(str(path)).eos_ids == eos_ids

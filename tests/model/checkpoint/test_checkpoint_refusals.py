@@ -249,7 +249,8 @@ def test_refusing_the_largest_claims_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_damaged_files(tmp_path: Path) -> None:
-    """By seed: a refusal of one line or a model, nothing else. PPSERVE_DAMAGED says how many of each format."""
+    """Each seed ends in a refusal of one line or in a model. PPSERVE_DAMAGED says how many of each format are
+    tried."""
     num_damaged = int(os.environ.get("PPSERVE_DAMAGED", "60"))
     for name, original in write_originals(tmp_path).items():
         assert attempt(original) is None, "the control: undamaged, it loads"
@@ -296,7 +297,7 @@ def test_a_malicious_pickle_is_not_run(tmp_path: Path, as_zip: bool) -> None:
     ],
 )
 def test_pickles_by_hand(tmp_path: Path, code: bytes) -> None:
-    """Also what is no file of torch at all, and one that holds no state dict."""
+    """What is no file of torch at all is refused too, and so is one that holds no state dict."""
     path = write_hf(tmp_path, ARCH, TENSORS, container="bin") / "pytorch_model.bin"
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in (("data.pkl", code), ("version", b"3\n"), ("byteorder", b"little")):

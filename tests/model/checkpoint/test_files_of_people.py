@@ -297,7 +297,7 @@ def in_parts(directory: Path, per_part: int = 9, small_first: bool = False) -> l
 
 @pytest.mark.parametrize("small_first", [False, True])
 def test_parts_of_a_gguf_are_one_model(small_first: bool, tmp_path: Path) -> None:
-    """Whichever of them is named, or their folder; the first has the tokenizer, and perhaps no tensor."""
+    """Any of them may be named, or their folder; the first has the tokenizer, and perhaps no tensor."""
     paths = in_parts(tmp_path, small_first=small_first)
     assert len(paths) == 5 + small_first
     for given in (tmp_path, *paths):
@@ -376,7 +376,7 @@ def test_the_other_byte_order_says_so(tmp_path: Path) -> None:
 
 
 def test_a_gguf_beside_a_config_is_opened(tmp_path: Path) -> None:
-    """As in folders of the hub; weights of Hugging Face come first where there are some."""
+    """Folders of the hub are like that; weights of Hugging Face come first where there are some."""
     write_gguf(tmp_path / "m-F32.gguf", GPT2, random_tensors(GPT2))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     check(open_checkpoint(str(tmp_path)), GPT2, random_tensors(GPT2))

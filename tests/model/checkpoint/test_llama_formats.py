@@ -119,7 +119,7 @@ def test_old_files_also_hold_what_is_computed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_four_bits_are_taken_as_they_are_stored(kind: str, tmp_path: Path) -> None:
-    """Without rounding them a second time, also by tensor ranks."""
+    """They are not rounded a second time, by tensor ranks neither."""
     arch = llama(width=64, heads=4, kv_heads=2, head_width=32, inner_width=96, vocab_size=64)
     path = write_gguf(tmp_path / "model.gguf", arch, random_tensors(arch), kind, "llama")
     checkpoint = open_checkpoint(str(path))

@@ -69,7 +69,7 @@ def test_a_relative_directory_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_user_without_a_home_has_no_directory_below_the_working_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Docker's `--user 4242`, or HOME without a slash in front."""
+    """Docker's `--user 4242` makes such a user, and so does a HOME without a slash in front."""
     monkeypatch.setenv("HOME", "relative")
     for environment in RELATIVE:
         assert user_cache(environment) == Path("/ppserve")

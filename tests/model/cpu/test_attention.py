@@ -66,8 +66,8 @@ def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: Atten
     np.testing.assert_allclose(at_once, plain(qkv, shape), atol=TOLERANCES[kind.storage])
     for chunk in (1, 2, 7, 16, 50):
         layer, (table,) = make(kind, shape)
-        pieces = [layer.step([Part(table, i, qkv[i : i + chunk])])[0] for i in range(0, LENGTH, chunk)]
-        assert same(np.concatenate(pieces), at_once), f"chunks of {chunk}"
+        parts = [layer.step([Part(table, i, qkv[i : i + chunk])])[0] for i in range(0, LENGTH, chunk)]
+        assert same(np.concatenate(parts), at_once), f"chunks of {chunk}"
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
 @pytest.mark.parametrize("shape", [(2, 20, 16, 3), (1, 16, 24, 1), (1, 16, 5, 7)])
 @pytest.mark.parametrize("window", [1, 16, 37])
 def test_blocks_outside_the_window_are_not_read(window: int, shape: Shape, kind: AttentionKernel) -> None:
-    """At once, in chunks and token by token, whatever is in blocks that no row of a step sees."""
+    """Rows come at once, in chunks and token by token, whatever is in blocks that no row of a step sees."""
     qkv, block_size = rows(shape), shape[2]
     layer, (table,) = make(kind, shape, window=window)
     at_once = layer.step([Part(table, 0, qkv)])[0]
@@ -98,8 +98,8 @@ def test_blocks_outside_the_window_are_not_read(window: int, shape: Shape, kind:
         for start in range(0, LENGTH, chunk):
             first = max(0, start + 1 - window) // block_size
             own = (unwritten,) * first + table[first:]
-            piece = layer.step([Part(own, start, qkv[start : start + chunk])])[0]
-            assert same(piece, at_once[start : start + chunk]), f"row {start} in chunks of {chunk}"
+            part = layer.step([Part(own, start, qkv[start : start + chunk])])[0]
+            assert same(part, at_once[start : start + chunk]), f"row {start} in chunks of {chunk}"
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_all_kernels_and_block_sizes_give_the_same_bits(shape: Shape, storage: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel) -> None:
-    """And nobody before it; int8 hides nothing."""
+    """It spoils nobody before it; int8 hides nothing."""
     shape = 2, 16, 16, 1
     qkv = rows(shape)
     clean = whole(kind, shape, qkv)
@@ -142,7 +142,7 @@ def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel)
 def test_a_value_that_is_not_finite_spoils_no_row_before_it(
     shape: Shape, wrong: float, kind: AttentionKernel
 ) -> None:
-    """Wherever in a tile of rows it stands; and its own row and those after it show it."""
+    """It may stand anywhere in a tile of rows; its own row and those after it show it."""
     num_heads, size, _, queries_per_kv_head = shape
     for where in (0, 5, 30, 31, 32, 33, 34, 35, LENGTH - 1):
         qkv = rows(shape)

@@ -41,7 +41,7 @@ class FeelsRows(Operators):
 
 
 def test_the_selftest_tells_the_truth() -> None:
-    """With the choice it passes on every stage, with as many rows as the largest step has."""
+    """It passes with that choice on every stage, with as many rows as the largest step has."""
     checkpoint = RandomCheckpoint(architecture(width=64))
     for stage in Pipeline(checkpoint, "1,1", backend=backend_of(batch_invariant=True)).stages:
         assert check_determinism(stage) is None
@@ -64,7 +64,7 @@ def test_the_selftest_tells_the_truth() -> None:
     ],
 )
 def test_the_selftest_finds_what_feels_other_rows(operators: FeelsRows, said: str) -> None:
-    """Also where only the largest steps do."""
+    """It finds that even if only the largest steps feel them."""
     backend = backend_of(CPU, operators, batch_invariant=True)
     (stage,) = Pipeline(RandomCheckpoint(architecture(width=64)), "2", backend=backend).stages
     assert (check_determinism(stage) or "").startswith(said)
@@ -102,7 +102,7 @@ def decodes(pipeline: Pipeline, count: int) -> list[Slice]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_launches_do_not_depend_on_the_number_of_sequences(batch_invariant: bool) -> None:
-    """Without graphs; and a step copies twice, without a wait."""
+    """Nothing is recorded here; and a step copies twice, without a wait."""
     device = CountingCopies(CPU)
     backend = backend_of(CPU, accelerator=device, batch_invariant=batch_invariant, graphs=False)
     counts = []
@@ -117,7 +117,7 @@ def test_launches_do_not_depend_on_the_number_of_sequences(batch_invariant: bool
 
 
 def test_a_recorded_decode_is_one_replay_and_two_copies(caplog: pytest.LogCaptureFixture) -> None:
-    """And the log told of each that was being recorded."""
+    """The log tells of each that is being recorded."""
     device = CountingCopies(CPU)
     backend = backend_of(CPU, accelerator=device, max_rows=8)
     pipeline = Pipeline(RandomCheckpoint(architecture(num_layers=2)), "2", backend=backend)

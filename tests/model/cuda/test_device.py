@@ -98,8 +98,8 @@ class Event:
 
 
 def test_busy_is_what_lies_between_a_steps_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the host does meanwhile, nor the steps that the device had to end before this one. Only `busy`
-    waits, and only for this step's last event. By the host's wall a step's time lies within the host's."""
+    """What the host does meanwhile does not count, nor do steps that the device had to end before this one. Only
+    `busy` waits, and only for this step's last event. By the host's wall a step's time lies within the host's."""
     gpu, names = Gpu(), iter("abcd")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu, next(names)))
@@ -138,8 +138,8 @@ def test_a_launch_that_cannot_be_compiled_says_what_to_install() -> None:
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("dtypes", [["bfloat16"], *thorough(["float32", "float16"])])
 def test_the_kernels_compile_for_gpus_that_are_not_here(dtypes: list[str], tmp_path: Path) -> None:
-    """For block sizes of 8, 16 and 32, heads of 64, 128 and 256, in every dtype and with other keys than hidden
-    states; within the shared memory that such a GPU has."""
+    """They have block sizes of 8, 16 and 32, heads of 64, 128 and 256, every dtype, and keys of another dtype than
+    hidden states; they stay within the shared memory that such a GPU has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.model.cuda.compiling", "90", *dtypes]

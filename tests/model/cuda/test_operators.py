@@ -97,7 +97,7 @@ class Sequences:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_a_row_sees_its_window(window: int, kind: str) -> None:
-    """With the same bits in chunks, beside others and by itself."""
+    """It has the same bits in chunks, beside others and by itself."""
     of = Sequences(kind, 2, 16, 8, torch.float32, (150, 70), queries_per_kv_head=2, window=window)
     whole = of.step([(0, 0, 150), (1, 0, 70)])
     torch.testing.assert_close(whole[:150].double(), of.plain(0), atol=2e-5, rtol=0)
@@ -177,7 +177,7 @@ def test_padding_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_takes_nothing_from_any_slot(kind: str) -> None:
-    """Not from the very first either, which a row of the same step may fill."""
+    """It takes nothing from the very first either, which a row of the same step may fill."""
     operators = operators_of(kind)
     qkv = torch.randn(5, 3 * 2 * 4, device=device_of(kind))
     for slots in ([3, 0, 7, -1, -1], [0, -1, -1, -1, -1], [-1, 2, -1, 0, -1], [-1] * 5):

@@ -11,12 +11,12 @@ import torch
 
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import StageModel
+from ppserve.model.backend import Computing
 from ppserve.model.cuda.backend import CudaBackend
-from ppserve.model.cuda.cache import bucket_sizes
+from ppserve.model.cuda.cache import DeviceCache, DeviceInputs, bucket_sizes
 from ppserve.model.cuda.device import Readback, Staging
 from ppserve.model.cuda.graphs import RecordedStage
-from ppserve.model.inputs import KVCache, build_inputs
+from ppserve.model.inputs import build_inputs
 from tests.draws import a_draw
 from tests.model.cuda.here import CPU, backend_of
 from tests.model.cuda.late import LateDevice
@@ -85,7 +85,7 @@ def conversation(pipeline: Pipeline, count: int) -> list[object]:
     ],
 )
 def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str, checkpoint: RandomCheckpoint) -> None:
-    """Nor a bit of the hidden states. Buckets hold all, some or none of the steps."""
+    """It changes no bit of the hidden states either. Buckets hold all, some or none of the steps."""
     recorded = Recorded(invariant(max_rows=max_rows), split, checkpoint)
     expected = conversation(plain(split, checkpoint), 8)
     for ours, theirs in zip(conversation(recorded, 8), expected, strict=True):
@@ -158,10 +158,10 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
     stage = backend.recorded(pipeline.stages[0], pipeline.caches[0])
     exact = Recorded(invariant(CPU), "1,2")
 
-    def forward(model: StageModel, cache: KVCache, number: int) -> torch.Tensor:
+    def forward(model: Computing[DeviceInputs], cache: DeviceCache, number: int) -> torch.Tensor:
         ids = prompt(1 if number % 3 else 30, seed=number)
         step = StepPlan(0, number, 0, (pipeline.slice(number, ids, 0),))
-        return model.forward(build_inputs(step, model.layout, cache), None)
+        return model.forward(build_inputs(step, pipeline.layouts[0], cache), None)
 
     given = [forward(stage, pipeline.caches[0], number) for number in range(12)]
     for number, hidden_TD in enumerate(given):

@@ -30,8 +30,8 @@ def results(plan: StepPlan, logits: torch.Tensor, kind: str, at_once: int = 256)
     backend = backend_of(device_of(kind), operators_of(kind))
     (layout,) = stage_layouts(Split.parse("2"))
     inputs = build_inputs(plan, layout, backend.make_cache(ARCHITECTURE, layout, 4, 16))
-    pieces = iter(logits.to(backend.device).split(at_once))
-    return backend.read_logits(inputs, pieces, Cut((logits.shape[1],), 0))()
+    parts = iter(logits.to(backend.device).split(at_once))
+    return backend.read_logits(inputs, parts, Cut((logits.shape[1],), 0))()
 
 
 def plan_of(draws: Iterable[Draw], start: int = 0) -> StepPlan:

@@ -56,7 +56,7 @@ class MicroKernel:
 
     @property
     def chunk_lines(self) -> int:
-        """The same in cache lines."""
+        """Cache lines that the weights of 16 outputs take in a chunk."""
         return OPERATIONS[self.operation].words + OPERATIONS[self.operation].tail_lines
 
     @property

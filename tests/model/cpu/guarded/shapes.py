@@ -192,7 +192,7 @@ class Run:
         populate = pick.random() < 0.02
         self.cache = self.backend.make_cache(shape.arch, shape.layout, *cache, populate=populate)
         self.cache.fill(float("nan"))
-        self.computing = self.backend.recorded(self.model, self.cache) if pick.random() < 0.5 else self.model
+        self.computing = self.model if pick.random() < 0.5 else self.model.computing(*self.model.sublayers)
         vocabulary = shape.arch.vocab_size
         self.ids = {s: tuple(pick.choices(range(vocabulary), k=n)) for s, n in shape.lengths.items()}
         generator = torch.Generator().manual_seed(shape.seed)

@@ -1,0 +1,68 @@
+"""Where a backend's own types end: a stage's model is loaded, tested, given a cache, and computes steps.
+
+Inside of this room `Backend`'s inputs and linear layers are type parameters. A stage need not know which they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Generic
+
+from ppserve.core.architecture import StageLayout
+from ppserve.core.plan import StepPlan
+from ppserve.model.backend import (
+    AnyBackend,
+    Backend,
+    CachedModel,
+    Computing,
+    LoadedModel,
+    OwnLinear,
+    PreparedStep,
+    Progress,
+)
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.decoder import Decoder, load_stage
+from ppserve.model.inputs import Gather, Inputs, KVCache, build_inputs
+from ppserve.model.selftest import check_determinism
+
+
+def load(
+    checkpoint: Checkpoint, layout: StageLayout, backend: Backend[Inputs, OwnLinear], progress: Progress
+) -> LoadedModel:
+    """See `AnyBackend.load`."""
+    return _LoadedDecoder(load_stage(checkpoint, layout, backend, progress))
+
+
+def cached(
+    computing: Computing[Inputs], cache: KVCache[Inputs], layout: StageLayout, backend: AnyBackend
+) -> CachedModel:
+    """Return what computes steps over this cache."""
+
+    def prepare(plan: StepPlan, gather: Gather) -> PreparedStep:
+        inputs = build_inputs(plan, layout, cache, gather)
+        return PreparedStep(partial(computing.forward, inputs), partial(computing.read_out, inputs))
+
+    return CachedModel(layout, backend, prepare)
+
+
+class _LoadedDecoder(Generic[Inputs, OwnLinear]):
+    """A `LoadedModel`."""
+
+    def __init__(self, model: Decoder[Inputs, OwnLinear]) -> None:
+        self.arch, self.layout, self.backend = model.arch, model.layout, model.backend
+        self.num_params, self.weight_bytes = model.num_params, model.weight_bytes
+        self._model = model
+
+    def check_determinism(self, block_size: int) -> str | None:
+        return check_determinism(self._model, block_size)
+
+    def with_cache(self, num_blocks: int, block_size: int, *, populate: bool = False) -> CachedModel:
+        return self.backend.with_cache(self._model, num_blocks, block_size, populate=populate)
+
+    def parts(self, num_blocks: int, block_size: int) -> list[CachedModel]:
+        model = self._model
+        cache = self.backend.make_cache(self.arch, self.layout, num_blocks, block_size)
+        # Memory that was never written reads as one cached page of zeros.
+        cache.fill(0.01)
+        models = (model.computing(*model.sublayers[:number]) for number in range(len(model.sublayers) + 1))
+        return [cached(each, cache, self.layout, self.backend) for each in models]

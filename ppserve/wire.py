@@ -66,13 +66,13 @@ class StageHost(msgspec.Struct, frozen=True):
     """The host of a stage process, and how the process is reached."""
 
     name: str
-    machine: str = ""
+    machine: str
     """Equal for processes that share clock and loopback interface, which equal host names do not prove."""
-    address: str = "127.0.0.1"
+    address: str
     """Address that other stages connect to."""
-    head_address: str = "127.0.0.1"
+    head_address: str
     """The head's address, as this stage reached it."""
-    user: str = ""
+    user: str
     """The user that the process runs as. Stages of one machine and one user can share memory."""
 
 
@@ -82,10 +82,10 @@ class FoundModel(msgspec.Struct, frozen=True):
     checkpoint: str
     architecture: Architecture
     dtype: str
-    """A type, never "auto"; so are the other precisions."""
-    quantization: str = "none"
-    kv_dtype: str = "float32"
-    weights: str = ""
+    """The type itself, never "auto"; so with the other precisions."""
+    quantization: str
+    kv_dtype: str
+    weights: str
     """The fingerprint of the weights."""
 
 
@@ -209,8 +209,8 @@ class Start(_Message, frozen=True, tag=True):
 
 
 class Assign(_Message, frozen=True, tag=True):
-    """Load these layers, in place of those that are loaded: of a stage with several tensor ranks, this one's
-    part."""
+    """Load these layers in place of those that are loaded; where a stage has several tensor ranks, this one's part
+    of them."""
 
     layout: StageLayout
 
@@ -222,7 +222,7 @@ class Form(_Message, frozen=True, tag=True):
     layout: StageLayout
     """The layers of this rank, which it has loaded, and the number of stages."""
     num_blocks: int
-    """KV blocks."""
+    """The number of KV blocks in each rank's cache."""
     max_rows: int
     """Tokens of the largest step."""
     transport: str
@@ -230,7 +230,7 @@ class Form(_Message, frozen=True, tag=True):
     store_port: int | None
     """None, sent to the first rank only: open the epoch's store and report its port."""
     address: str
-    """This stage's own, for the others."""
+    """The address at which the other stages reach this one."""
 
 
 class Abandon(_Message, frozen=True, tag=True):

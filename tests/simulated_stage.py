@@ -197,7 +197,14 @@ class SimulatedStage:
         """Compute the oldest plan. Returns what the head makes of the result where each stage has one rank."""
         result = self.compute_next()
         drawn, scored = result.drawn, result.scored
-        return StepResult(result.epoch, result.step_id, self.place, result.stamps, drawn=drawn, scored=scored)
+        return StepResult(
+            epoch=result.epoch,
+            step_id=result.step_id,
+            stage=self.place,
+            stamps=result.stamps,
+            drawn=drawn,
+            scored=scored,
+        )
 
     def compute_next(self, stamps: StepStamps = STAMPS) -> RankResult:
         """Compute the oldest plan."""
@@ -208,7 +215,7 @@ class SimulatedStage:
 
     def compute(self, plan: StepPlan, stamps: StepStamps = STAMPS) -> RankResult:
         """Compute this plan, whatever was sent."""
-        result = RankResult(plan.epoch, plan.step_id, self.place, stamps)
+        result = RankResult(epoch=plan.epoch, step_id=plan.step_id, place=self.place, stamps=stamps)
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
             return result
@@ -216,17 +223,17 @@ class SimulatedStage:
         if not self.draws:
             return result
         drawn, scored, writes = [], [], {}
-        for piece in plan.slices:
-            digests, written = self._compute(piece)
+        for slice_ in plan.slices:
+            digests, written = self._compute(slice_)
             for slot, number in written.items():
                 assert writes.setdefault(slot, number) == number, f"two slices of a step disagree on slot {slot}"
-            for position, draw in piece.draws:
-                finite = piece.sequence_id not in self.not_finite
-                token_id = self.draw_token(digests[position - piece.end - 1], position, draw) if finite else None
-                drawn.append(Drawn(piece.sequence_id, token_id))
-            if piece.targets:
-                logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
-                scored.append(Scored(piece.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
+            for position, draw in slice_.draws:
+                finite = slice_.sequence_id not in self.not_finite
+                token_id = self.draw_token(digests[position - slice_.end - 1], position, draw) if finite else None
+                drawn.append(Drawn(slice_.sequence_id, token_id))
+            if slice_.targets:
+                logprobs = [logprob_of(d, t) for d, t in zip(digests, slice_.targets, strict=False)]
+                scored.append(Scored(slice_.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
         self._numbers.update(writes)
         self.drawn = tuple(drawn)
         return replace(result, drawn=self.drawn, scored=tuple(scored))
@@ -234,17 +241,17 @@ class SimulatedStage:
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide
         nothing."""
-        for piece in plan.slices:
-            for i in range(piece.start, piece.end):
-                self._numbers.setdefault((piece.block_table[i // self.block_size], i % self.block_size), -1)
+        for slice_ in plan.slices:
+            for i in range(slice_.start, slice_.end):
+                self._numbers.setdefault((slice_.block_table[i // self.block_size], i % self.block_size), -1)
 
-    def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
+    def _compute(self, slice_: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
         """For each row of the slice the hash of all numbers up to it, and the numbers that the slice writes."""
-        slots = [(piece.block_table[i // self.block_size], i % self.block_size) for i in range(piece.end)]
+        slots = [(slice_.block_table[i // self.block_size], i % self.block_size) for i in range(slice_.end)]
         digest, digests, written = 0, [], {}
-        for slot in slots[: piece.start]:
+        for slot in slots[: slice_.start]:
             digest = mix(digest, self._numbers[slot])  # KeyError: read before written
-        for slot, token_id in zip(slots[piece.start :], piece.token_ids, strict=True):
+        for slot, token_id in zip(slots[slice_.start :], slice_.token_ids, strict=True):
             written[slot] = mix(digest, token_id)
             digest = mix(digest, written[slot])
             digests.append(digest)

@@ -77,7 +77,7 @@ TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
 
 
 def test_the_cuda_build_of_torch_can_be_installed() -> None:
-    """Through the constraints, beside the triton that it asks for."""
+    """The constraints allow it, beside the triton that it asks for."""
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     assert pinned["triton"] == TRITON_OF_TORCH[pinned["torch"]]
 

@@ -56,7 +56,7 @@ class Architecture:
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries. All layers have the same heads (`check_layers`); so with the next two."""
+        """Heads of queries, equally many in every layer (`checkpoint.settings.settled`)."""
         return self.layers[0].attention.num_heads
 
     @property
@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def inner_width(self) -> int:
-        """Features between the matrices of an MLP, the widest one's."""
+        """Features between the matrices of the widest MLP."""
         return max(layer.mlp.inner_width for layer in self.layers)
 
     @property
@@ -83,7 +83,7 @@ class Architecture:
         return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> Architecture:
-        """The same model with its layers changed. Those that were one object are one again."""
+        """Return the model with each layer changed. Layers that were one object are one object again."""
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
@@ -132,7 +132,7 @@ class Cut:
     rank: int
 
     def times(self, factor: int) -> Cut:
-        """This cut in smaller units: each of its things consists of `factor` of them."""
+        """Return this cut in smaller units, `factor` of which make one of its own."""
         return Cut(tuple(width * factor for width in self.widths), self.rank)
 
     @property
@@ -163,13 +163,13 @@ class StageLayout:
     first_sublayer: int
     num_sublayers: int
     tensor: int = 0
-    """Which of the ranks that share the stage.
-    Each has some heads of every attention, and some outputs of every other matrix."""
+    """The rank's number among those that share the stage.
+    Each of them has some heads of every attention, and some outputs of every other matrix."""
     num_tensor: int = 1
 
     @property
     def place(self) -> int:
-        """Among the ranks of its replica: in order of stages, then of tensor ranks."""
+        """The rank's number in its replica: in order of stages, then of tensor ranks."""
         return self.stage * self.num_tensor + self.tensor
 
     @property
@@ -177,9 +177,9 @@ class StageLayout:
         return self.num_stages * self.num_tensor
 
     def cut(self, size: int) -> Cut:
-        """`size` outputs among the tensor ranks: as evenly as they go, the first ranks have one more."""
+        """Share out `size` outputs among the tensor ranks as evenly as possible; the first ranks have one more."""
         each, left = divmod(size, self.num_tensor)
-        return Cut(tuple(each + (rank < left) for rank in range(self.num_tensor)), self.tensor)
+        return Cut(tuple(each + 1 if rank < left else each for rank in range(self.num_tensor)), self.tensor)
 
     def kv_heads(self, arch: Architecture) -> Cut:
         """The heads of keys and values of every attention."""
@@ -224,7 +224,8 @@ class StageLayout:
 
     @property
     def span(self) -> str:
-        """For people: `0-6`; `0-7a` ends with the attention of layer 7, `7m-11` begins with its MLP."""
+        """The stage's layers for people: `0-6`; `0-7a` ends with the attention of layer 7, `7m-11` begins with its
+        MLP."""
         layers = self.layers
         first = f"{layers.start}{'m' if self.attentions.start > layers.start else ''}"
         last = f"{layers.stop - 1}{'a' if self.mlps.stop < layers.stop else ''}"
@@ -237,8 +238,8 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
 
 
 def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
-    """Outputs and inputs of an attention's two matrices, as a rank holds them. The first is that of queries, keys
-    and values."""
+    """Return the outputs and inputs of an attention's two matrices, as a rank holds them. The first is that of
+    queries, keys and values."""
     spec = layer.attention
     kv_heads = layout.cut(spec.num_kv_heads)
     num_heads = kv_heads.times(spec.queries_per_kv_head).width + 2 * kv_heads.width
@@ -247,18 +248,20 @@ def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout
 
 
 def mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
-    """Outputs and inputs of an MLP's first matrix and of its last, as a rank holds them; of one expert."""
+    """Return the outputs and inputs of an MLP's first matrix and of its last, as a rank holds them, for one
+    expert."""
     spec = layer.mlp
     inner = layout.cut(spec.inner_width).width
-    return [((1 + spec.is_gated) * inner, arch.width), (layout.cut(arch.width).width, spec.inner_width)]
+    return [(2 * inner if spec.is_gated else inner, arch.width), (layout.cut(arch.width).width, spec.inner_width)]
 
 
 def _attention_params(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> int:
     spec = layer.attention
     (qkv, inputs), (outputs, heads_inputs) = attention_matrices(arch, layer, layout)
-    matrices = qkv * (inputs + spec.has_qkv_biases) + outputs * (heads_inputs + spec.has_output_bias)
+    matrices = _linear_params(qkv, inputs, spec.has_qkv_biases)
+    matrices += _linear_params(outputs, heads_inputs, spec.has_output_bias)
     head_norms = 2 * spec.head_norm.num_params(spec.head_size) if spec.head_norm is not None else 0
-    sinks = spec.num_heads * spec.has_sinks
+    sinks = spec.num_heads if spec.has_sinks else 0
     return matrices + head_norms + sinks + layer.num_norm_params(arch.width)
 
 
@@ -268,14 +271,18 @@ def _mlp_params(arch: Architecture, layer: LayerSpec, layout: StageLayout, *, is
     if spec.experts is not None:
         copies = spec.experts.per_token if is_read else spec.experts.count
         router = spec.experts.count * arch.width
-    one = sum(outputs * (inputs + spec.has_biases) for outputs, inputs in mlp_matrices(arch, layer, layout))
+    one = sum(_linear_params(*matrix, spec.has_biases) for matrix in mlp_matrices(arch, layer, layout))
     return copies * one + router + layer.num_norm_params(arch.width)
 
 
-def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = False) -> int:
-    """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms.
+def _linear_params(outputs: int, inputs: int, has_biases: bool) -> int:
+    return outputs * (inputs + 1 if has_biases else inputs)
 
-    is_read: only those that a decode step of one row reads, which of experts are fewer.
+
+def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = False) -> int:
+    """Count the parameters that a rank holds of its sublayers: its outputs of every matrix, and all of the norms.
+
+    is_read: count only those that a decode step of one row reads. They are fewer where there are experts.
     """
     attentions = (_attention_params(arch, arch.layers[i], layout) for i in layout.attentions)
     mlps = (_mlp_params(arch, arch.layers[i], layout, is_read=is_read) for i in layout.mlps)
@@ -283,8 +290,12 @@ def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = 
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
-    """Parameters that a rank holds, its own copy of a tied embedding included; of padding, the embedding's."""
+    """Count the parameters that a rank holds, with its own copy of a tied embedding. Rows of padding count in the
+    embedding, not in the head."""
     learned_positions = arch.max_positions if arch.has_learned_positions else 0
-    embedding = (arch.padded_vocab_size + learned_positions) * layout.cut(arch.width).width
-    head = layout.cut(arch.vocab_size).width * arch.width + arch.final_norm.num_params(arch.width)
-    return sublayer_params(arch, layout) + layout.is_first * embedding + layout.is_last * head
+    num_params = sublayer_params(arch, layout)
+    if layout.is_first:
+        num_params += (arch.padded_vocab_size + learned_positions) * layout.cut(arch.width).width
+    if layout.is_last:
+        num_params += layout.cut(arch.vocab_size).width * arch.width + arch.final_norm.num_params(arch.width)
+    return num_params

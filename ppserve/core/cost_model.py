@@ -47,9 +47,9 @@ class StepSize:
     @classmethod
     def from_plan(cls, plan: StepPlan) -> StepSize:
         context, sampled = 0.0, 0
-        for piece in plan.slices:
-            context += _keys_read(piece.start, len(piece.token_ids))
-            sampled += len(piece.targets) + piece.num_draws
+        for slice_ in plan.slices:
+            context += _keys_read(slice_.start, len(slice_.token_ids))
+            sampled += len(slice_.targets) + slice_.num_draws
         return cls(plan.num_tokens, context, sampled)
 
     def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
@@ -65,7 +65,7 @@ def _keys_read(start: int, num_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds: per step, per row, per key read, per sampled row."""
+    """A step's seconds: those of every step, and those per row, per key read and per sampled row."""
 
     step: float = 0.0
     row: float = 0.0
@@ -86,7 +86,7 @@ class StageCost:
         self._fit_at = 1
 
     def seconds(self, size: StepSize) -> float:
-        """Predicted. Zero before anything was observed."""
+        """Predict the seconds of a step of this size; 0 before anything was observed."""
         return self.coefficients.seconds(size)
 
     def observe(self, size: StepSize, seconds: float) -> None:

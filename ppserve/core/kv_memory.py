@@ -9,8 +9,8 @@ _SEQUENCE_SHARE = 7 / 8
 
 
 def cpu_kv_bytes(left_bytes: int, sequence_bytes: int) -> int:
-    """The bytes K for a CPU stage. Weights have left it L, its part of the host's memory, and a sequence of full
-    length has S:
+    """Return the bytes K that keys and values may take on a CPU stage. Weights have left it L bytes of its part of
+    the host's memory, and a sequence of full length has S bytes:
 
         K <= max(min(L / 4, 2 GiB), min(S, 7/8 L))
 

@@ -36,7 +36,7 @@ class NormSpec:
 
     def num_params(self, size: int) -> int:
         """Parameters of the norm of `size` numbers."""
-        return size * (1 + self.has_bias)
+        return 2 * size if self.has_bias else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AttentionSpec:
     scale: float
     """The factor on Q·K."""
     rotary: Rotary | None = None
-    """None: queries and keys are not rotated by their positions."""
+    """How queries and keys are rotated by their positions; None where they are not."""
     window: int | None = None
     """How many positions a row sees, its own included and the last ones before it; None: all before it."""
     has_sinks: bool = False

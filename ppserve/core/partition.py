@@ -41,10 +41,10 @@ def expected_step(max_positions: int) -> StepPlan:
     return _plan([(context, 1)] * _EXPECTED_DECODES + prompts, _EXPECTED_DECODES)
 
 
-def _plan(pieces: list[tuple[int, int]], num_draws: int) -> StepPlan:
+def _plan(spans: list[tuple[int, int]], num_draws: int) -> StepPlan:
     """A step of one slice per (start, tokens), each with blocks of its own; the first ones are drawn from."""
     slices, num_blocks = [], 0
-    for number, (start, num_tokens) in enumerate(pieces):
+    for number, (start, num_tokens) in enumerate(spans):
         table = tuple(range(num_blocks, num_blocks - (-(start + num_tokens) // BLOCK_SIZE)))
         num_blocks += len(table)
         draw = Draw(SamplingParams(seed=number, temperature=0.8)) if number < num_draws else None
@@ -64,7 +64,7 @@ class PartCosts:
     """Seconds of one layer's attention, with its norm."""
     mlp: float
     overhead: float
-    """On every stage, embedding a few rows included."""
+    """What every stage takes beside its layers, embedding a few rows included."""
     head: float
     """Final norm, LM head and sampling, only on the last stage."""
 
@@ -73,8 +73,8 @@ class PartCosts:
         return self.attention + self.mlp
 
     def stage_cost(self, layout: StageLayout) -> float:
-        layers = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp
-        return layers + self.overhead + layout.is_last * self.head
+        cost = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp + self.overhead
+        return cost + self.head if layout.is_last else cost
 
     def costs(self, split: Split) -> tuple[float, ...]:
         return tuple(map(self.stage_cost, stage_layouts(split)))
@@ -86,10 +86,11 @@ def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
 
 
 def decode_parts(arch: Architecture) -> PartCosts:
-    """Weights read by a decode step, in parameters: what such a step costs while memory is the limit. They are not
-    those that are held where a row reads some of the experts only. Of a layer's parts, the layers' mean.
+    """Count, for each part, the weights that a decode step reads: what such a step costs while memory is the
+    limit.
 
-    The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
+    Where a row reads some of the experts only, they are fewer than those that are held. A layer's parts are the
+    mean over all layers. The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
     """
     halves = [StageLayout(0, 1, sublayer, 1) for sublayer in range(2 * arch.num_layers)]
     reads = [sublayer_params(arch, half, is_read=True) for half in halves]
@@ -162,7 +163,9 @@ def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> S
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
     """Raises ConfigError where some of the ranks that share a stage would have no head."""
     if num_tensor > arch.num_kv_heads:
-        heads = counted(arch.num_kv_heads, "head") + " of keys and values" * (arch.queries_per_kv_head > 1)
+        heads = counted(arch.num_kv_heads, "head")
+        if arch.queries_per_kv_head > 1:
+            heads += " of keys and values"
         raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
 
 

@@ -20,12 +20,12 @@ DRAWN = -1
 
 
 def packed_ids(token_ids: Seq[int]) -> bytes:
-    """Token ids as little-endian int32. Those of two lists one after the other are the sum of theirs."""
+    """Pack token ids as little-endian int32. Two packed lists, joined, are the packed joined list."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def packed_biases(biases: Iterable[tuple[int, float]]) -> bytes:
-    """(token id, bias) pairs as little-endian int32 and float32, in order."""
+    """Pack (token id, bias) pairs as little-endian int32 and float32, in order."""
     return b"".join(struct.pack("<if", token_id, bias) for token_id, bias in biases)
 
 
@@ -34,16 +34,17 @@ class Draw:
     """How to draw the token that follows a row of a slice."""
 
     params: SamplingParams
-    """Without its logit_bias, which is in `biases`."""
+    """The request's parameters without their logit_bias, which is in `biases`."""
     index: int = 0
     """Which of the request's sequences; part of the random key."""
     num_logprobs: int | None = None
-    """None = none, 0 = of the drawn token, k = also of the k most likely."""
+    """None = no log-probabilities, 0 = the drawn token's, k = also those of the k most likely tokens."""
     banned: tuple[int, ...] = ()
-    """Ids that must not be drawn at positions before the next, which is beyond all if unset."""
+    """Ids that may not be drawn for positions below `banned_before`."""
     banned_before: int = 1 << 31
+    """The default is beyond all positions."""
     biases: bytes = b""
-    """What is added to logits: `packed_biases`."""
+    """What is added to logits, as `packed_biases`."""
     prompt_ids: bytes = b""
     """`prompt_ids + output_ids` are the tokens before the draw as `packed_ids`; empty unless
     `params.needs_history`."""
@@ -55,7 +56,7 @@ class Draw:
         assert not self.params.logit_bias, "biases travel packed"
 
     def after(self, token_ids: Seq[int]) -> Draw:
-        """The draw that follows when these tokens stand before it too."""
+        """Return this draw for a later row, with these tokens before it too."""
         if not self.params.needs_history or not token_ids:
             return self
         return replace(self, output_ids=self.output_ids + packed_ids(token_ids))
@@ -72,7 +73,7 @@ class Slice:
     block_table: tuple[int, ...]
     """The KV blocks of positions 0 to end - 1, in order; entry i holds the positions from i * block_size on."""
     draw: Draw | None = None
-    """None for a chunk that is not the prompt's last."""
+    """How the next token is drawn; None in a chunk that is not the prompt's last."""
     targets: tuple[int, ...] = ()
     """When the prompt is scored: the token after each position (at the prompt's end one fewer than token_ids)."""
     num_prompt_logprobs: int = 0
@@ -93,7 +94,7 @@ class Slice:
 
     @property
     def draws(self) -> Iterator[tuple[int, Draw]]:
-        """Each draw with the position of its token. It takes the draft tokens up to its row for what was drawn."""
+        """Each draw with the position of its token, as if the draft tokens before that had been drawn."""
         if self.draw is None:
             return
         first = len(self.token_ids) - self.num_draws
@@ -106,14 +107,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step."""
+    """A step, as every stage is to compute it."""
 
     epoch: int
     step_id: int
     slot: int
     slices: tuple[Slice, ...]
     is_ahead: bool = False
-    """Sent before the step before it has drawn its tokens: each slice has one, and for that DRAWN."""
+    """Whether it was sent before the step before it had drawn its tokens: each slice has one token, DRAWN."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,8 +128,8 @@ class StepPlan:
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
     def with_drawn(self, drawn: Iterable[Drawn]) -> StepPlan:
-        """A plan that is sent ahead, with the tokens that the step before drew, which its draws follow. Where it
-        drew none, the result is not used."""
+        """Complete a plan that was sent ahead by the tokens that the step before drew, which its draws follow.
+        Where that drew none, the result is not used."""
         tokens = {one.sequence_id: one.token_id or 0 for one in drawn}
         slices = []
         for s in self.slices:
@@ -175,48 +176,44 @@ class StepStamps:
     awaited: int
     """The stage began to wait for hidden states."""
     received: int
-    """They were there; on stage 0 at once."""
+    """The hidden states were there; on stage 0 at once."""
     begun: int
-    """Computation, until the next."""
+    """The computation began."""
     ended: int
+    """The computation ended."""
     sent: int
     """The transport has taken the hidden states; the last stage has none to send."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepOutcome:
+    """What a result of one step holds, a rank's or a stage's."""
+
+    epoch: int
+    step_id: int
+    stamps: StepStamps
+    bytes_sent: int = 0
+    drawn: tuple[Drawn, ...] = ()
+    scored: tuple[Scored, ...] = ()
+    gathered_ns: int = 0
+    """How long of the time from begun to ended the rank waited for the other tensor ranks of its stage; a stage
+    has the average of its ranks."""
+
+    @property
+    def computed_ns(self) -> int:
+        return self.stamps.ended - self.stamps.begun - self.gathered_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult(_StepOutcome):
     """One rank's result of one step. Every rank sends one for every step; only the last stage draws and scores."""
 
-    epoch: int
-    step_id: int
     place: int
     """The rank's place in its replica, stage * T + tensor."""
-    stamps: StepStamps
-    bytes_sent: int = 0
-    drawn: tuple[Drawn, ...] = ()
-    scored: tuple[Scored, ...] = ()
-    gathered_ns: int = 0
-    """How long of the time from begun to ended the rank waited for the other tensor ranks of its stage."""
-
-    @property
-    def computed_ns(self) -> int:
-        return self.stamps.ended - self.stamps.begun - self.gathered_ns
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(_StepOutcome):
     """One stage's result of one step, which `TensorRanks` makes of those of the stage's ranks."""
 
-    epoch: int
-    step_id: int
     stage: int
-    stamps: StepStamps
-    bytes_sent: int = 0
-    drawn: tuple[Drawn, ...] = ()
-    scored: tuple[Scored, ...] = ()
-    gathered_ns: int = 0
-    """How long of the time from begun to ended the ranks waited for each other, on average."""
-
-    @property
-    def computed_ns(self) -> int:
-        return self.stamps.ended - self.stamps.begun - self.gathered_ns

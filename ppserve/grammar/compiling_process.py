@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING
 
 from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed, StructuredOutput
 from ppserve.grammar.translating import translate
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.process.limited import serve
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_CPU_S = 2.0
 """One form may take this much; longer ends this process."""

@@ -9,14 +9,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING
 
 from ppserve.grammar import compiling_process
 from ppserve.grammar.state import Grammar
 from ppserve.grammar.structured_output import FormRefused, StructuredOutput
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_COMPILERS = 2
 MAX_ENTRIES = 64

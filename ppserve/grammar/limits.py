@@ -3,7 +3,10 @@ token that does not fit."""
 
 from __future__ import annotations
 
-from llguidance import LLParserLimits
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 MAX_LEXER_STATES = 50_000
 """States are made when an answer first needs them, at one or two KiB each."""
@@ -16,6 +19,8 @@ def parser_limits() -> LLParserLimits:
     be read in very many ways. A schema may have some 250 properties that are not required: each is four items of a
     row.
     """
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,

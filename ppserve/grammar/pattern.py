@@ -126,7 +126,8 @@ class _Translation:
 
     def _class(self) -> str:
         is_negated = self._pattern.startswith("^", self._at)
-        self._at += is_negated
+        if is_negated:
+            self._at += 1
         members: list[str] = []
         while not self._pattern.startswith("]", self._at):
             if self._at >= len(self._pattern):

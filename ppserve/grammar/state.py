@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from llguidance import LLMatcher, LLTokenizer
+from typing import TYPE_CHECKING
 
 from ppserve.grammar.limits import parser_limits
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_STATES = 16
 """The answers of one request whose last state is kept."""
@@ -21,6 +23,8 @@ class Grammar:
     def __init__(self, text: str, library: LLTokenizer, source_bytes: int) -> None:
         """text: as `translate` makes it. Takes up to seconds, without the interpreter's lock. Raises
         FormRefused."""
+        from llguidance import LLMatcher
+
         self._fresh = LLMatcher(library, text, log_level=0, limits=parser_limits())
         self.source_bytes = source_bytes
         if self._fresh.is_error():

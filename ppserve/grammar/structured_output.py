@@ -31,7 +31,7 @@ class StructuredOutput:
     source: str = ""
 
     def digest(self) -> str:
-        """The same for the same form, on every host."""
+        """Return what is equal on every host for equal forms, and differs for others."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode("utf-8", "surrogatepass")).hexdigest()
 
 

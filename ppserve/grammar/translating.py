@@ -6,9 +6,6 @@ import json
 import re
 from typing import Any, NoReturn
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from ppserve.grammar.pattern import escaped, translated
 from ppserve.grammar.schema import MAX_OPTIONS, enforced
 from ppserve.grammar.sequence import rules_of
@@ -73,6 +70,8 @@ def _json_rule(schema: Any) -> str:
 
 
 def _from_lark(rules: str) -> str:
+    from llguidance import LLMatcher
+
     return str(LLMatcher.grammar_from_lark(f"%llguidance {json.dumps(LARK_OPTIONS)}\n{rules}"))
 
 
@@ -117,6 +116,8 @@ def _lark(source: str) -> str:
     """The grammar, if it is of text alone: no special tokens, no schemas that nobody has checked, no attributes
     that draw differently."""
     if GBNF_RULE.search(source):
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
         try:
             source = str(gbnf_to_lark(source)).removeprefix("%llguidance {}")
         except Exception as error:  # the converter raises many kinds for what is no grammar

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from llguidance import LLTokenizer, TokenizerWrapper
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 class Vocabulary:
@@ -39,6 +41,9 @@ class Vocabulary:
 
     def for_library(self) -> LLTokenizer:
         """Takes about a second for 50,000 tokens."""
+        # Here, so that only a server that is asked for a form imports it.
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         return LLTokenizer(TokenizerWrapper(_Tokens(self)), eos_token=[*self.end_ids])
 
 

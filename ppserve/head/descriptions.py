@@ -206,7 +206,7 @@ def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
     )
 
 
-def _give_advice(reading: ReplicaReading, num_replicas: int) -> str:
+def _give_advice(reading: ReplicaReading, num_replicas: int) -> str | None:
     hello = reading.ranks[0][0].hello
     assert hello is not None
     found = advise(
@@ -231,7 +231,7 @@ def _describe_stage(reading: ReplicaReading, stage: int) -> StageDescription:
         stage=stage,
         rank=ranks[0].rank,
         host=ranks[0].host,
-        device=f"{len(ranks)} x " * (len(ranks) > 1) + loaded[0].device,
+        device=f"{len(ranks)} x {loaded[0].device}" if len(ranks) > 1 else loaded[0].device,
         first_layer=layout.layers.start,
         num_layers=len(layout.layers),
         layers=layout.span,

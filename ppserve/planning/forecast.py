@@ -32,17 +32,17 @@ _INT4_BYTES = 20 / 32  # a weight's, with its part of a scale and minimum
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """The operator's wishes."""
+    """What the operator asks about."""
 
     num_stages: int
     layers: Split | None = None
-    """None: split by the weights that decode steps read."""
+    """The split; None for a split by the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "float32"
     """Type of keys and values."""
     max_model_len: int | None = None
-    """None: all positions of the model."""
+    """The longest context in tokens; None for all positions of the model."""
     block_size: int = 16
     stage_memory: int = 16 << 30
     """Bytes of a rank for weights and KV cache."""
@@ -54,7 +54,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage; sizes in bytes."""
+    """What one stage would hold; sizes are in bytes."""
 
     layout: StageLayout
     """The layout of its first tensor rank: no other one has more."""
@@ -62,7 +62,7 @@ class StageForecast:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_memory: int
-    """For keys and values; 0 when not even the weights fit."""
+    """The bytes that are left for keys and values; 0 when not even the weights fit."""
 
     @property
     def max_tokens(self) -> int:
@@ -72,7 +72,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The pipeline."""
+    """What all stages of a pipeline would hold."""
 
     arch: Architecture
     intent: Intent
@@ -107,7 +107,7 @@ class Forecast:
 
 
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
-    """Raises ConfigError for a split or a context that the model does not allow."""
+    """Return the forecast. Raise ConfigError for a split or a context that the model does not allow."""
     split = intent.layers or split_by_weight(arch, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
@@ -133,7 +133,7 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
         return stage_params(arch, layout) * element
     packed = [each for i in layout.attentions for each in attention_matrices(arch, arch.layers[i], layout)]
     packed += [each for i in layout.mlps for each in mlp_matrices(arch, arch.layers[i], layout)]
-    head = (layout.is_last * layout.cut(arch.vocab_size).width, arch.width)
+    head = (layout.cut(arch.vocab_size).width if layout.is_last else 0, arch.width)
     num_packed, num_head = sum(map(math.prod, packed)), math.prod(head)
     num_others = stage_params(arch, layout) - num_packed - num_head
     num_outputs = sum(outputs for outputs, _ in (*packed, head))

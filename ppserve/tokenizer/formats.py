@@ -215,8 +215,9 @@ def read_llmc_bin(path: Path) -> Tokenizer:
     tokens = _length_prefixed(path, content, count)
     if version == 1:  # it does not say which token ends a text, since only GPT-2's vocabulary has this version
         end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
-    ranks = {token: i for i, token in enumerate(tokens) if i != end_of_text}
-    if len(ranks) != count - (end_of_text < count):
+    others = [(i, token) for i, token in enumerate(tokens) if i != end_of_text]
+    ranks = {token: i for i, token in others}
+    if len(ranks) != len(others):
         raise CheckpointError(path, "a token occurs twice")
     return _ranked(path, ranks, _end(end_of_text) if end_of_text < count else {})
 

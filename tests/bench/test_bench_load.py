@@ -125,7 +125,7 @@ class Known:
 
 @pytest.mark.parametrize("ends_s", [(5.0, 9.0, 2.0), (9.0, 5.0, 2.0), (2.0, 5.0, 9.0)])
 def test_a_run_lasts_from_its_first_request_to_its_last_answer(ends_s: tuple[float, ...]) -> None:
-    """In whatever order they end, and neither the readings of the ledger nor what follows count."""
+    """The answers may end in any order, and neither the readings of the ledger nor what follows count."""
     server: Any = Known(*ends_s)
     workload = Workload(*SIZES, 50)
     measured = asyncio.run(measure(server, SERVED, workload, ClosedLoop(1), Until(3)))

@@ -53,7 +53,7 @@ def test_no_loopback() -> None:
 
 @needs_root
 def test_nowhere_to_write() -> None:
-    """Not even in the working directory, which Python takes for a temporary one then."""
+    """Nothing is written in the working directory either, which Python then takes for a temporary one."""
     places = {
         "HOME": "/proc",
         "XDG_CACHE_HOME": "",

@@ -73,7 +73,7 @@ def test_text_is_that_of_an_undisturbed_stream(stop: tuple[str, ...], include_st
 
 
 def test_what_came_with_the_beginning_is_not_asked_for_again() -> None:
-    """Of two answers one has begun: the prompt's scores came with it, but the other's echo has not come yet."""
+    """One of two answers has begun: the prompt's scores came with it, but the other's echo has not come yet."""
     output = pb.OutputOptions(echo=True, prompt_logprobs=0)
     request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=2), output=output)
     conversation = Conversation(request, RetryPolicy())

@@ -97,4 +97,4 @@ class ArtificialPipeline:
         if what == "dispatched":
             send(account, plan(first_step_id + k), at, max(self.start_ns, at - self.schedule_ns))
         else:
-            report(account, StepResult(1, first_step_id + k, i, self.stamps[i, k]), at)
+            report(account, StepResult(epoch=1, step_id=first_step_id + k, stage=i, stamps=self.stamps[i, k]), at)

@@ -49,7 +49,7 @@ def test_two_stages_of_the_gpt2_family(arch, head_in_layers, split, decode, pref
 
 
 def test_prompts_move_layers_to_the_last_stage():
-    """Of a prompt only the last token goes through the head."""
+    """Only the last token of a prompt goes through the head."""
     parts = decode_parts(SMALL)
     assert split_by_cost(replace(parts, head=parts.head / 500), 12, 2) == Split.parse("6,6")
     assert balance(parts.costs(Split.parse("6,6"))) == pytest.approx(0.76, abs=0.005)
@@ -80,7 +80,7 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
 
 @pytest.mark.parametrize("split", ["9,3", "6.5,5.5", "4,4,4"])
 def test_parts_are_found_again_from_what_stages_take(split):
-    """Of stages that take their time by weights, at any speed."""
+    """The stages take their time by weights, at any speed."""
     weights, layouts = decode_parts(SMALL), stage_layouts(Split.parse(split))
     found = measured_parts(SMALL, layouts, [2.5 * weights.stage_cost(layout) for layout in layouts])
     assert astuple(found) == pytest.approx([2.5 * cost for cost in astuple(weights)])

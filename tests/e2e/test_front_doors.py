@@ -161,7 +161,7 @@ def test_streams_of_every_door_go_on_when_a_stage_is_killed(server: Server) -> N
 
 @pytest.mark.timeout(180)
 def test_an_answer_of_a_form_goes_on_when_a_stage_is_killed(server: Server) -> None:
-    """With the tokens that it has undisturbed."""
+    """It has the tokens that it has undisturbed."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "minItems": 60}}}
     asked = {**ASKED, "max_tokens": 150, "extra_body": {"response_format": form, "return_token_ids": True}}
     with client_of(server) as client:

@@ -128,7 +128,7 @@ def test_two_tensor_ranks_in_each_of_two_stages(transport: str, victim: int, und
 
 
 def test_one_stage_whose_steps_are_sent_ahead(undisturbed: list[Answer]) -> None:
-    """With others beside it, and after it was killed, it answers like a request alone."""
+    """It answers like a request alone, with others beside it, and after it was killed."""
     with serving(1, by=Forked) as server:
         requests = requests_with_everything(24, seed=6)
         assert ask_all(server.grpc, requests, at_once=24) == answers_alone(requests)

@@ -48,7 +48,8 @@ def kill_head(server: Server) -> None:
 
 @pytest.mark.timeout(200)
 def test_answers_outlive_a_stage_and_their_server() -> None:
-    """Of a chat; and of a client, a stream that had begun and a call that had no token yet."""
+    """These are the answers of a chat, and of a client a stream that had begun and a call that had no token
+    yet."""
     ports = "--http-port", str(port_to_come_back_to()), "--port", str(port_to_come_back_to())
     flags = (*ports, "--chat-template", TEMPLATE)
     with serving(2, *flags, by=Forked) as server:

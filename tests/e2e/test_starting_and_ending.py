@@ -28,7 +28,7 @@ from tests.ports import port_to_come_back_to
 def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher(
     tmp_path: Path,
 ) -> None:
-    """Nor does any file: nothing is written below the directories for what is temporary."""
+    """No file outlives it either: nothing is written below the directories for what is temporary."""
 
     def listening(process: psutil.Process) -> set[tuple[str, str]]:
         found = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]

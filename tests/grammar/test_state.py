@@ -128,7 +128,7 @@ def spelled(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 @pytest.mark.parametrize("kind", ["tiny", "bytes", "never"])
 def test_a_mask_allows_the_tokens_whose_bytes_fit(kind: str, tmp_path: Path) -> None:
-    """Against the definition, for every token; padding and special tokens are never allowed."""
+    """The definition is the oracle, for every token; padding and special tokens are never allowed."""
     tokenizer = load_tokenizer("tiny") if kind == "tiny" else loaded(made_up(kind), tmp_path)
     vocab_size = tokenizer.vocab_size + 70
     end = vocab_size - 1

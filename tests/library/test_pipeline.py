@@ -116,7 +116,8 @@ def test_a_pipeline_that_nobody_holds_ends_and_gives_torch_its_threads_back() ->
 
 
 def test_a_closed_pipeline_holds_no_weights() -> None:
-    """Those of the next one would not fit beside them. Cycles would be collected some time, by their number."""
+    """The next pipeline's weights would not fit beside them. Cycles would be collected some time, by their
+    number."""
 
     def stages() -> int:
         return sum(type(each) is Decoder for each in gc.get_objects())
@@ -164,7 +165,7 @@ def test_what_cannot_be_meant_is_refused_by_name_before_anything_runs(
 
 
 def test_a_text_is_one_stop_string_and_none_says_nothing(two_stages: Pipeline) -> None:
-    """Not one for each of its characters, of which the first would end the answer."""
+    """It is not one for each of its characters, of which the first would end the answer."""
     told: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
     plain = two_stages.complete("Once upon a time", **told).text
     word = plain.split()[4]

@@ -79,7 +79,7 @@ def test_other_kinds_of_forms(one_stage: Pipeline, blanks: dict[int, float]) -> 
 
 
 def test_an_answer_is_the_same_however_it_is_computed(one_stage: Pipeline) -> None:
-    """On two stages, on two tensor ranks, with drafts, in replicas, beside others: bit for bit."""
+    """It has the same bits on two stages, on two tensor ranks, with drafts, in replicas, and beside others."""
     requests: list[tuple[str, dict[str, Any]]] = [
         (
             prompt,

@@ -145,7 +145,7 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
 def test_a_rank_that_was_ready_and_cannot_come_back_leaves_other_replicas_alone(
     pipeline: PipelineSettings, last_line: str, exit_code: int, code: int
 ) -> None:
-    """Also one that no request has reached yet. One that was never ready ends all."""
+    """The rank may be one that no request has reached yet. One that was never ready ends all."""
     scene = Scene(pipeline=pipeline)
     scene.stage((1, KNOWS_HEAD), (1, last_line), code=code)
     scene.stage((1, KNOWS_HEAD), code=EXIT_USAGE)

@@ -63,7 +63,7 @@ def test_the_address_that_reaches_the_head_is_the_stages_own(settings: NetworkSe
 def test_an_interface_of_gloos_that_is_not_there_is_refused_where_stages_leave_their_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not where they stay on it: `stage.connecting` takes loopback's."""
+    """It is not refused where they stay on their host: `stage.connecting` takes loopback's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
     with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as stage:
         assert find_route(stage, NetworkSettings()) == ONE_HOST
@@ -119,7 +119,7 @@ def test_an_address_is_listened_to_and_no_other(host: str) -> None:
 
 
 def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
-    """As behind a load balancer: 192.0.2.1 is nobody's."""
+    """A host behind a load balancer is like that: 192.0.2.1 is nobody's."""
     port = free_port("127.0.0.1")
     with listen(f"192.0.2.1:{port}") as listener:
         for host in ("127.0.0.1", "[::1]"):

@@ -227,7 +227,7 @@ def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) ->
 
 
 def test_it_ends_when_its_keeper_does() -> None:
-    """Whose end of the socket the kernel closes."""
+    """The kernel then closes the keeper's end of the socket."""
     command = [sys.executable, "-c", KEEPER, COMMON + STUCK + RUN]
     keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert keeper.stdout is not None

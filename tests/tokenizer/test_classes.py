@@ -75,7 +75,7 @@ def test_a_text_is_split_as_its_class_does(case: tuple[dict[str, Any], dict[str,
 def test_a_class_with_a_splitting_of_its_own_is_refused(
     model: dict[str, Any], tokenizer: dict[str, Any], found: str, directory: Path
 ) -> None:
-    """By name; with a tokenizer.json beside, nothing needs to be known of it."""
+    """The refusal has its name; with a tokenizer.json beside, nothing needs to be known of it."""
     write(directory, model, tokenizer)
     says = rf"tokenizer_config\.json: tokenizer_class: {found}; without a tokenizer\.json, only GPT2Tok"
     with pytest.raises(CheckpointError, match=says):

@@ -99,7 +99,7 @@ SAME = """
 
 
 def test_names_of_one_splitting() -> None:
-    """As llama.cpp has them, and transformers."""
+    """llama.cpp has the same names, and so has transformers."""
     known = {*KINDS}
     for line in SAME.strip().splitlines():
         name, _, others = line.strip().partition(": ")
@@ -114,7 +114,7 @@ def test_names_of_one_splitting() -> None:
 def test_a_splitting_that_is_not_named_or_not_known(
     tiny: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As llama.cpp: the first is split by default, with a warning; the second is refused."""
+    """llama.cpp does the same: the first is split by default, with a warning; the second is refused."""
     named = load_tokenizer(str(byte_level(tmp_path, tiny, tokenizer_pre="default")))
     assert not caplog.records
     path = byte_level(tmp_path, tiny)
@@ -148,7 +148,7 @@ ENDS = [
 def test_what_surrounds_a_text(
     model: str, given: dict[str, object], expected: tuple[list[str], list[str]], tmp_path: Path
 ) -> None:
-    """By llama.cpp's rules: sentencepiece and Llama 3 begin a text, unless the file says otherwise."""
+    """These are llama.cpp's rules: sentencepiece and Llama 3 begin a text, unless the file says otherwise."""
     tokens = [*SENTENCEPIECE, "a"] if model == "llama" else [*byte_alphabet(), "<s>"]
     types = [2, 3, 3, *[6] * 256, 1] if model == "llama" else [*[1] * 256, 3]
     more = {"token_scores": [0.0] * len(tokens)} if model == "llama" else {"token_merges": []}
@@ -207,7 +207,8 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(prefix: str, tmp_
 def test_sentencepiece_finds_the_users_tokens_anywhere_and_control_tokens_nowhere(
     prefix: str, tmp_path: Path
 ) -> None:
-    """As llama.cpp: what is between the user's tokens is a text of its own. Merges make no control token."""
+    """llama.cpp does the same: what is between the user's tokens is a text of its own. Merges make no control
+    token."""
     rng = random.Random(7)
     words = ["\u2581", *"abc</s>[]0x1", "</", "s>", "<s", "<0", "x1", "<0x1", "\u2581a", "ab"]
     mine = ["[tool]", "bca", " b "]
@@ -260,7 +261,7 @@ def test_a_phi_3s_tokens_take_the_space_behind_them(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    """Where one can be cut in two is tried everywhere."""
+    """Every place where one can be cut in two is tried."""
     path = write(tmp_path / "m.gguf", "llama", ["<unk>", "b" * 1025], [2, 1], token_scores=[0.0, 0.0])
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.tokens: Expected `str` of length <= 1024"):
         load_tokenizer(str(path))

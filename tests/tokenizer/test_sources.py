@@ -133,7 +133,7 @@ def test_llama_2s_own_file_is_refused_unless_another_lies_beside_it(hugging_face
 
 
 def test_only_the_beginning_of_a_text_gets_the_space_of_metaspace(tmp_path: Path) -> None:
-    """As in the library: a text behind a special token begins as it is."""
+    """The library does the same: a text behind a special token begins as it is."""
     words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a"]
     library = tokenizers.Tokenizer(
         models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
@@ -161,7 +161,7 @@ def test_added_tokens_beside_vocab_json_keep_their_ids(hugging_face: Path, tmp_p
 
 @pytest.mark.parametrize("pattern", [r"\d{1,3}|\D+", r"\s+|\S+"])
 def test_other_splittings_into_words_are_the_librarys(pattern: str, hugging_face: Path, tmp_path: Path) -> None:
-    """As Llama 3 and Qwen have them: a pattern of their own before the bytes."""
+    """Llama 3 and Qwen have such ones: a pattern of their own before the bytes."""
     copy_of([hugging_face / "tokenizer.json"], tmp_path)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

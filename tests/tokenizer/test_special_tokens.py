@@ -59,7 +59,7 @@ def test_a_long_chat_whose_tokens_are_partly_text_is_encoded_in_time(tmp_path: P
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_spells_a_special_token_is_text(kind: str, tmp_path: Path) -> None:
-    """Also where merges, or a word that is left whole, would make that token."""
+    """Merges, or a word that is left whole, may not make that token either."""
     library = made_up(kind, AddedToken("</s>", special=True), AddedToken("<|end|>", special=True))
     tokenizer = loaded(library, tmp_path)
     special = {*tokenizer.special_ids.values()}
@@ -147,7 +147,7 @@ def test_a_text_is_surrounded_as_its_post_processor_says(kind: str, processor: s
 
 
 def test_what_surrounds_a_text_is_never_shown(tmp_path: Path) -> None:
-    """Also where it is only a piece of the vocabulary, which a caller could type."""
+    """It is not shown even if it is only a part of the vocabulary, which a caller could type."""
     library = surrounded(made_up("prepend"), "</s> $A", "</s>")
     tokenizer = loaded(library, tmp_path)
     assert (tokenizer.begin, tokenizer.text_bytes(tokenizer.begin[0])) == ([library.token_to_id("</s>")], b"")

@@ -54,7 +54,7 @@ def test_long_runs_are_encoded_in_reasonable_time(tiny: Tokenizer) -> None:
 
 
 def test_what_is_written_is_read_back(tiny: Tokenizer, tmp_path: Path) -> None:
-    """By others too: to them, the end of text is a special token."""
+    """Others read it back too: to them, the end of text is a special token."""
     (tmp_path / "tokenizer.json").write_bytes(tiny.to_json())
     read = load_tokenizer(str(tmp_path))
     assert (read.vocab_size, read.special_ids) == (tiny.vocab_size, tiny.special_ids)

@@ -15,17 +15,17 @@ _WORTHWHILE_GAIN = 0.01  # in balance, by another split
 
 def advise(
     stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture, microbatches: int
-) -> str:
-    """The advice; empty when the pipeline is well used or was measured for too short a time.
+) -> str | None:
+    """Return the advice; None when the pipeline is well used or was measured for too short a time.
     microbatches: the most steps in flight."""
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
-        return ""
+        return None
     lost_ns = {cause: sum(times.bubble_ns[cause] for times in stages) for cause in CAUSES}
     cause = max(lost_ns, key=lost_ns.__getitem__)
     share = lost_ns[cause] / demand_ns
     if share < _WORTHWHILE_SHARE:
-        return ""
+        return None
     meaning = MEANINGS[cause]
     remedy = _rebalance(stages, layouts, arch) if cause == IMBALANCE else f"{meaning.what}; {meaning.helps}"
     if cause == TOKEN_RETURN and microbatches <= len(stages):

@@ -74,7 +74,7 @@ MEANINGS = {
     ),
     IDLE: Meaning("the server has no work"),
 }
-"""Every kind has one."""
+"""What each kind of time means."""
 
 
 @dataclass(frozen=True, slots=True)

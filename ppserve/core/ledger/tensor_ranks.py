@@ -68,10 +68,10 @@ class TensorRanks:
 def _result_of(stage: int, rank: RankResult) -> StepResult:
     """A stage's result that is one of its ranks'."""
     return StepResult(
-        rank.epoch,
-        rank.step_id,
-        stage,
-        rank.stamps,
+        epoch=rank.epoch,
+        step_id=rank.step_id,
+        stage=stage,
+        stamps=rank.stamps,
         bytes_sent=rank.bytes_sent,
         drawn=rank.drawn,
         scored=rank.scored,

@@ -34,7 +34,7 @@ from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, Pref
 from ppserve.core.scheduling.composer import Composer, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
-from ppserve.core.scheduling.slots import MicrobatchSlots
+from ppserve.core.scheduling.slots import MicrobatchSlots, OwnedSlice
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
 from ppserve.errors import RequestError, RequestFailed
 
@@ -141,7 +141,7 @@ class Scheduler:
                 self.num_releases += 1
 
     def _build(self, picks: list[Pick]) -> StepPlan:
-        owned = tuple((s, s.schedule(num_tokens, draft_ids)) for s, num_tokens, draft_ids in picks)
+        owned = tuple(OwnedSlice(s, s.schedule(num_tokens, draft_ids)) for s, num_tokens, draft_ids in picks)
         for sequence, _ in owned:
             self._prefix_cache.offer(sequence)
             if sequence.remaining == 0:
@@ -159,35 +159,35 @@ class Scheduler:
         scored = {one.sequence_id: one for one in result.scored}
         events: list[SequenceEvent] = []
         num_tokens = 0
-        for sequence, piece in owned:
-            num_tokens += len(piece.token_ids) - piece.num_draft_tokens
+        for sequence, slice_ in owned:
+            num_tokens += len(slice_.token_ids) - slice_.num_draft_tokens
             if sequence.is_live:
                 num_before = len(sequence.token_ids)
-                events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
-                num_tokens += self._count_drafts(piece, len(sequence.token_ids) - num_before)
+                events += self._apply(sequence, slice_, drawn[sequence.id], scored.get(sequence.id))
+                num_tokens += self._count_drafts(slice_, len(sequence.token_ids) - num_before)
         return CommittedStep(num_tokens, events)
 
-    def _count_drafts(self, piece: Slice, num_new: int) -> int:
+    def _count_drafts(self, slice_: Slice, num_new: int) -> int:
         """How many draft tokens of a slice that brought `num_new` tokens were right."""
-        num_accepted = min(max(0, num_new - 1), piece.num_draft_tokens)
+        num_accepted = min(max(0, num_new - 1), slice_.num_draft_tokens)
         self.num_draft_tokens["accepted"] += num_accepted
-        self.num_draft_tokens["rejected"] += piece.num_draft_tokens - num_accepted
+        self.num_draft_tokens["rejected"] += slice_.num_draft_tokens - num_accepted
         return num_accepted
 
     def _apply(
-        self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
+        self, sequence: Sequence, slice_: Slice, drawn: list[Drawn], scored: Scored | None
     ) -> Iterator[SequenceEvent]:
         scores = scored.logprobs if scored else ()
         are_finite = all(math.isfinite(score.logprob) for score in scores)
-        if len(scores) != len(piece.targets) or not are_finite:
+        if len(scores) != len(slice_.targets) or not are_finite:
             yield from self._not_finite(sequence.request.id)
             return
-        sequence.commit_slice(piece, scores)
-        if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
+        sequence.commit_slice(slice_, scores)
+        if slice_.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
             yield self.end(sequence, sequence.known_end)
             return
-        for row in range(piece.num_draws):
-            if row and not sequence.accept_draft(piece.token_ids[row - piece.num_draws]):
+        for row in range(slice_.num_draws):
+            if row and not sequence.accept_draft(slice_.token_ids[row - slice_.num_draws]):
                 break
             if row >= len(drawn) or drawn[row].token_id is None:
                 yield from self._not_finite(sequence.request.id)
@@ -196,7 +196,7 @@ class Scheduler:
             yield event
             if event.is_terminal:
                 return
-        if piece.draw is not None and sequence.remaining:
+        if slice_.draw is not None and sequence.remaining:
             self._ready[sequence.id] = sequence
 
     def _commit_token(self, sequence: Sequence, drawn: Drawn) -> SequenceEvent:
@@ -236,30 +236,30 @@ class Scheduler:
         if not self.config.runs_ahead or self.slots.num_slots > 1:
             return None
         parts = self.slots.only_step
-        drawing = [s for s, piece in parts if piece.draw and s.is_live and s.num_free_positions > 0]
+        drawing = [s for s, slice_ in parts if slice_.draw and s.is_live and s.num_free_positions > 0]
         makes_room = others_wait and len(drawing) < len(parts)
-        has_drafts = any(piece.num_draft_tokens for _, piece in parts)
+        has_drafts = any(slice_.num_draft_tokens for _, slice_ in parts)
         # What may follow a token that is not drawn yet is not known, so neither is the mask of the draw after it.
         is_filtered = any(s.masks is not None for s in drawing)
         if self._ready or makes_room or has_drafts or is_filtered:
             return None
         if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
             return None
-        owned = tuple((sequence, sequence.schedule_ahead()) for sequence in drawing)
+        owned = tuple(OwnedSlice(sequence, sequence.schedule_ahead()) for sequence in drawing)
         for sequence in drawing:
             self._prefix_cache.offer(sequence)
         return self.slots.add_step(owned, is_ahead=True)
 
-    def _is_unused(self, sequence: Sequence, piece: Slice) -> bool:
+    def _is_unused(self, sequence: Sequence, slice_: Slice) -> bool:
         """Whether a slice that was sent ahead is of an ended sequence, and writes no block that others share."""
         num_shared = sequence.num_published * self.config.block_size
-        return not sequence.is_live and piece.start >= num_shared
+        return not sequence.is_live and slice_.start >= num_shared
 
-    def _is_unneeded(self, sequence: Sequence, piece: Slice) -> bool:
+    def _is_unneeded(self, sequence: Sequence, slice_: Slice) -> bool:
         """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
         if sequence.is_live:
-            return piece.start >= len(sequence.token_ids)
-        return self._is_unused(sequence, piece)
+            return slice_.start >= len(sequence.token_ids)
+        return self._is_unused(sequence, slice_)
 
     # Requests
 

@@ -266,10 +266,10 @@ class Sequence:
     def cancel_ahead(self) -> None:
         self.scheduled = min(self.scheduled, len(self.token_ids))
 
-    def commit_slice(self, piece: Slice, scores: Seq[TokenLogprobs]) -> None:
+    def commit_slice(self, slice_: Slice, scores: Seq[TokenLogprobs]) -> None:
         """A step has computed the known tokens of a slice. scores: of the prompt's tokens in it."""
         self.scores.extend(scores)
-        self.computed = piece.end - piece.num_draft_tokens
+        self.computed = slice_.end - slice_.num_draft_tokens
 
     def accept_draft(self, token_id: int) -> bool:
         """Whether a draft token is the token that was drawn. Then it counts as computed."""

@@ -10,16 +10,26 @@ If all end, or a request is admitted, the step is cancelled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.sequence import Sequence
 
-OwnedSlices = tuple[tuple[Sequence, Slice], ...]
-"""The slices of a step, each with its sequence."""
+
+class OwnedSlice(NamedTuple):
+    """A slice of a step, and the sequence of which it is."""
+
+    sequence: Sequence
+    slice: Slice
+
+
+OwnedSlices = tuple[OwnedSlice, ...]
+"""The slices of a step."""
 
 PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
-"""The only slice of a probe: one token, computed while no block's content can be used."""
+"""The only slice of a probe: one token, computed while no block's content can be used. It is of no sequence, and
+nobody reads its id or what it draws."""
 
 
 class MicrobatchSlots:
@@ -68,13 +78,13 @@ class MicrobatchSlots:
         return owned
 
     def hold_others_than(self, request_id: str) -> bool:
-        return any(s.request.id != request_id for _, owned in self._steps.values() for s, _ in owned)
+        return any(each.sequence.request.id != request_id for _, owned in self._steps.values() for each in owned)
 
     def add_step(self, owned: OwnedSlices, is_ahead: bool = False) -> StepPlan:
         """A new step in the lowest free slot; without slices, a probe."""
         used = {plan.slot for plan, _ in self._steps.values()}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
-        slices = tuple(piece for _, piece in owned) or (PROBE,)
+        slices = tuple(each.slice for each in owned) or (PROBE,)
         plan = StepPlan(self.epoch, self._next_step_id, slot, slices, is_ahead)
         self._steps[plan.step_id] = plan, owned
         self._next_step_id += 1
@@ -94,12 +104,12 @@ class MicrobatchSlots:
     def cancel_ahead(self, is_unused: Callable[[Sequence, Slice], bool]) -> None:
         """Cancel the step that was sent ahead, if there is one and all of its slices are unused."""
         for step_id, (plan, owned) in self._steps.items():
-            if plan.is_ahead and all(is_unused(sequence, piece) for sequence, piece in owned):
+            if plan.is_ahead and all(is_unused(*each) for each in owned):
                 del self._steps[step_id]
                 self._cancelled.add(step_id)
                 self._newly_cancelled.append(step_id)
-                for sequence, _ in owned:
-                    sequence.cancel_ahead()
+                for each in owned:
+                    each.sequence.cancel_ahead()
                 return
 
     def take_cancelled(self) -> tuple[int, ...]:
@@ -113,7 +123,7 @@ class MicrobatchSlots:
         self.epoch += 1
         self.is_unproven = not self._has_returned
         self._has_returned = False
-        sequences = [s for _, owned in self._steps.values() for s, _ in owned]
+        sequences = [each.sequence for _, owned in self._steps.values() for each in owned]
         requests = frozenset(s.request.id for s in sequences if s.is_live)
         self._steps.clear()
         self._cancelled.clear()

@@ -148,8 +148,8 @@ class PromptLookup:
             token_id = token_ids[place]
             before = tuple(token_ids[max(0, place - MAX_MATCH) : place])
             if match := self._longest_match(before):
-                is_hit = self._followers[match] == token_id
-                self._hit_rates[len(match)] += (is_hit - self._hit_rates[len(match)]) * _NEWEST
+                newest = 1.0 if self._followers[match] == token_id else 0.0
+                self._hit_rates[len(match)] += (newest - self._hit_rates[len(match)]) * _NEWEST
             for skipped in range(len(before)):
                 self._followers[before[skipped:]] = token_id
         self._num_learned = until

@@ -188,7 +188,7 @@ def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
     for k in range(2):
         send(account, plan(k), 0, 0)
     stamps = StepStamps(0, 0, 0, 0, 10, 10)
-    report(account, StepResult(1, 0, 0, stamps), 10)
+    report(account, StepResult(epoch=1, step_id=0, stage=0, stamps=stamps), 10)
     account.steps.lost()
     account.stage_lost(30)
     account.stage_lost(31)
@@ -196,7 +196,9 @@ def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
     account.formed(130)
     account.formed(131)
     late = StepStamps(0, 10, 10, 10, 20, 20)
-    report(account, StepResult(1, 1, 0, late), 140)  # of the old epoch: says nothing any more
+    report(
+        account, StepResult(epoch=1, step_id=1, stage=0, stamps=late), 140
+    )  # of the old epoch: says nothing any more
     ArtificialPipeline((5, 5), 2, start_ns=130).run(2).feed(account, first_step_id=2)
     first, second = account.settled()
     assert (first.busy_ns["decode"], bubbles(first)) == (20, {"host": 120, "fill_drain": 5})
@@ -220,7 +222,7 @@ def test_stamps_that_contradict_each_other_still_sum_to_the_wall():
     send(account, plan(0), 100, 90)
     for stage, at in ((1, 40), (0, 300)):
         stamps = StepStamps(at, at, at, at, at + 20, at + 10)
-        report(account, StepResult(1, 0, stage, stamps), 130)
+        report(account, StepResult(epoch=1, step_id=0, stage=stage, stamps=stamps), 130)
     assert {t.wall_ns for t in account.snapshot(150)} == {150}
     account.demand_ended(400)
     assert {t.wall_ns for t in account.snapshot(400)} == {400}
@@ -241,7 +243,7 @@ def test_time_that_is_not_settled_is_shown_under_its_probable_name(num_sent: int
     first, second = account.snapshot(10)
     assert (bubbles(first), first.busy_ns["decode"]) == ({waiting: 6}, 4)
     assert (bubbles(second), second.busy_ns["decode"]) == ({waiting: 10}, 0)
-    report(account, StepResult(1, 0, 0, StepStamps(6, 6, 6, 6, 12, 12)), 13)
+    report(account, StepResult(epoch=1, step_id=0, stage=0, stamps=StepStamps(6, 6, 6, 6, 12, 12)), 13)
     _, second = account.snapshot(15)
     assert (bubbles(second), second.busy_ns["decode"]) == ({waiting: 12}, 3)
 
@@ -249,7 +251,9 @@ def test_time_that_is_not_settled_is_shown_under_its_probable_name(num_sent: int
 def test_waits_of_tensor_ranks_for_each_other_are_gather() -> None:
     account = account_of(1)
     send(account, plan(0), 0, 0)
-    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 10), gathered_ns=4), 10)
+    report(
+        account, StepResult(epoch=1, step_id=0, stage=0, stamps=StepStamps(0, 0, 0, 0, 10, 10), gathered_ns=4), 10
+    )
     (times,) = account.settled()
     assert (bubbles(times), times.busy_ns["decode"]) == ({"gather": 4}, 6)
 
@@ -258,8 +262,8 @@ def test_a_stage_that_is_not_ready_for_hidden_states_waits_for_its_host() -> Non
     """They have been computed at 10. Stage 1 is ready for them at 15, has them at 17, and begins at 18."""
     account = account_of(2)
     send(account, plan(0), 0, 0)
-    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 10)), 11)
-    report(account, StepResult(1, 0, 1, StepStamps(0, 15, 17, 18, 20, 20)), 21)
+    report(account, StepResult(epoch=1, step_id=0, stage=0, stamps=StepStamps(0, 0, 0, 0, 10, 10)), 11)
+    report(account, StepResult(epoch=1, step_id=0, stage=1, stamps=StepStamps(0, 15, 17, 18, 20, 20)), 21)
     _, second = account.settled()
     assert bubbles(second) == {"fill_drain": 10, "host": 5 + 1, "transfer": 2}
 
@@ -268,8 +272,8 @@ def test_after_the_last_step_a_wait_has_the_causes_of_its_way_back() -> None:
     """Stage 0 has sent it at 12, stage 1 has computed it at 20, the head has it at 23, and demand ends at 30."""
     account = account_of(2)
     send(account, plan(0), 0, 0)
-    report(account, StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 12)), 13)
-    report(account, StepResult(1, 0, 1, StepStamps(0, 0, 12, 12, 20, 20)), 23)
+    report(account, StepResult(epoch=1, step_id=0, stage=0, stamps=StepStamps(0, 0, 0, 0, 10, 12)), 13)
+    report(account, StepResult(epoch=1, step_id=0, stage=1, stamps=StepStamps(0, 0, 12, 12, 20, 20)), 23)
     account.demand_ended(30)
     first, second = account.settled()
     assert bubbles(first) == {"transfer": 2, "fill_drain": 8, "token_return": 3, "host": 7}

@@ -52,6 +52,6 @@ def test_each_cause_has_its_remedy(cause, hint, slots, delay):
 
 
 def test_a_good_pipeline_or_too_little_seen_is_no_reason_for_advice():
-    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), slots=2)), NINE_AND_THREE, GPT2, 2) == ""
-    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), slots=2), 10), NINE_AND_THREE, GPT2, 2) == ""
-    assert advise(account_of(2).snapshot(10**12), NINE_AND_THREE, GPT2, 2) == ""
+    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), slots=2)), NINE_AND_THREE, GPT2, 2) is None
+    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), slots=2), 10), NINE_AND_THREE, GPT2, 2) is None
+    assert advise(account_of(2).snapshot(10**12), NINE_AND_THREE, GPT2, 2) is None

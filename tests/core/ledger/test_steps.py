@@ -19,7 +19,13 @@ MS = 1_000_000
 def result(
     step_id: int, stage: int, begun: int = 0, ended: int = 0, *, epoch: int = 1, num_bytes: int = 0
 ) -> StepResult:
-    return StepResult(epoch, step_id, stage, StepStamps(begun, begun, begun, begun, ended, ended), num_bytes)
+    return StepResult(
+        epoch=epoch,
+        step_id=step_id,
+        stage=stage,
+        stamps=StepStamps(begun, begun, begun, begun, ended, ended),
+        bytes_sent=num_bytes,
+    )
 
 
 def test_a_step_is_in_flight_until_the_last_stage_reports_and_in_the_book_until_all_have() -> None:
@@ -42,13 +48,13 @@ def test_a_step_knows_whether_it_fills_the_pipeline_and_the_slots() -> None:
 
 
 def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -> None:
-    sender = StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 13), 64)
+    sender = StepResult(epoch=1, step_id=0, stage=0, stamps=StepStamps(0, 0, 0, 0, 10, 13), bytes_sent=64)
     for waiting, expected in (
         (5, Transfer(0, 64, 3, 8, 5)),
         (12, Transfer(0, 64, 3, 6, 5)),
         (16, Transfer(0, 64, 3, 2, None)),
     ):
-        receiver = StepResult(1, 0, 1, StepStamps(0, waiting, 18, 18, 20, 20))
+        receiver = StepResult(epoch=1, step_id=0, stage=1, stamps=StepStamps(0, waiting, 18, 18, 20, 20))
         for first, second in ((sender, receiver), (receiver, sender)):
             steps = Steps(2)
             step = steps.sent(plan(0), 0, 0, num_slots=2)
@@ -80,8 +86,8 @@ def test_a_stage_may_take_the_longer_for_a_step_the_more_rows_it_has(num_rows: i
     steps = Steps(1)
     steps.sent(plan(0), 0, 0, num_slots=1)
     steps.reported(result(0, 0, S, S + S // 10), 2 * S)
-    piece = Slice(0, 0, (1,) * num_rows, (0,))
-    steps.sent(StepPlan(plan(0).epoch, 1, 0, (piece,)), 2 * S, 2 * S, num_slots=1)
+    slice_ = Slice(0, 0, (1,) * num_rows, (0,))
+    steps.sent(StepPlan(plan(0).epoch, 1, 0, (slice_,)), 2 * S, 2 * S, num_slots=1)
     due_ns = 2 * S + int(deadline_s * S)
     assert steps.stuck(due_ns) is None
     assert steps.stuck(due_ns + 1) == (1, 0)
@@ -109,7 +115,7 @@ def test_every_overhead_is_found(num_stages: int) -> None:
         if what == "dispatched":
             overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_slots=1))
         else:
-            report(steps, overheads, StepResult(1, k, i, pipeline.stamps[i, k]), at)
+            report(steps, overheads, StepResult(epoch=1, step_id=k, stage=i, stamps=pipeline.stamps[i, k]), at)
     expected = OverheadTimes(head_s=0.005, sending_s=0.002, transfer_s=0.001, return_s=0.004)
     assert asdict(overheads.times) == pytest.approx(asdict(expected))
 
@@ -123,7 +129,7 @@ def test_preparing_and_the_way_to_a_stage() -> None:
         stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
         if k == 50:  # a pause, which says nothing about steps
             stamps = in_head_clock(stamps, -(10**12))
-        report(steps, overheads, StepResult(1, k, 0, stamps), at + 9 * MS)
+        report(steps, overheads, StepResult(epoch=1, step_id=k, stage=0, stamps=stamps), at + 9 * MS)
     assert overheads.times.control_s == pytest.approx(0.001)
     assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
 
@@ -141,7 +147,7 @@ def test_each_overhead_counts_from_its_own_moment() -> None:
         (1, 0, StepStamps(12, 61, 61, 63, 80, 91), 108),
         (1, 1, StepStamps(13, 97, 99, 100, 130, 131), 151),
     ):
-        report(steps, overheads, StepResult(1, step_id, stage, stamps), at)
+        report(steps, overheads, StepResult(epoch=1, step_id=step_id, stage=stage, stamps=stamps), at)
     means_ns = {
         "head_s": (2 + 4 + 6) / 3,  # from waking up, or from the step before in the same turn
         "control_s": (7 + 5) / 2,
@@ -158,7 +164,9 @@ def test_each_overhead_counts_from_its_own_moment() -> None:
 
 def rank_result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn, ...] = ()) -> RankResult:
     stamps = StepStamps(begun - 3, begun - 2, begun - 1, begun, ended, ended + 1)
-    return RankResult(1, 7, place, stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered)
+    return RankResult(
+        epoch=1, step_id=7, place=place, stamps=stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered
+    )
 
 
 def test_a_stage_has_reported_when_all_its_ranks_have() -> None:

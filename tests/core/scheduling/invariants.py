@@ -109,17 +109,17 @@ def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:
     in_flight: dict[int, list[Slice]] = {}
     for _, owned in slots._steps.values():
         assert len({s.id for s, _ in owned}) == len(owned), "a sequence twice in one step"
-        for sequence, piece in owned:
-            in_flight.setdefault(sequence.id, []).append(piece)  # of some that have ended, too
+        for sequence, slice_ in owned:
+            in_flight.setdefault(sequence.id, []).append(slice_)  # of some that have ended, too
     for sequence in sequences:
-        pieces = in_flight.pop(sequence.id, [])
+        slices = in_flight.pop(sequence.id, [])
         known = len(sequence.token_ids)
         assert 0 <= sequence.computed <= min(sequence.scheduled, known)
         assert sequence.scheduled <= known + 1
         position = sequence.computed
-        for piece in pieces:
-            assert piece.start == position, "slices in flight must follow one another"
+        for slice_ in slices:
+            assert slice_.start == position, "slices in flight must follow one another"
             if position < known:
-                assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN)
-            position = piece.end - piece.num_draft_tokens
+                assert slice_.token_ids[0] in (sequence.token_ids[position], DRAWN)
+            position = slice_.end - slice_.num_draft_tokens
         assert position == sequence.scheduled

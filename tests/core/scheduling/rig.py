@@ -75,7 +75,7 @@ class SchedulerRig:
         plan = self.request_queue.schedule(self.scheduler, self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
-            self.num_draft_tokens += sum(piece.num_draft_tokens for piece in plan.slices)
+            self.num_draft_tokens += sum(slice_.num_draft_tokens for slice_ in plan.slices)
             self.steps.sent(plan, 0, 0, self.scheduler.slots.num_slots)
             self.num_ahead += plan.is_ahead
             self.pipeline.send(plan)

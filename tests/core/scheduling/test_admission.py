@@ -57,8 +57,8 @@ def test_worst_case_blocks_are_reserved_so_no_running_request_loses_its_place() 
     rig.finish()
     steps_of: dict[int, list[int]] = {}
     for plan in rig.pipeline.plans:
-        for piece in plan.slices:
-            steps_of.setdefault(piece.sequence_id, []).append(piece.start)
+        for slice_ in plan.slices:
+            steps_of.setdefault(slice_.sequence_id, []).append(slice_.start)
     assert all(starts == sorted(set(starts)) for starts in steps_of.values()), "nothing was computed twice"
 
 
@@ -270,7 +270,7 @@ def test_under_overload_those_who_are_admitted_end_in_time() -> None:
 
 @pytest.mark.parametrize("num_greedy", [1, 100])
 def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_greedy: int) -> None:
-    """Not by all that others have in the queue. Where it is admitted, it ends in time."""
+    """All that others have in the queue does not decide it. Where the request is admitted, it ends in time."""
     rig = a_rig(num_blocks=9000, max_num_seqs=8, prefix_cache=False)
     measured(rig, tokens_per_s=1000.0)
     for i in range(400):

@@ -18,7 +18,7 @@ def a_rig_ahead(**config: object) -> SchedulerRig:
 
 
 def ids(plan: StepPlan) -> list[tuple[int, ...]]:
-    return [piece.token_ids for piece in plan.slices]
+    return [slice_.token_ids for slice_ in plan.slices]
 
 
 def test_the_next_step_is_sent_before_its_token_is_drawn() -> None:

@@ -65,7 +65,7 @@ def test_a_result_without_its_token_or_finite_scores_fails_the_request(logprobs:
     plan = rig.request_queue.schedule(rig.scheduler, 0.0)
     assert plan is not None
     scored = Scored(0, tuple(map(TokenLogprobs, logprobs)))
-    result = StepResult(plan.epoch, plan.step_id, 0, STAMPS, scored=(scored,))
+    result = StepResult(epoch=plan.epoch, step_id=plan.step_id, stage=0, stamps=STAMPS, scored=(scored,))
     events = rig.request_queue.commit(rig.scheduler, result, 0.0)
     assert [type(event.error) for event in events] == [RequestFailed, RequestFailed]
     assert not rig.has_work

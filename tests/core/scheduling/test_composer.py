@@ -126,7 +126,7 @@ def test_however_slow_a_stage_prompts_make_progress() -> None:
 
 @pytest.mark.parametrize("greedy", [["g"] * 20, [f"g{number}" for number in range(20)]])
 def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(greedy: list[str]) -> None:
-    """Of one greedy caller with many prompts, and of many callers with one each."""
+    """There is one greedy caller with many prompts, or there are many callers with one each."""
     prompts = [sequence_of(900, caller=caller) for caller in greedy]
     light = sequence_of(3, caller="light")
     picks = composer().fill([], 0, [*prompts, light], 2)

@@ -30,7 +30,7 @@ def test_a_prompt_that_was_scored_in_part_is_scored_once() -> None:
     rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
     for _ in range(2):
         rig.turn()
-    scored = [len(piece.targets) for plan in rig.pipeline.plans for piece in plan.slices]
+    scored = [len(slice_.targets) for plan in rig.pipeline.plans for slice_ in plan.slices]
     assert scored == [4, 4], "in part: eight of the eleven tokens that have one before them"
     rig.lose_stage()
     rig.finish()
@@ -215,7 +215,7 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
     assert rig.request_queue.num_waiting == 3, "nobody else is admitted meanwhile"
     in_turn = []
     while lone_of(rig) is not None:
-        in_turn += [piece.sequence_id for plan in fill(rig) for piece in plan.slices]
+        in_turn += [slice_.sequence_id for plan in fill(rig) for slice_ in plan.slices]
         rig.commit_one()
     assert in_turn == sorted(in_turn)
     assert set(in_turn) == {0, 1}

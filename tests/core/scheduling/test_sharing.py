@@ -40,7 +40,7 @@ def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
 def test_equal_beginnings_are_computed_once_but_for_the_last_token(
     num_prompt: int, config: dict[str, bool], cached: list[int]
 ) -> None:
-    """By each caller, if told so: else the number of cached tokens tells one what another has asked."""
+    """Each caller's are, if told so: else the number of cached tokens tells one caller what another has asked."""
     rig = a_rig(block_size=4, **config)  # type: ignore[arg-type]
     for number, caller in enumerate("aab"):
         rig.submit(a_request(f"r{number}", num_prompt, salt=1, caller=caller))

@@ -105,7 +105,9 @@ class Machine:
             stamps = StepStamps(self._now, self._now, begun, begun, begun + 100, begun + 100)
             self._now = begun + 100
             for stage in range(self.num_stages):
-                num_slots = self.count.observe(StepResult(0, 0, stage, stamps), was_full)
+                num_slots = self.count.observe(
+                    StepResult(epoch=0, step_id=0, stage=stage, stamps=stamps), was_full
+                )
             chosen.append(num_slots)
         return chosen
 

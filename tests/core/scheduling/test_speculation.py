@@ -41,7 +41,7 @@ def num_drafted(rig: SchedulerRig) -> int:
     rig.submit(a_request("lone", max_tokens=90))
     rig.turn()
     (plan,) = fill(rig)
-    return sum(piece.num_draft_tokens for piece in plan.slices)
+    return sum(slice_.num_draft_tokens for slice_ in plan.slices)
 
 
 def test_as_many_draft_tokens_as_bring_more_tokens_per_second() -> None:
@@ -116,9 +116,9 @@ def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     ends = []
     while rig.has_work:
         for plan in fill(rig):
-            (piece,) = plan.slices
-            assert len(piece.block_table) * 4 >= piece.end
-            ends.append(piece.end)
+            (slice_,) = plan.slices
+            assert len(slice_.block_table) * 4 >= slice_.end
+            ends.append(slice_.end)
         rig.commit_one()
     assert max(ends) == 16
     rig.check_answers()

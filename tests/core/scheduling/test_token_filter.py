@@ -16,7 +16,7 @@ from tests.simulated_stage import VOCAB_SIZE, MadeUpFilter, expected_answer
 
 
 def masks(plan: StepPlan) -> list[bytes | None]:
-    return [draw.mask for piece in plan.slices for _, draw in piece.draws]
+    return [draw.mask for slice_ in plan.slices for _, draw in slice_.draws]
 
 
 def test_a_mask_has_a_bit_for_each_id_and_forbids_what_is_beyond_its_end() -> None:
@@ -44,7 +44,7 @@ def test_each_token_is_filtered_by_those_before_it_after_a_loss_too() -> None:
     output: list[int] = []
     while rig.has_work:
         for plan in fill(rig):
-            draws = [draw for piece in plan.slices for _, draw in piece.draws]
+            draws = [draw for slice_ in plan.slices for _, draw in slice_.draws]
             assert [draw.mask for draw in draws] == [token_filter.allowed(output)] * len(draws)
         if len(output) in (2, 5) and rig.scheduler.slots.epoch < (1 if len(output) == 2 else 2):
             rig.lose_stage()
@@ -96,10 +96,10 @@ def test_each_draft_token_has_a_mask_of_its_own() -> None:
     while rig.has_work:
         for plan in fill(rig):
             several += len(set(masks(plan))) > 1
-            for piece in plan.slices:
-                for position, draw in piece.draws:
-                    num_known = piece.end - piece.num_draft_tokens - len(request.prompt_ids)
-                    drafted = piece.token_ids[len(piece.token_ids) - piece.num_draft_tokens :]
+            for slice_ in plan.slices:
+                for position, draw in slice_.draws:
+                    num_known = slice_.end - slice_.num_draft_tokens - len(request.prompt_ids)
+                    drafted = slice_.token_ids[len(slice_.token_ids) - slice_.num_draft_tokens :]
                     output = (*answer[:num_known], *drafted)[: position - len(request.prompt_ids)]
                     assert draw.mask == token_filter.allowed(output)
         rig.commit_one()

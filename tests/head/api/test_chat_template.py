@@ -62,7 +62,7 @@ def test_there_are_templates_of_twenty_models() -> None:
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_templates_render_as_with_transformers(template: ChatTemplate, chat: str) -> None:
-    """Or refuse, in the same words."""
+    """They may also refuse, in the same words."""
     messages = messages_of(CHATS[chat])
     continued = {"continue_final_message": True} if chat == "begun" else {}
     for each in VARIABLES:
@@ -89,7 +89,7 @@ HOSTILE = [
 
 
 def test_special_tokens_of_a_message_are_text(template: ChatTemplate) -> None:
-    """Also where a message ends as one begins. The text itself arrives unchanged."""
+    """A message may also end as one begins. The text itself arrives unchanged."""
     harmless = render(template, messages_of([("user", "hi")]))
     for hostile in HOSTILE:
         parts = render(template, messages_of([("user", hostile)]))

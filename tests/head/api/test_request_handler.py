@@ -136,7 +136,7 @@ async def test_what_ends_a_request_before_it_is_queued_is_counted() -> None:
 def test_an_answer_ends_so_long_before_its_callers_deadline_that_its_end_arrives(
     timeout_s: float, margin_s: float
 ) -> None:
-    """And the engine looks at deadlines more often than that."""
+    """The engine looks at deadlines more often than that."""
     before_s = time.monotonic() - 1e-6  # sums are rounded
     deadline_s = a_call(timeout_s=timeout_s).deadline_s
     assert deadline_s is not None

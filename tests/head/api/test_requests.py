@@ -109,7 +109,7 @@ def test_mistakes_are_reported_together_with_the_ranges_but_not_without_end() ->
 
 
 def test_limits_themselves_are_accepted() -> None:
-    """And the request has them as they were given; only max_tokens is cut to what the context has room for."""
+    """The request has them as they were given; only max_tokens is cut to what the context has room for."""
     least = made(temperature=1e-4, repetition_penalty=0.01).sampling
     assert (least.temperature, least.repetition_penalty) == pytest.approx((1e-4, 0.01))
     sampling = {"top_p": 1.0, "min_p": 1.0, "repetition_penalty": 10.0, "seed": 2**64 - 1, "top_k": 2**32 - 1}

@@ -121,7 +121,7 @@ def chat(said: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_text_and_tokens(shape: str, treatment: str) -> None:
-    """With a caller who types special tokens, there are as many as with one who does not."""
+    """A caller who types special tokens gets as many as one who does not."""
     source = START.replace("BEGIN", repr(SHAPES[shape])) + TREATMENTS[treatment] + END
     of_template = {}
     for said in (HARMLESS, *HOSTILE, "<", "<|", HOSTILE[0] * 3):

@@ -146,7 +146,7 @@ CALLERS_TEXTS = st.text("ab \nAB_", max_size=6)
 @given(STATEMENTS, EXPRESSIONS, EXPRESSIONS, CALLERS_TEXTS, CALLERS_TEXTS)
 @settings(max_examples=80)
 def test_any_template_makes_transformers_text(statement: str, one: str, other: str, a: str, b: str) -> None:
-    """And fails where that fails."""
+    """It fails where transformers fails."""
     source = statement.format(one, other)
     variables: dict[str, Any] = {"a": a, "b": b, "m": {"text": b + a, "more": [a], a: b}}
     try:

@@ -17,7 +17,7 @@ from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import Decision, EpochLost, MemberEvent
 from ppserve.head.engine.members import Members
 from tests.architectures import gpt2 as gpt2_architecture
-from tests.hellos import hello
+from tests.hellos import hello, host_of
 from tests.simulated_stage import EOS_ID, VOCAB_SIZE
 
 ARCH = gpt2_architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_ids=(EOS_ID,))
@@ -77,7 +77,7 @@ class RanksRig(ABC, Generic[Heard]):
         """A message of this rank arrives now."""
 
     def hello(self, rank: int, machine: str = "here", weights: str = "") -> Heard:
-        host = wire.StageHost("host", machine, "10.0.0.1", "10.0.0.1")
+        host = host_of(machine, "10.0.0.1", "10.0.0.1", name="host")
         return self.say(rank, hello(rank, self.members.grid.size, ARCH, host, weights=weights))
 
     def loaded(self, rank: int, reason: str | None = None, num_blocks: int | None = None) -> Heard:
@@ -159,7 +159,7 @@ class MembersRig(RanksRig[MemberEvent | None]):
 
 
 def result(epoch: int) -> wire.Result:
-    return wire.Result(RankResult(epoch, 1, 0, StepStamps(1, 2, 3, 4, 5, 6)))
+    return wire.Result(RankResult(epoch=epoch, step_id=1, place=0, stamps=StepStamps(1, 2, 3, 4, 5, 6)))
 
 
 def loaded_pipeline(num_stages: int = 2) -> MembersRig:

@@ -20,7 +20,7 @@ from ppserve.process.lifetime import EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.stage.link import _SILENCE_S, HeadLink
 from tests.head.engine.scripted import ARCH, BLOCK_SIZE, NUM_BLOCKS, SECOND
 from tests.head.engine.simulated_world import Connection, Network, SimulatedControl, World
-from tests.hellos import hello
+from tests.hellos import hello, host_of
 from tests.simulated_stage import SimulatedStage
 
 POISON_SEED = 666
@@ -164,7 +164,7 @@ class StageProcess:
         self._link = HeadLink(self._connection.up.send)
         self._heard_ns = self._world.now_ns
         self._watch_head()
-        self._say(hello(self.rank, self._host.grid.size, ARCH, wire.StageHost("host", "here")))
+        self._say(hello(self.rank, self._host.grid.size, ARCH, host_of("here", name="host")))
 
     def _read(self, message: wire.FromHead | None) -> None:
         self._heard_ns = self._world.now_ns

@@ -18,7 +18,7 @@ from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import a_request
 from tests.head.engine.replica_rig import EngineRig, Reader
 from tests.head.engine.scripted import ARCH
-from tests.hellos import hello
+from tests.hellos import hello, host_of
 
 # ---- requests -----------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def test_equal_layers_of_several_replicas_are_told_once(caplog: pytest.LogCaptur
 
 def test_a_stage_that_comes_back_to_a_replica_that_has_ended_is_told_to_exit() -> None:
     rig = EngineRig("", "", num_replicas=2)
-    again = hello(1, 2, ARCH, wire.StageHost("host", "here"))
+    again = hello(1, 2, ARCH, host_of("here", name="host"))
     assert rig.serving == [True, True]
     rig.lose(1)
     rig.say(1, again)

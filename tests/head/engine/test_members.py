@@ -262,7 +262,7 @@ def test_each_failed_attempt_doubles_the_time_to_the_next_up_to_twenty_seconds(f
     for attempt in range(9):
         if formed and attempt == 0:
             pipeline.join()
-            pipeline.say(1, wire.Result(RankResult(1, 1, 1, StepStamps(*range(6)))))
+            pipeline.say(1, wire.Result(RankResult(epoch=1, step_id=1, place=1, stamps=StepStamps(*range(6)))))
         epoch = pipeline.members.epoch
         for stage in range(2):
             pipeline.say(0, wire.StoreOpened(epoch, 4000))
@@ -320,7 +320,7 @@ def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
         pipeline.tick(1)
         pipeline.join()
         epoch = pipeline.members.epoch
-        pipeline.say(1, wire.Result(RankResult(epoch, 1, 1, StepStamps(*range(6)))))
+        pipeline.say(1, wire.Result(RankResult(epoch=epoch, step_id=1, place=1, stamps=StepStamps(*range(6)))))
         for stage in range(2):
             pipeline.say(stage, wire.Broken(epoch, "reset"))
     assert pipeline.dropped == []
@@ -360,7 +360,7 @@ def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
         pipeline.now_ns += rtt_ns
         pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50))
     stamps = StepStamps(*[ahead_ns + t for t in range(6)])
-    done = pipeline.say(1, wire.Result(RankResult(1, 1, 1, stamps)))
+    done = pipeline.say(1, wire.Result(RankResult(epoch=1, step_id=1, place=1, stamps=stamps)))
     assert isinstance(done, RankResult)
     assert abs(done.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"
 

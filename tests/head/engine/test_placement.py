@@ -17,7 +17,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.placement import count_blocks, decide, stage_addresses
 from tests.architectures import gpt2 as gpt2_architecture
-from tests.hellos import changed
+from tests.hellos import changed, host_of
 from tests.hellos import hello as hello_of
 
 ARCH = gpt2_architecture(8, 160, 5, 1024, 1280, 1280, 640)
@@ -27,7 +27,7 @@ SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
 def hello(
     stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False, user: str = "1"
 ) -> wire.Hello:
-    at = wire.StageHost(host, host, "10.0.0.1", "10.0.0.1", user=user)
+    at = host_of(host, "10.0.0.1", "10.0.0.1", user=user)
     return hello_of(stage, 2, ARCH, at, device=wire.StageDevice(gpu, shares_gpu))
 
 
@@ -61,7 +61,7 @@ def test_steps_are_predicted_by_the_mean_of_what_all_ranks_measured() -> None:
 
 
 def at(stage: int, machine: str, own: str, head: str) -> wire.Hello:
-    return hello_of(stage, 2, ARCH, wire.StageHost(machine, machine, own, head))
+    return hello_of(stage, 2, ARCH, host_of(machine, own, head))
 
 
 LOOP = "127.0.0.1"

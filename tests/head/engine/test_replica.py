@@ -61,7 +61,12 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     (plan,) = rig.refill()
     unknown = StepPlan(plan.epoch, 99, 0, plan.slices)
     assert rig.say(3, rig.result(unknown, 1)) == []
-    assert rig.say(3, wire.Result(RankResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
+    assert (
+        rig.say(
+            3, wire.Result(RankResult(epoch=0, step_id=plan.step_id, place=1, stamps=StepStamps(1, 1, 1, 1, 1, 1)))
+        )
+        == []
+    )
     assert rig.say(3, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
     assert rig.refill() == [], "the step is still in flight"
     (event,) = rig.say(3, rig.result(plan, 1))

@@ -52,7 +52,8 @@ def test_the_schedule_keeps_the_latest_spans_and_no_idle_time() -> None:
 
 
 def test_every_kind_of_time_has_its_own_name_wherever_it_is_shown() -> None:
-    """On the live page, in metrics, and in the topology, from which `ppserve top` and `bench` read it."""
+    """It is shown on the live page, in metrics, and in the topology, from which `ppserve top` and `bench` read
+    it."""
     ns = {kind: (number + 1) * SECOND for number, kind in enumerate(KINDS)}
     busy, bubble = ({kind: ns[kind] for kind in kinds} for kinds in (BUSY, CAUSES))
     readings = (replace(READING, times=(StageTimes(busy, bubble, ns[IDLE]),)),)

@@ -222,8 +222,12 @@ def test_a_scrape_reads_the_ledger_once_and_sums_to_the_wall_on_every_stage(metr
 
 
 def test_a_step_in_either_order_of_reports(metrics):
-    first = StepResult(1, 7, 0, StepStamps(0, 0, 0, 0, 3_000_000, 3_000_000), bytes_sent=640)
-    second = StepResult(1, 7, 1, StepStamps(0, 1_000_000, 5_000_000, 5_000_000, 6_000_000, 6_000_000))
+    first = StepResult(
+        epoch=1, step_id=7, stage=0, stamps=StepStamps(0, 0, 0, 0, 3_000_000, 3_000_000), bytes_sent=640
+    )
+    second = StepResult(
+        epoch=1, step_id=7, stage=1, stamps=StepStamps(0, 1_000_000, 5_000_000, 5_000_000, 6_000_000, 6_000_000)
+    )
     steps = Steps(2)
     for order in ((first, second), (second, first)):
         step = steps.sent(plan(7), 0, 0, num_slots=2)

@@ -66,7 +66,7 @@ def test_a_page_that_fails_fails_alone_and_tells_nothing() -> None:
 
 
 async def test_one_connection_too_many_is_told_so() -> None:
-    """While pages wait for the engine, say."""
+    """Pages that wait for the engine, for one, hold their connections."""
     may_go_on = threading.Event()
     server = PageServer({"/slow": lambda: Page("text/plain", b"a" if may_go_on.wait(20) else b"late")})
     port = await server.start("127.0.0.1", 0)

@@ -27,7 +27,7 @@ def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
     for stage in range(num_stages):
         begun = 10_000 * (step_id + stage)
         stamps = StepStamps(0, begun, begun, begun, begun + 8_000, begun + 9_000)
-        steps.reported(StepResult(1, step_id, stage, stamps), begun + 9_000)
+        steps.reported(StepResult(epoch=1, step_id=step_id, stage=stage, stamps=stamps), begun + 9_000)
         trace.on_step_reported(0, step, stage)
 
 

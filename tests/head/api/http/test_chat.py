@@ -205,7 +205,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
     ],
 )  # fmt: skip
 def test_several_texts_are_lines_unless_the_template_takes_parts(source: str, shown: str) -> None:
-    """As vLLM tells these templates apart."""
+    """vLLM tells these templates apart in the same way."""
     parts = [{"type": "text", "text": text} for text in "ab"]
     assert render(source, (), {}, {"messages": [{"role": "user", "content": parts}]}) == {"parts": [shown]}
 

@@ -73,7 +73,7 @@ async def test_what_asks_for_nothing_is_taken_and_changes_nothing(served: Served
 
 @pytest.mark.parametrize("path", DOORS)
 async def test_what_asks_for_something_is_refused(served: Served, path: str) -> None:
-    """Of any field of the table, by its name, whatever its type: also a 0, which is no false."""
+    """Any field of the table is refused by its name, whatever its type: a 0, which is no false, is refused too."""
     for name, neutral in OF_DOORS[path].items():
         for value in (0, 7, ["x"], {"x": 1}, {} if {} not in neutral else "x"):
             status, named, message = await served.refusal(path, **DOORS[path], **{name: value})

@@ -201,7 +201,7 @@ async def test_an_error_after_some_tokens(
 
 @pytest.mark.parametrize("pushed", [[], [TokenOutput(0, 0, 65, "A")]])
 async def test_an_end_at_the_deadline_is_an_error(served: Served, pushed: list[TokenOutput]) -> None:
-    """By its status until something was sent; afterwards by an event, after all that was made in time."""
+    """The status says so until something was sent; afterwards an event does, after all that was made in time."""
     served.engine.by_hand = True
     for stream in (False, True):
         body = {"prompt": "hello", "n": 2, "stream": stream}
@@ -243,7 +243,7 @@ async def test_the_caller_s_time_limit(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_ends_at_its_caller_s_time_limit(served: Served, stream: bool) -> None:
-    """Also where its body is not there yet."""
+    """It ends then even if its body is not there yet."""
     served.engine.by_hand = True
     answer = await served.ask("/v1/completions", {"prompt": "a", "stream": stream}, x_request_timeout="0.3")
     assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")

@@ -20,14 +20,19 @@ def private_names(path: Path, of: str) -> list[str]:
     return [name for name in found if is_within(name, {of}) or name.split(".")[0] in modules_here]
 
 
-def test_tests_try_benchmarks_and_benchmarks_take_the_helpers_of_tests() -> None:
-    """It is one way: a test may import a benchmark, that a helper of tests, and that imports no benchmark.
-    Nothing had to move for it. Neither takes the other's private names."""
+def test_benchmarks_take_the_helpers_of_tests_and_one_folder_of_tests_tries_them() -> None:
+    """Imports go one way between folders: `tests/benchmarks` imports benchmarks, and these import helpers of other
+    tests. None takes private names."""
     for path in sorted(ROOT.glob("benchmarks/**/*.py")):
         taken = [name for name in imports(path) if is_within(name, {"tests"})]
+        assert not any(is_within(name, {"tests.benchmarks"}) for name in taken), path
         assert not any(part.startswith(("test_", "conftest")) for name in taken for part in name.split(".")), path
         assert private_names(path, "tests") == [], path
-    for path in sorted(ROOT.glob("tests/**/*.py")):
-        tried = [name for name in imports(path) if is_within(name, {"benchmarks"})]
-        assert path.name.startswith("test_") or not tried, path
+    tries = {path.parent for path in ROOT.glob("tests/**/*.py") if imports_benchmarks(path)}
+    assert tries == {ROOT / "tests/benchmarks"}
+    for path in sorted(ROOT.glob("tests/benchmarks/*.py")):
         assert private_names(path, "benchmarks") == [], path
+
+
+def imports_benchmarks(path: Path) -> bool:
+    return any(is_within(name, {"benchmarks"}) for name in imports(path))

@@ -1,4 +1,4 @@
-"""The makers of models: what they promise is what comes out. Also a memory limit, and the end of `make chat`."""
+"""The makers of models: what they promise is what comes out. Also the end of `make chat`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import tiktoken
 import torch
 import transformers
 
-from benchmarks import large
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import architecture, random_tensors, write_gguf
 from tools import chat, make_random_llama
@@ -109,18 +108,6 @@ def test_a_command_runs_as_on_another_cpu() -> None:
     for run, cpu in zip(runs, ("haswell", "x86-64-v2"), strict=False):
         name, features = run.stdout.split()
         assert (name, "+avx2" in features) == (cpu, cpu == "haswell")
-
-
-@pytest.mark.parametrize("files", [(".", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "total_rss")])
-def test_a_host_has_a_cgroup(files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory").mkdir()
-    (tmp_path / ("tasks" if files[0] == "memory" else "cgroup.controllers")).touch()
-    monkeypatch.setattr(large, "CGROUPS", tmp_path)
-    host = large.MemoryLimit(0)
-    (group,) = (tmp_path / files[0]).glob("ppserve-*")
-    assert (group / files[1]).read_text() == str(4 << 30)
-    (group / "memory.stat").write_text(f"file 7\n{files[2]} {5 << 20}\n")
-    assert (host.own_mb(), host.most_mb) == (5, 5)
 
 
 FAKE = """import os, pathlib, sys, time

@@ -17,10 +17,8 @@ from ppserve import wire
 from ppserve.answers import Timings
 from ppserve.config import ServerSettings
 from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
-from ppserve.core.ledger.steps import OverheadTimes
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import Request
@@ -78,12 +76,10 @@ READING = ReplicaReading(
         *(stage_layouts(Split((4,))), "local", SchedulerConfig(1, max_num_seqs=8, max_model_len=64)),
         PartCosts(0.001, 0.001, 0.0, 0.0),
     ),
-    overheads=OverheadTimes(),
     times=_TIMES,
     steps=(0,),
     times_in_shape=_TIMES,
     steps_in_shape=(0,),
-    costs=(Coefficients(),),
     ranks=((Member(0, 0, 0, StageState.READY, _HELLO, _LOADED),),),
     gathered_ns=((0,),),
     now_ns=0,

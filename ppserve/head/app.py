@@ -29,7 +29,6 @@ from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import (
     RecentRequests,
     RecentSpans,
-    describe_costs,
     links_of,
     live_pages,
     read_state,
@@ -196,8 +195,7 @@ class HeadProcess:
             readings, load = engine.snapshot(), metrics.read_load()
             return read_state(readings, handler.description, load, spans.recent(), self._links)
 
-        others = {"/load.json": metrics.read_load, "/costs.json": lambda: describe_costs(engine.snapshot())}
-        pages = {"/metrics": metrics.page, **{path: json_page(ask) for path, ask in others.items()}}
+        pages = {"/metrics": metrics.page, "/load.json": json_page(metrics.read_load)}
         shown = None if settings.no_page else PageState(read, self._requests.steps_of)
         return Servers(settings, handler, metrics.http_answered, {**pages, **live_pages(read)}, shown)
 

@@ -6,7 +6,6 @@ import pytest
 
 from ppserve import Pipeline, wire
 from ppserve.errors import StagesLost
-from ppserve.head.observe.live import describe_costs
 from tests.library.mixed import tiny, together
 
 LONG = {"max_tokens": 120, "ignore_eos": True}
@@ -26,15 +25,6 @@ def test_the_last_replica_that_is_lost_ends_the_pipeline() -> None:
         lose(pipeline, 0)
         with pytest.raises(StagesLost, match="as the test wants"):
             list(stream)
-
-
-def test_costs_are_told_of_the_replica_that_has_computed() -> None:
-    """A lone caller's requests may all go to the second one."""
-    with tiny(replicas=2) as pipeline:
-        pipeline.complete("Once upon a time", max_tokens=20, ignore_eos=True)
-        readings = pipeline._engine.snapshot()
-    told = [describe_costs(ordered)["stages"][0]["steps"] for ordered in (readings, readings[::-1])]
-    assert told[0] == told[1] == sum(reading.steps[0] for reading in readings) > 0
 
 
 def test_a_ledger_of_replicas_sums_to_the_wall_for_each_stage_of_each() -> None:

@@ -1,7 +1,5 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-The overheads of steps, their time without computing, are measured from their stamps (`Overheads`).
-
 The replica alone writes into it. A step is *in flight* until the last stage has reported it, because only then are
 its tokens known. It stays in the book until every stage has reported it.
 
@@ -10,10 +8,8 @@ All times are nanoseconds on the head's monotonic clock.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
-from statistics import fmean
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
@@ -21,7 +17,6 @@ STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
 _DEADLINE_FACTOR = 5
 """How many times longer a step may take than its rows would at the highest cost per row that was seen."""
-_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,65 +157,3 @@ def _transfer(sent: StepResult, received: StepResult) -> Transfer:
         waited_ns=max(0, into.received - max(out.ended, into.awaited)),
         latency_ns=into.received - out.sent if into.awaited <= out.sent else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OverheadTimes:
-    """The overheads of a step, which are its time without computing, in seconds; 0 where nothing was measured."""
-
-    head_s: float = 0.0
-    """Time from the head's waking up to the plan being sent. The head's work after that (text, accounts) is in
-    none of these."""
-    control_s: float = 0.0
-    """Time from the plan being sent to stage 0 having read it."""
-    prepare_s: float = 0.0
-    """Time from a stage being free and having the plan to its being ready for hidden states."""
-    sending_s: float = 0.0
-    """Time that the sender is occupied with handing the hidden states on."""
-    transfer_s: float = 0.0
-    """Time from the hidden states being sent to their being received, where the receiver was waiting."""
-    return_s: float = 0.0
-    """Time from the end of the last stage's computation to the head having the result."""
-
-
-class Overheads:
-    """Means of the overheads of the last 256 steps without the longest 2%. The replica reports each result to it.
-
-    They are means because throughput depends on means. The longest are left out because one pause of a second,
-    which has nothing to do with steps, would outweigh hundreds of them.
-    """
-
-    def __init__(self, steps: Steps) -> None:
-        self._last_stage = steps.num_stages - 1
-        self._last_sent_ns: int | None = None
-        self._free_ns = [0] * steps.num_stages
-        self._ns = {field.name: deque[int](maxlen=_REMEMBERED) for field in fields(OverheadTimes)}
-
-    def dispatched(self, step: Step) -> None:
-        self._ns["head_s"].append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
-        self._last_sent_ns = step.sent_ns
-
-    def reported(self, step: Step, stage: int) -> None:
-        stamps = step.stamps(stage)
-        assert stamps is not None
-        self._ns["prepare_s"].append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
-        self._free_ns[stage] = stamps.sent
-        if stage == 0:
-            self._ns["control_s"].append(stamps.planned - step.sent_ns)
-        if stage == self._last_stage and step.returned_ns is not None:
-            self._ns["return_s"].append(step.returned_ns - stamps.ended)
-        for transfer in step.transfers(stage):
-            self._ns["sending_s"].append(transfer.sending_ns)
-            if transfer.latency_ns is not None:
-                self._ns["transfer_s"].append(transfer.latency_ns)
-
-    @property
-    def times(self) -> OverheadTimes:
-        return OverheadTimes(**{name: _trimmed_mean_s(times_ns) for name, times_ns in self._ns.items()})
-
-
-def _trimmed_mean_s(times_ns: Collection[int]) -> float:
-    if not times_ns:
-        return 0.0
-    shortest = sorted(times_ns)[: len(times_ns) - len(times_ns) // 50]
-    return max(0.0, fmean(shortest) / 1e9)

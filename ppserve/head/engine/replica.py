@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from ppserve import wire
 from ppserve.core.architecture import Split
-from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount
-from ppserve.core.ledger.steps import OverheadTimes, Step, Steps
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import RankResult, StepPlan, StepResult
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -46,12 +45,10 @@ class ReplicaReading:
     num_waiting: int  # requests that no replica computes
     num_blocks: int
     decision: Decision
-    overheads: OverheadTimes
     times: tuple[StageTimes, ...]  # since the start, also of stages that the present shape does not use
     steps: tuple[int, ...]  # computed since the start, of the same stages
     times_in_shape: tuple[StageTimes, ...]  # since the layers were divided as they are
     steps_in_shape: tuple[int, ...]
-    costs: tuple[Coefficients, ...]  # of a step, by its size
     ranks: tuple[tuple[Member, ...], ...]
     gathered_ns: tuple[tuple[int, ...], ...]  # what each rank has waited for the others
     now_ns: int  # on the engine's clock
@@ -331,12 +328,10 @@ class Replica:
             num_waiting=self.request_queue.num_waiting,
             num_blocks=self.members.num_blocks,
             decision=decision,
-            overheads=self._books.overheads,
             times=times,
             steps=self._count_steps(),
             times_in_shape=tuple(times[stage].since(self._times_before[stage]) for stage in in_use),
             steps_in_shape=self._books.num_computed,
-            costs=self._books.coefficients,
             ranks=tuple(ranks[stage * each : (stage + 1) * each] for stage in in_use),
             gathered_ns=self._books.gathered_ns,
             now_ns=now_ns,

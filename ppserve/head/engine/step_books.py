@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ppserve.core.cost_model import Coefficients, StageCost, StepSize
-from ppserve.core.ledger.steps import Overheads, OverheadTimes, Step, Steps
+from ppserve.core.cost_model import StageCost, StepSize
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import RankResult, StepPlan, StepResult
 from ppserve.core.scheduling.slot_count import SlotCount
@@ -20,13 +20,10 @@ class StepBooks:
         self.costs = tuple(StageCost() for _ in range(num_stages))
         self._slot_count = SlotCount(self.costs)
         self._ranks = TensorRanks(num_stages, num_tensor)
-        self._overheads = Overheads(self.steps)
 
     def send(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_slots: int) -> Step:
         """Note that a plan was sent to all ranks. num_slots: how many steps may be in flight now."""
-        step = self.steps.sent(plan, woken_ns, sent_ns, num_slots)
-        self._overheads.dispatched(step)
-        return step
+        return self.steps.sent(plan, woken_ns, sent_ns, num_slots)
 
     def report(self, of_rank: RankResult, now_ns: int) -> tuple[StepResult, Step] | None:
         """Note a rank's result. Return its stage's result once all of the stage's ranks have reported the step;
@@ -40,8 +37,7 @@ class StepBooks:
         return self._slot_count.observe(result, step.fills_slots)
 
     def measure(self, result: StepResult, step: Step) -> None:
-        """Learn from a stage's result what steps cost and what they take beside computing."""
-        self._overheads.reported(step, result.stage)
+        """Learn from a stage's result what steps cost."""
         seconds = (result.stamps.ended - result.stamps.begun) / 1e9
         self.costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
 
@@ -58,17 +54,9 @@ class StepBooks:
     # ---- figures ----
 
     @property
-    def overheads(self) -> OverheadTimes:
-        return self._overheads.times
-
-    @property
     def num_computed(self) -> tuple[int, ...]:
         """Steps that each stage has computed."""
         return tuple(cost.num_observed for cost in self.costs)
-
-    @property
-    def coefficients(self) -> tuple[Coefficients, ...]:
-        return tuple(cost.coefficients for cost in self.costs)
 
     @property
     def gathered_ns(self) -> tuple[tuple[int, ...], ...]:

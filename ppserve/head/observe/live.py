@@ -127,24 +127,6 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 
-def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
-    """The cost of steps on every stage of the replica that has computed most. It includes the time in which
-    tensor ranks wait for each other. Zeros before the first step."""
-    reading = max(readings, key=lambda each: sum(each.steps_in_shape))
-    scheduling, layouts = reading.decision.scheduling, reading.decision.layouts
-    stages = [
-        {
-            "layers": layout.num_sublayers / 2,
-            "steps": steps,
-            **{f"{term}_s": seconds for term, seconds in asdict(cost).items()},
-        }
-        for layout, steps, cost in zip(layouts, reading.steps_in_shape, reading.costs, strict=True)
-    ]
-    max_chunk = scheduling.prefill_chunk or scheduling.max_auto_chunk
-    overheads, tensor = asdict(reading.overheads), len(reading.ranks[0])
-    return {"stages": stages, "tensor": tensor, "max_chunk": max_chunk, "overheads": overheads}
-
-
 def _seconds(times: StageTimes) -> dict[str, float]:
     spent_ns = {**times.busy_ns, **times.bubble_ns, IDLE: times.idle_ns}
     return {kind: spent_ns[kind] / 1e9 for kind in KINDS}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from ppserve.core.ledger.account import in_head_clock
-from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Overheads, OverheadTimes, Steps, Transfer
+from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import Drawn, RankResult, Slice, StepPlan, StepResult, StepStamps
-from tests.core.artificial import ArtificialPipeline, plan
+from tests.core.artificial import plan
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -91,72 +90,6 @@ def test_a_stage_may_take_the_longer_for_a_step_the_more_rows_it_has(num_rows: i
     due_ns = 2 * S + int(deadline_s * S)
     assert steps.stuck(due_ns) is None
     assert steps.stuck(due_ns + 1) == (1, 0)
-
-
-# ---- what a step takes beside computing -----------------------------------------------------------------
-
-
-def report(steps: Steps, overheads: Overheads, result: StepResult, at: int) -> None:
-    step = steps.reported(result, at)
-    assert step is not None
-    overheads.reported(step, result.stage)
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_every_overhead_is_found(num_stages: int) -> None:
-    pipeline = ArtificialPipeline(
-        (20 * MS,) * num_stages, 1,
-        transfer_ns=1 * MS, sending_ns=2 * MS, token_return_ns=4 * MS, schedule_ns=5 * MS,
-    )  # fmt: skip
-    steps = Steps(num_stages)
-    overheads = Overheads(steps)
-    assert overheads.times == OverheadTimes(), "nothing was seen"
-    for at, _, what, k, i in pipeline.run(20).events():
-        if what == "dispatched":
-            overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_slots=1))
-        else:
-            report(steps, overheads, StepResult(epoch=1, step_id=k, stage=i, stamps=pipeline.stamps[i, k]), at)
-    expected = OverheadTimes(head_s=0.005, sending_s=0.002, transfer_s=0.001, return_s=0.004)
-    assert asdict(overheads.times) == pytest.approx(asdict(expected))
-
-
-def test_preparing_and_the_way_to_a_stage() -> None:
-    steps = Steps(1)
-    overheads = Overheads(steps)
-    for k in range(100):
-        at = 100 * MS * k
-        overheads.dispatched(steps.sent(plan(k), at, at, num_slots=1))
-        stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
-        if k == 50:  # a pause, which says nothing about steps
-            stamps = in_head_clock(stamps, -(10**12))
-        report(steps, overheads, StepResult(epoch=1, step_id=k, stage=0, stamps=stamps), at + 9 * MS)
-    assert overheads.times.control_s == pytest.approx(0.001)
-    assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
-
-
-def test_each_overhead_counts_from_its_own_moment() -> None:
-    """No two spans of time between these moments are equal. Two steps are sent in one turn of the head, a third in
-    the next; two stages compute them."""
-    steps = Steps(2)
-    overheads = Overheads(steps)
-    for step_id, (woken, sent) in enumerate([(1, 3), (1, 7), (200, 206)]):
-        overheads.dispatched(steps.sent(plan(step_id), woken, sent, num_slots=2))
-    for step_id, stage, stamps, at in (
-        (0, 0, StepStamps(10, 15, 15, 22, 40, 53), 54),
-        (0, 1, StepStamps(11, 30, 60, 64, 90, 95), 107),
-        (1, 0, StepStamps(12, 61, 61, 63, 80, 91), 108),
-        (1, 1, StepStamps(13, 97, 99, 100, 130, 131), 151),
-    ):
-        report(steps, overheads, StepResult(epoch=1, step_id=step_id, stage=stage, stamps=stamps), at)
-    means_ns = {
-        "head_s": (2 + 4 + 6) / 3,  # from waking up, or from the step before in the same turn
-        "control_s": (7 + 5) / 2,
-        "prepare_s": (5 + 19 + 8 + 2) / 4,  # from having the plan, or from being free
-        "sending_s": (13 + 11) / 2,
-        "transfer_s": 7,  # only where the receiver was waiting
-        "return_s": (17 + 21) / 2,
-    }
-    assert asdict(overheads.times) == pytest.approx({name: ns / 1e9 for name, ns in means_ns.items()})
 
 
 # ---- the results of a stage's tensor ranks as one: computing and waiting are the whole step -----------------

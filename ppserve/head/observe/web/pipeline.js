@@ -382,8 +382,8 @@ function showLinks(links) {
   if (other) byId("other-view").href = addressOf(other, "/");
   byId("other-view").textContent = ASKS ? "Only the pipeline" : "Ask the model";
   if (byId("footer").children.length) return;
-  const figures = ["/metrics", "/state.json", "/costs.json"].map((path) => element("a", path, {href: addressOf(links.metrics, path)}));
-  byId("footer").append("Readings: ", figures[0], " for Prometheus, ", figures[1], " for this page, ", figures[2], ".");
+  const figures = ["/metrics", "/state.json"].map((path) => element("a", path, {href: addressOf(links.metrics, path)}));
+  byId("footer").append("Readings: ", figures[0], " for Prometheus, ", figures[1], " for this page.");
   if (ASKS && !WANTS_KEY) byId("footer").append(" What is served here: ", element("a", "/openapi.json", {href: "/openapi.json"}), ".");
 }
 

@@ -297,8 +297,10 @@ def test_every_module_is_in_a_room_with_a_budget() -> None:
 
 
 def test_the_pages_keep_their_budget() -> None:
+    """The bars of a table are no words: a table must not cost more than the sentence that it replaces."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    assert 0 < sum(len(page.read_text().split()) for page in pages) <= 34_000
+    words = [word for page in pages for word in page.read_text().split() if re.search(r"\w", word)]
+    assert 0 < len(words) <= 34_000
 
 
 def test_the_spine_can_be_read_in_an_evening() -> None:

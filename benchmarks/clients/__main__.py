@@ -7,10 +7,12 @@ Each client is installed, at the version that was tried, in a virtual environmen
 (--environments); the first time takes minutes and needs a package index. A line says what each one showed; the
 first that shows something wrong ends the run with a trace.
 
+    anthropic  Anthropic's client: whole, streamed, counted; a system prompt behind a varying header is cached
     harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
     langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
     lines      httpx, requests and huggingface_hub, which split a stream at all that `str.splitlines` does
     node       openai-node (needs Node and npm): its `.stream()`, and streamed completions, against whole answers
+    responses  OpenAI's client: responses created, parsed and streamed, and a conversation of their items
     smg        an OpenAI client in front of smg in front of vllm.grpc.engine: the texts that HTTP gives
     vllm       `vllm bench serve` at 8 requests: every request complete
 """
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "ppserve" / "assets" / "tiny"
 TEMPLATE = HERE.parents[1] / "tests" / "e2e" / "chat.jinja"
 OPENAI_NODE = "openai@6.49.0"
-EVERY_TIME = ("harness", "langchain", "lines", "node", "smg")
+EVERY_TIME = ("anthropic", "harness", "langchain", "lines", "node", "responses", "smg")
 PLAIN, VLLM = "requirements.txt", "requirements-vllm.txt"
 WITHIN_S = 600
 TOLERANCE = 1e-3
@@ -131,19 +134,12 @@ def _evaluate(programs: Path, folder: Path, stages: int, batch: int) -> list[Any
     return [sample["resps"] for sample in samples]
 
 
-def show_langchain(programs: Path, folder: Path) -> str:
-    """The last line of `langchain_class.py`."""
-    with running(["--stages", "2", "--force-cpu"]) as server:
-        command = [str(programs / "python"), str(HERE / "langchain_class.py"), server.http]
-        return run(command, folder).strip().splitlines()[-1]
-
-
-def show_lines(programs: Path, folder: Path) -> str:
-    """The last line of `line_readers.py`."""
+def show_script(script: str, programs: Path, folder: Path) -> str:
+    """The last line of a script that is given the address of a server with a chat template."""
     online = ("env", "HF_HUB_OFFLINE=0")  # or huggingface_hub asks no server at all
     with running(["--stages", "2", "--force-cpu", "--chat-template", str(TEMPLATE)]) as server:
-        command = [*online, str(programs / "python"), str(HERE / "line_readers.py"), server.http]
-        return run(command, folder).strip()
+        command = [*online, str(programs / "python"), str(HERE / script), server.http]
+        return run(command, folder).strip().splitlines()[-1]
 
 
 def show_node(_programs: Path, folder: Path) -> str:
@@ -222,10 +218,12 @@ def show_vllm(programs: Path, folder: Path) -> str:
 
 # Name -> what it needs, and what it shows: given the environment's folder of programs, and an empty folder.
 CLIENTS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
+    "anthropic": (PLAIN, partial(show_script, "anthropic_client.py")),
     "harness": (PLAIN, show_harness),
-    "langchain": (PLAIN, show_langchain),
-    "lines": (PLAIN, show_lines),
+    "langchain": (PLAIN, partial(show_script, "langchain_class.py")),
+    "lines": (PLAIN, partial(show_script, "line_readers.py")),
     "node": (PLAIN, show_node),
+    "responses": (PLAIN, partial(show_script, "openai_responses.py")),
     "smg": (PLAIN, show_smg),
     "vllm": (VLLM, show_vllm),
 }

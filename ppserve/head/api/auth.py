@@ -1,6 +1,7 @@
 """The accepted keys, and the name under which fairness counts a call.
 
-With a key file every call carries `authorization: Bearer KEY`, but for health and the page, which asks for a key.
+With a key file every call carries `authorization: Bearer KEY` or, as Anthropic's clients do, `x-api-key: KEY`, but
+for health and the page, which asks for a key.
 Keys are kept as SHA-256 digests.
 """
 
@@ -30,15 +31,15 @@ class ApiKeys:
 
     def check(self, headers: Mapping[str, Any]) -> None:
         """Raises Unauthenticated without a key; its time does not show what matched."""
-        digest = _digest(bearer_key(headers) or "")
+        digest = _digest(key_of(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
 
 
-def bearer_key(headers: Mapping[str, Any]) -> str | None:
-    """Return the key in the first `authorization` of headers or metadata, if there is one."""
+def key_of(headers: Mapping[str, Any]) -> str | None:
+    """Return the key in headers or metadata, if there is one: `authorization`'s, else that of `x-api-key`."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:

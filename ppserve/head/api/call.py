@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, Violation
-from ppserve.head.api.auth import bearer_key, caller_name
+from ppserve.head.api.auth import caller_name, key_of
 from ppserve.head.limits import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Call:
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",
             seed=secrets.randbits(53),  # what every reader of JSON holds of a number
-            caller=caller_name(bearer_key(headers) if has_keys else None, certificate, host),
+            caller=caller_name(key_of(headers) if has_keys else None, certificate, host),
             traceparent=trace if _TRACEPARENT.fullmatch(trace) else None,
         )
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ppserve.errors import ConfigError, Draining, InvalidRequest, Overloaded, RequestError, Unauthenticated
 from ppserve.head.api import call
-from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
+from ppserve.head.api.auth import ApiKeys, caller_name, key_of
 from ppserve.head.api.call import INTERNAL_TEXT, Call
 from ppserve.head.api.http.completions import unless_hung_up
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
@@ -219,10 +219,12 @@ def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
 
 def test_whom_a_call_counts_for() -> None:
     for value in ("Bearer  0123456789abcdef ", "bearer 0123456789abcdef"):
-        assert bearer_key({"authorization": value}) == "0123456789abcdef"
+        assert key_of({"authorization": value}) == "0123456789abcdef"
     for value in ("Basic 0123456789abcdef", "0123456789abcdef", ""):
-        assert bearer_key({"authorization": value}) is None
-    assert bearer_key({}) is None
+        assert key_of({"authorization": value}) is None
+    assert key_of({}) is None
+    assert key_of({"x-api-key": "0123456789abcdef"}) == "0123456789abcdef"
+    assert key_of({"x-api-key": "another", "authorization": "Bearer 0123456789abcdef"}) == "0123456789abcdef"
     names = [
         caller_name("0123456789abcdef", b"certificate", "host"),
         caller_name(None, b"certificate", "host"),

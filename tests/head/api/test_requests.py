@@ -14,8 +14,10 @@ from ppserve.core.request import OutputOptions, Request, SamplingParams, StopCon
 from ppserve.errors import MAX_VIOLATIONS, InvalidRequest
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.bodies import CompletionBody, GenerationBody, Resume
+from ppserve.head.api.http.anthropic_messages import MessagesBody
+from ppserve.head.api.http.bodies import ChoicesBody, CompletionBody, GenerationBody, Resume
 from ppserve.head.api.http.chat import ChatBody
+from ppserve.head.api.http.openai_responses import ResponsesBody
 from ppserve.head.api.requests import check_ids, encode, to_request
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.options import DEFAULTS, NAMES, GenerationOptions
@@ -163,7 +165,7 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids", "best_of"}
     own |= {"response_format", "structured_outputs", "guided_json", "guided_regex"}
     own |= {"guided_choice", "guided_grammar"}
-    assert set(GenerationBody.__struct_fields__) - set(NAMES) == own
+    assert set(ChoicesBody.__struct_fields__) - set(NAMES) == own
     assert set(CompletionBody.__struct_fields__) - set(NAMES) == own | {"prompt"}
     chats = {
         "messages",
@@ -174,6 +176,12 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     }
     chats |= {"chat_template_kwargs", "documents", "reasoning_effort"}
     assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
+    shared = set(GenerationBody.__struct_fields__)
+    assert shared - set(NAMES) == {"model", "stream", "request_id"}
+    messages = {"messages", "system", "thinking", "output_config"}
+    assert set(MessagesBody.__struct_fields__) - shared - set(NAMES) == messages
+    responses = {"input", "instructions", "reasoning", "text", "include", "store", "echoed"}
+    assert set(ResponsesBody.__struct_fields__) - shared - set(NAMES) == responses
 
 
 VALUES: dict[str, Any] = {
@@ -197,6 +205,8 @@ def test_an_option_arrives_from_every_door_that_has_it(name: str) -> None:
     bodies: list[tuple[type[GenerationBody], dict[str, Any]]] = [
         (CompletionBody, {"prompt": "a"}),
         (ChatBody, {"messages": [], "has_logprobs": True}),
+        (MessagesBody, {"messages": []}),
+        (ResponsesBody, {"input": "a"}),
     ]
     for kind, always in bodies:
         if name in kind.__struct_fields__:

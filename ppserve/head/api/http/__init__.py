@@ -1,4 +1,4 @@
-"""HTTP with OpenAI's paths and fields. Never a check that another protocol needs.
+"""HTTP with the paths and fields of OpenAI and Anthropic. Never a check that another protocol needs.
 
-docs/http.md says what is served. Where OpenAI leaves it open, we do as vLLM's server.
+docs/http.md says what is served. Where they leave it open, we do as vLLM's server.
 """

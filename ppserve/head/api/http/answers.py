@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
+from ppserve.errors import RequestError
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.bodies import GenerationBody, StreamOptions
-from ppserve.head.api.http.responses import encode
+from ppserve.head.api.http.bodies import ChoicesBody, GenerationBody, StreamOptions
+from ppserve.head.api.http.responses import encode, error_json, event
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.tokenizer import Tokenizer
@@ -29,13 +30,42 @@ Json = dict[str, Any]
 
 
 class Answers:
-    """Makes the answers to one call. requests: one for each prompt, in order."""
+    """Writes the answers to one call in the form of one door: whole, or as server-sent events."""
+
+    def __init__(
+        self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler
+    ) -> None:
+        """requests: one for each prompt, in order."""
+
+    def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        """Write all sequences as one answer. deltas: one for each, with its prompt's place."""
+        raise NotImplementedError
+
+    def opening(self, first: Delta) -> Iterator[bytes]:
+        """Yield the events before those of the first delta."""
+        return iter(())
+
+    def events(self, place: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the events of what is new of a sequence of the prompt at `place`."""
+        raise NotImplementedError
+
+    def ending(self) -> Iterator[bytes]:
+        """Yield the events behind those of the last delta."""
+        return iter(())
+
+    def failing(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the events that end a stream with an error."""
+        raise NotImplementedError
+
+
+class ChoiceAnswers(Answers):
+    """The answers to completions, as OpenAI's choices."""
 
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     id_prefix: ClassVar[str] = "cmpl-"
 
     def __init__(
-        self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler
+        self, call: Call, body: ChoicesBody, requests: Sequence[Request], handler: RequestHandler
     ) -> None:
         self._options = body.stream_options or StreamOptions()
         self._head = {
@@ -43,36 +73,33 @@ class Answers:
             "created": int(time.time()),
             "model": handler.description.name,
             "system_fingerprint": handler.description.fingerprint,
-            "seed": requests[0].sampling.seed if body.seed is None else body.seed,
+            "seed": told_seed(body, requests[0]),
         }
         new_writer = partial(LogprobWriter, handler.tokenizer, bool(body.return_tokens_as_token_ids))
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        """Write all sequences as one answer. deltas: one for each, with its prompt's place."""
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
-    def opening(self) -> Iterator[bytes]:
-        """Yield the events before the first delta's."""
-        return iter(())
-
-    def event(self, place: int, delta: Delta) -> bytes:
-        """Write what is new of a sequence of the prompt at `place`."""
+    def events(self, place: int, delta: Delta) -> Iterator[bytes]:
         prompt = self._prompts[place]
-        return self._event(prompt, self._choice(prompt, delta, is_whole=False))
+        yield self._event(prompt, self._choice(prompt, delta, is_whole=False))
+
+    def ending(self) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield event(encode(self._record(self.objects[1], (), usage=_usage(self._prompts))))
+        yield event(b"[DONE]")
+
+    def failing(self, error: RequestError) -> Iterator[bytes]:
+        yield event(error_json(error))
+        yield event(b"[DONE]")
 
     def _event(self, prompt: PromptProgress, choice: Json) -> bytes:
         more = {}
         if self._options.include_usage:
             more["usage"] = _usage([prompt]) if self._options.continuous_usage_stats else None
-        return encode(self._record(self.objects[1], (choice,), **more))
-
-    def last_event(self) -> bytes | None:
-        """Write the usage of all prompts, where it is asked for."""
-        if not self._options.include_usage:
-            return None
-        return encode(self._record(self.objects[1], (), usage=_usage(self._prompts)))
+        return event(encode(self._record(self.objects[1], (choice,), **more)))
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
@@ -85,6 +112,11 @@ class Answers:
         if prompt.has_ids and delta.is_first:
             choice["prompt_token_ids"] = prompt.request.prompt_ids
         return choice
+
+
+def told_seed(body: GenerationBody, request: Request) -> int:
+    """Return the seed in use as the caller may send it again."""
+    return request.sampling.seed if body.seed is None else body.seed
 
 
 class PromptProgress:

@@ -46,7 +46,10 @@ MIN_SEED, ALL_TOKENS = -(2**63), -1
 
 _GZIP = ("gzip", "x-gzip")
 # Templates show what is in these, as it is, and so do answers what is in a schema.
-_SHOWN = ("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json")
+_SHOWN = (
+    *("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json"),
+    *("input", "tools", "text", "output_config", "metadata"),
+)
 _PATH = re.compile(r"\$\.?([^`]*)`$")
 _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
 
@@ -87,9 +90,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(Body, kw_only=True, dict=True):
-    """What completions and chats share, named as in the proto where that has it."""
-
-    unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
+    """What every body has that asks for answers, named as in the proto where that has it."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -100,42 +101,18 @@ class GenerationBody(Body, kw_only=True, dict=True):
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    """OpenAI's number of answers to choose `n` from. Nothing is chosen here."""
-    max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    include_stop: bool | None = msgspec.field(default=None, name="include_stop_str_in_output")
-    token_ids: bool | None = msgspec.field(default=None, name="return_token_ids")
-    return_tokens_as_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
-    """Whether the tokens that the tokenizer puts around a text are put around the prompt."""
-    truncate_prompt_tokens: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = None
     priority: int | None = None
     request_id: str | None = None
-    resume: Resume | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonValue | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
     @cached_property
     def forms(self) -> tuple[AskedForm, ...]:
         """The forms that the answers should have: at most one can be served. Raises InvalidRequest."""
-        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-        return (
-            *of_response_format(self.response_format),
-            *of_structured_outputs(self.structured_outputs),
-            *of_kinds("guided_", *guided),
-        )
+        return ()
 
     def keep(self, given: dict[str, Any]) -> None:
         # Here, as a long body is read in a thread.
@@ -146,20 +123,14 @@ class GenerationBody(Body, kw_only=True, dict=True):
         """The mistakes that types do not show, and those in what only this protocol allows."""
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
-        if self.best_of not in (None, 1, self.n):
-            yield Violation("best_of", "not served, unless it is 1 or n")
-        if self.stream_options is not None and self.stream_options.asks and not self.stream:
-            yield Violation("stream_options", "only with stream")
 
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
         """Return the prompts that are asked for. Raises RequestError."""
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
-        """What the body asks for: every option that completions and chats share."""
-        top_k, seed, stop, resume = self.top_k, self.seed, self.stop, self.resume
-        if isinstance(stop, str):
-            stop = [stop] if stop else None
+        """What the body asks for: every option that all of these bodies share."""
+        top_k, seed = self.top_k, self.seed
         return GenerationOptions(
             temperature=self.temperature,
             top_k=0 if top_k == ALL_TOKENS else top_k,
@@ -171,17 +142,72 @@ class GenerationBody(Body, kw_only=True, dict=True):
             # Ours are the same 64 bits, without a sign.
             seed=None if seed is None else seed & MAX_SEED,
             min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
             stream_interval=self.stream_interval if self.stream else AT_THE_END,
-            n=self.n,
             logit_bias=self.logit_bias,
-            stop=stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
-            include_stop=self.include_stop,
-            token_ids=self.token_ids,
             priority=self.priority,
             structured_output=self.forms[0].output if self.forms else None,
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of this body's fields by the proto's names, where they are not the part after its dot."""
+        return {"token_ids.ids": "prompt", "structured_output": self.forms[0].field if self.forms else ""}
+
+
+class ChoicesBody(GenerationBody, kw_only=True):
+    """What completions and chats share, whose answers are a list of choices."""
+
+    unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
+
+    n: int | None = None
+    best_of: int | None = None
+    """OpenAI's number of answers to choose `n` from. Nothing is chosen here."""
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    include_stop: bool | None = msgspec.field(default=None, name="include_stop_str_in_output")
+    token_ids: bool | None = msgspec.field(default=None, name="return_token_ids")
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokens that the tokenizer puts around a text are put around the prompt."""
+    truncate_prompt_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    resume: Resume | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonValue | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @cached_property
+    def forms(self) -> tuple[AskedForm, ...]:
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        return (
+            *of_response_format(self.response_format),
+            *of_structured_outputs(self.structured_outputs),
+            *of_kinds("guided_", *guided),
+        )
+
+    def violations(self) -> Iterator[Violation]:
+        yield from super().violations()
+        if self.best_of not in (None, 1, self.n):
+            yield Violation("best_of", "not served, unless it is 1 or n")
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
+            yield Violation("stream_options", "only with stream")
+
+    def options(self) -> GenerationOptions:
+        stop, resume = self.stop, self.resume
+        if isinstance(stop, str):
+            stop = [stop] if stop else None
+        return replace(
+            super().options(),
+            max_tokens=self.max_tokens,
+            n=self.n,
+            stop=stop,
+            include_stop=self.include_stop,
+            token_ids=self.token_ids,
             resume_index=None if resume is None else resume.index,
             resume_ids=None if resume is None else resume.token_ids,
             add_special_tokens=self.add_special_tokens,
@@ -190,17 +216,15 @@ class GenerationBody(Body, kw_only=True, dict=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of this body's fields by the proto's names, where they are not the part after its dot."""
         return {
-            "token_ids.ids": "prompt",
+            **super().names,
             "output.prompt_logprobs": "logprobs",
             "stop.include_stop": "include_stop_str_in_output",
             "resume.generated_token_ids": "resume.token_ids",
-            "structured_output": self.forms[0].field if self.forms else "",
         }
 
 
-class CompletionBody(GenerationBody, kw_only=True):
+class CompletionBody(ChoicesBody, kw_only=True):
     """The body of /v1/completions."""
 
     unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_COMPLETIONS}

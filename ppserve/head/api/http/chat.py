@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
 
-from ppserve.errors import Violation, refuse
-from ppserve.head.api.chat_template import ROLES
-from ppserve.head.api.http.answers import Answers, Json, PromptProgress
-from ppserve.head.api.http.bodies import GenerationBody
-from ppserve.head.api.http.responses import HttpError
+from ppserve.errors import Violation
+from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
+from ppserve.head.api.http.bodies import ChoicesBody
+from ppserve.head.api.http.conversation import AskedChat, ShownMessage, parsed_arguments
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 from ppserve.head.options import GenerationOptions
 
-MAX_MESSAGES = 1024
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first, or the second."""
 # Other fields than `chat_template_kwargs` that templates get.
@@ -44,12 +42,7 @@ class CalledFunction(msgspec.Struct):
     @property
     def parsed(self) -> dict[str, Any] | None:
         """The arguments; None where they are no JSON object. An empty text is none."""
-        if isinstance(self.arguments, dict):
-            return self.arguments
-        try:
-            return msgspec.json.decode((self.arguments or "").strip() or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            return None
+        return self.arguments if isinstance(self.arguments, dict) else parsed_arguments(self.arguments)
 
 
 class ToolCall(msgspec.Struct):
@@ -97,7 +90,7 @@ class ChatMessage(msgspec.Struct):
         return message
 
 
-class ChatBody(GenerationBody, kw_only=True):
+class ChatBody(ChoicesBody, kw_only=True):
     """The body of /v1/chat/completions."""
 
     unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_CHATS}
@@ -127,29 +120,28 @@ class ChatBody(GenerationBody, kw_only=True):
         super().keep(given)
         for message, own in zip(self.messages, given["messages"], strict=True):
             message.given = own
+        # Here, as a long body is read in a thread.
+        _ = self.conversation
 
     async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        """Return what the chat template makes of the messages, as one prompt."""
-        if handler.template is None:
-            problem = "this model has no chat template, and the server was given none: see --chat-template"
-            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
-        roles, known = handler.template.roles, f"{', '.join(ROLES)}, nor one of the template's"
-        others = (place for place, message in enumerate(self.messages) if message.role not in roles)
-        refuse(Violation(f"messages[{place}].role", f"not one of {known}") for place in others)
-        messages = [message.for_template() for message in self.messages]
-        variables = self.template_variables()
-        continues = bool(self.continue_final_message)
-        rendering = asyncio.ensure_future(handler.template.render(caller, messages, variables, continues))
-        # Nobody hears of its error once the caller has gone.
-        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        parts = await asyncio.shield(rendering)
-        # As in vLLM: the template writes them.
-        return [await handler.tokenize("messages", *parts, surrounds=bool(self.add_special_tokens))]
+        surrounds = bool(self.add_special_tokens)
+        return [await self.conversation.prompt(handler, caller, surrounds)]
+
+    @cached_property
+    def conversation(self) -> AskedChat:
+        """The chat that is to be answered. Raises InvalidRequest."""
+        return AskedChat(
+            messages=[
+                ShownMessage(f"messages[{place}]", message.for_template())
+                for place, message in enumerate(self.messages)
+            ],
+            variables=self.template_variables(),
+            continues=bool(self.continue_final_message),
+        )
 
     def template_variables(self) -> dict[str, Any]:
-        generates = self.add_generation_prompt
         given = {
-            "add_generation_prompt": not self.continue_final_message if generates is None else generates,
+            "add_generation_prompt": self.add_generation_prompt,
             "documents": self.documents,
             "reasoning_effort": self.reasoning_effort or None,
         }
@@ -158,8 +150,6 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            yield Violation("messages", f"{len(self.messages)} messages; 1 to {MAX_MESSAGES} are allowed")
         for place, message in enumerate(self.messages):
             yield from message.violations(f"messages[{place}]")
         if self.logprobs and not self.has_logprobs:
@@ -170,14 +160,14 @@ class ChatBody(GenerationBody, kw_only=True):
             yield Violation(f"chat_template_kwargs.{name}", "is given by another field")
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(ChoiceAnswers):
     """The answers to one chat."""
 
     objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
     id_prefix: ClassVar[str] = "chatcmpl-"
     _is_first = True
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, _first: Delta) -> Iterator[bytes]:
         """Yield a role for each sequence, in their order, and nothing else.
 
         OpenAI's stream helpers make a choice of its first event and then add that event's log-probabilities to it,

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: prompts become streams, deltas the answer."""
+"""All paths that generate: a body's prompts become streams, and their deltas the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.bodies import GenerationBody, read_body
-from ppserve.head.api.http.responses import EventStream, JsonResponse, error_json
+from ppserve.head.api.http.responses import EventStream, JsonResponse
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, renamed
 from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
@@ -29,7 +29,10 @@ async def generate(
         # A header's value, which returns the name, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
-        prompts = await body.prompts(handler, call.caller)
+        try:
+            prompts = await body.prompts(handler, call.caller)
+        except InvalidRequest as error:
+            raise renamed(error, body.names) from None
     return await unless_hung_up(request, _answer(handler, call, body, prompts, form))
 
 
@@ -46,7 +49,7 @@ async def _answer(
         deltas = deltas_of(streams)
         # Until there is an event, a status can tell an error.
         first = await anext(deltas)
-        begin = b"".join(map(_event, (*answers.opening(), answers.event(*first))))
+        begin = b"".join((*answers.opening(first[1]), *answers.events(*first)))
         return EventStream(_events(call, answers, begin, deltas), stack.pop_all())
 
 
@@ -91,13 +94,9 @@ async def _events(
     yield begin
     try:
         async for place, delta in others:
-            yield _event(answers.event(place, delta))
-        if (last := answers.last_event()) is not None:
-            yield _event(last)
+            # A delta whose text is held back makes none.
+            if new := b"".join(answers.events(place, delta)):
+                yield new
+        yield b"".join(answers.ending())
     except Exception as error:
-        yield _event(error_json(call.refusal(error)))
-    yield _event(b"[DONE]")
-
-
-def _event(content: bytes) -> bytes:
-    return b"data: %b\n\n" % content
+        yield b"".join(answers.failing(call.refusal(error)))

@@ -32,6 +32,12 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
+class TextFormat(JsonSchema, kw_only=True):
+    """The form of an answer in Responses and Messages, with its schema beside its type."""
+
+    type: str
+
+
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's forms of an answer, of which a request has one."""
 
@@ -61,17 +67,27 @@ class AskedForm:
 
 def of_response_format(given: ResponseFormat | None) -> Iterator[AskedForm]:
     """Raises InvalidRequest for a type that is not served, and without a schema."""
-    if given is None or given.type == "text":
-        return
-    if given.type == "json_object":
-        yield AskedForm("response_format", StructuredOutput("json_object"))
-        return
-    if given.type != "json_schema":
-        problem = f"{given.type[:100]!r} is not served: text, json_object or json_schema"
-        raise InvalidRequest([Violation("response_format.type", problem)])
-    if given.json_schema is None or given.json_schema.schema is None:
-        raise InvalidRequest([Violation("response_format.json_schema.schema", "missing")])
-    yield AskedForm("response_format.json_schema.schema", _schema(given.json_schema.schema))
+    if given is not None:
+        schema = None if given.json_schema is None else given.json_schema.schema
+        yield from _of_type(given.type, schema, "response_format", "response_format.json_schema.schema")
+
+
+def of_text_format(home: str, given: TextFormat | None) -> Iterator[AskedForm]:
+    """Raises InvalidRequest as `of_response_format` does. home: the field that has this form."""
+    if given is not None:
+        yield from _of_type(given.type, given.schema, home, home + ".schema")
+
+
+def _of_type(kind: str, schema: bool | dict[str, Any] | None, home: str, place: str) -> Iterator[AskedForm]:
+    if kind == "json_object":
+        yield AskedForm(home, StructuredOutput("json_object"))
+    elif kind == "json_schema":
+        if schema is None:
+            raise InvalidRequest([Violation(place, "missing")])
+        yield AskedForm(place, _schema(schema))
+    elif kind != "text":
+        problem = f"{kind[:100]!r} is not served: text, json_object or json_schema"
+        raise InvalidRequest([Violation(home + ".type", problem)])
 
 
 def of_structured_outputs(given: StructuredOutputs | None) -> Iterator[AskedForm]:

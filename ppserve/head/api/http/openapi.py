@@ -13,7 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ppserve.errors import RequestError
 from ppserve.head.api.http.bodies import ALL_TOKENS, MIN_SEED, Body
+from ppserve.head.api.http.responses import error_json
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import RANGES, GenerationOptions
 
@@ -23,7 +25,11 @@ LOWEST = {"seed": MIN_SEED, "top_k": ALL_TOKENS}
 """What HTTP takes below an option's own range."""
 _MEANINGS = {option.name: option.metadata["meaning"] for option in fields(GenerationOptions)}
 _PLACES = "#/components/schemas/"
-_KEY = "key"
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either of these is a key."""
 _ERROR = {
     "title": "Error",
     "description": "An answer whose status is not 200.",
@@ -53,6 +59,7 @@ class HttpPath:
     body: type[Body] | None = None
     content: str = "application/json"  # the type of the answer
     is_open: bool = False  # it needs no key
+    write_error: Callable[[RequestError], bytes] = error_json
     generates: bool = False  # it may end as a stream, and a refusal counts as a request's end
 
 
@@ -70,7 +77,7 @@ def describe_paths(served: Sequence[HttpPath], version: str, has_keys: bool) -> 
         paths.setdefault(each.path.replace(":path", ""), {})[each.method.lower()] = _operation(each, has_keys)
     components: dict[str, Any] = {"schemas": {**schemas, "Error": _ERROR}}
     if has_keys:
-        components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = _KEYS
     info = {"title": "ppserve", "version": version, "description": "A field that is null is absent."}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
@@ -106,7 +113,7 @@ def _operation(of: HttpPath, has_keys: bool) -> dict[str, Any]:
         schema = {"$ref": _PLACES + of.body.__name__}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if has_keys and not of.is_open:
-        operation["security"] = [{_KEY: []}]
+        operation["security"] = [{name: []} for name in _KEYS]
     return operation
 
 

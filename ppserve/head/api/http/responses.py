@@ -34,6 +34,11 @@ def _escape(found: re.Match[bytes]) -> bytes:
     return b"\\u%04x" % ord(found[0].decode())
 
 
+def event(content: bytes, name: str = "") -> bytes:
+    """Write a server-sent event. content: one line. name: its type, for protocols that name events."""
+    return (b"event: %b\n" % name.encode() if name else b"") + b"data: %b\n\n" % content
+
+
 class JsonResponse(Response):
     """A complete answer. Its content is encoded already, or by msgspec."""
 
@@ -88,12 +93,13 @@ class TooManyConnections(Overloaded, status="RESOURCE_EXHAUSTED", http_status=50
         super().__init__("there are too many connections", retry_after_s=1.0)
 
 
-def error_response(error: RequestError) -> Response:
-    return JsonResponse(error_json(error), error.http_status, dict(_headers_of(error)))
+def error_response(error: RequestError, content: bytes) -> Response:
+    """content: the error in the form of its path."""
+    return JsonResponse(content, error.http_status, dict(_headers_of(error)))
 
 
 def error_json(error: RequestError) -> bytes:
-    """Write an error as JSON. `code` is for programs: our `reason` in lower case, which does not change."""
+    """Write an error in OpenAI's form. `code` is for programs: `reason` in lower case, which does not change."""
     status, param = error.http_status, getattr(error, "param", None)
     if isinstance(error, InvalidRequest):
         param = error.violations[0].field

@@ -20,10 +20,12 @@ from starlette.types import ASGIApp
 from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
-from ppserve.head.api.http.answers import Answers
+from ppserve.head.api.http.answers import ChoiceAnswers
+from ppserve.head.api.http.anthropic_messages import MessageAnswers, MessagesBody, count_tokens, messages_error
 from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
+from ppserve.head.api.http.openai_responses import ResponseAnswers, ResponsesBody
 from ppserve.head.api.http.openapi import Endpoint, HttpPath, describe_paths
 from ppserve.head.api.http.page import PageState
 from ppserve.head.api.http.responses import HttpError, JsonResponse, TooManyConnections, error_json, error_response
@@ -47,11 +49,24 @@ EXPOSED_HEADERS = (
 PATHS = [
     HttpPath(
         "POST", "/v1/completions", "Go on with a prompt.",
-        partial(generate, kind=CompletionBody, form=Answers), CompletionBody, generates=True,
+        partial(generate, kind=CompletionBody, form=ChoiceAnswers), CompletionBody, generates=True,
     ),
     HttpPath(
         "POST", "/v1/chat/completions", "Answer the messages of a chat.",
         partial(generate, kind=ChatBody, form=ChatAnswers), ChatBody, generates=True,
+    ),
+    HttpPath(
+        "POST", "/v1/responses", "Answer a chat in the form of OpenAI's responses. Nothing is stored.",
+        partial(generate, kind=ResponsesBody, form=ResponseAnswers), ResponsesBody, generates=True,
+    ),
+    HttpPath(
+        "POST", "/v1/messages", "Answer the messages of a chat, in Anthropic's form.",
+        partial(generate, kind=MessagesBody, form=MessageAnswers), MessagesBody,
+        generates=True, write_error=messages_error,
+    ),
+    HttpPath(
+        "POST", "/v1/messages/count_tokens", "Count the tokens of a chat in Anthropic's form.",
+        count_tokens, MessagesBody, write_error=messages_error,
     ),
     HttpPath("GET", "/v1/models", "List the model under each of its names.", describing.models),
     HttpPath("GET", "/v1/models/{name:path}", "Describe the model of this name.", describing.model),
@@ -114,33 +129,34 @@ class HttpServer(Listener):
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         path, state = request.scope["path"], request.state
+        served = self._by_path.get(path)
         state.call = begin_call(request, self._handler.keys is not None)
         try:
-            timeout_s = self._admit(request, path)
+            timeout_s = self._admit(request, served)
             async with asyncio.timeout(timeout_s):
                 response = await endpoint(request, self._handler)
         except ClientDisconnect:
             log.debug("request %s: its caller hung up", state.call.request_id, extra=state.call.trace)
             response = Response(status_code=_CALLER_GONE)
-        except TimeoutError:
-            response = error_response(state.call.refusal(DeadlinePassed("the caller's time limit passed")))
         except Exception as error:
-            response = error_response(state.call.refusal(error))
+            is_late = isinstance(error, TimeoutError)
+            told = state.call.refusal(DeadlinePassed("the caller's time limit passed") if is_late else error)
+            response = error_response(told, (served.write_error if served is not None else error_json)(told))
         response.headers.update(dict(state.call.names))
         if ignored := getattr(state, "ignored", ""):
             response.headers["x-ignored-fields"] = ignored
         if state.is_surplus:
             response.headers["connection"] = "close"
-        self._count_answer(path if path in self._by_path else _OTHER_PATHS, response.status_code)
+        self._count_answer(_OTHER_PATHS if served is None else path, response.status_code)
         return response
 
     async def _describe(self, _request: Request, handler: RequestHandler) -> Response:
         """GET /openapi.json."""
         return JsonResponse(describe_paths(self._served, handler.description.version, handler.keys is not None))
 
-    def _admit(self, request: Request, path: str) -> float | None:
+    def _admit(self, request: Request, served: HttpPath | None) -> float | None:
         """How long the caller waits. Raises InvalidRequest, TooManyConnections, Unauthenticated."""
-        handler, state, served = self._handler, request.state, self._by_path.get(path)
+        handler, state = self._handler, request.state
         with handler.counting_refusals(served is not None and served.generates):
             if state.is_surplus:
                 raise TooManyConnections
@@ -171,7 +187,8 @@ class _SharedWithPages(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code != 200:
             why = bytes(response.body).decode().lower()
-            response = error_response(HttpError(response.status_code, "CORS", f"{why} (--cors-origin)"))
+            error = HttpError(response.status_code, "CORS", f"{why} (--cors-origin)")
+            response = error_response(error, error_json(error))
         self._count_answer(_OTHER_PATHS, response.status_code)
         return response
 

@@ -1,4 +1,4 @@
-"""The table of refused fields: OpenAI's or vLLM's interface has them, and they would change the answer.
+"""The table of refused fields: a served interface has them, or vLLM's, and they would change the answer.
 
 Clients send such fields by default, with values that ask for nothing. Those are taken. docs/http.md has the same
 table.
@@ -56,6 +56,23 @@ OF_CHATS: Mapping[str, Neutral] = {
     "tool_choice": _ANY_OF_NONE,
     "tools": NOTHING,
     "web_search_options": (False, "", []),  # {} asks for a search
+}
+
+OF_MESSAGES: Mapping[str, Neutral] = {
+    "container": NOTHING,
+    "mcp_servers": NOTHING,
+    "tool_choice": (*NOTHING, {"type": "auto"}, {"type": "none"}),
+    "tools": NOTHING,
+}
+
+OF_RESPONSES: Mapping[str, Neutral] = {
+    "background": NOTHING,
+    "conversation": NOTHING,
+    "previous_response_id": NOTHING,
+    "prompt": NOTHING,
+    "tool_choice": _ANY_OF_NONE,
+    "tools": NOTHING,
+    "top_logprobs": (*NOTHING, 0),
 }
 
 

@@ -45,6 +45,18 @@ class Answer:
         assert all(part.startswith("data: {") for part in parts[:-2])
         return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
+    @property
+    def named_events(self) -> list[tuple[str, Any]]:
+        """What the events of messages and responses hold, with their names, which are also their types."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *parts, end = self.body.decode().split("\n\n")
+        lines = [part.split("\n") for part in parts]
+        assert end == ""
+        assert all(name.startswith("event: ") and data.startswith("data: {") for name, data in lines)
+        events = [(name[7:], json.loads(data[6:])) for name, data in lines]
+        assert all(name == data["type"] for name, data in events)
+        return events
+
 
 @dataclass
 class Served:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from ppserve.head.api.http.bodies import DEFAULT_MAX_TOKENS, CompletionBody
+from ppserve.head.api.http.anthropic_messages import MessagesBody
+from ppserve.head.api.http.bodies import DEFAULT_MAX_TOKENS, CompletionBody, GenerationBody
 from ppserve.head.api.http.chat import ChatBody
+from ppserve.head.api.http.openai_responses import ResponsesBody
 from ppserve.head.api.http.openapi import LOWEST
 from ppserve.head.limits import LEAST_URGENT, MAX_BIAS, MOST_URGENT, Limits
 from ppserve.head.options import NAMES, RANGES, GenerationOptions
@@ -29,7 +31,8 @@ MORE_RANGES = {
     "priority": f"counts as {LEAST_URGENT} to {MOST_URGENT}",
 }
 MORE_DEFAULTS = {
-    "max_tokens": f"{DEFAULT_MAX_TOKENS}; chats: what is left",
+    "max_tokens": f"completions: {DEFAULT_MAX_TOKENS}; others: what is left",
+    "max_output_tokens": "what is left",
     "add_special_tokens": "true; chats: false",
 }
 
@@ -39,15 +42,21 @@ def written(value: object) -> str:
 
 
 def doors() -> dict[tuple[str, str], str]:
-    """Who takes a field, by its name in JSON and in the struct."""
-    kinds = ("completions", CompletionBody), ("chats", ChatBody)
-    found: dict[tuple[str, str], str] = {}
+    """Who takes a field, by its name in JSON and in the struct: `all`, or the doors, of which the first two are
+    `both`."""
+    kinds: tuple[tuple[str, type[GenerationBody]], ...] = (
+        ("completions", CompletionBody),
+        ("chats", ChatBody),
+        ("messages", MessagesBody),
+        ("responses", ResponsesBody),
+    )
+    found: dict[tuple[str, str], list[str]] = {}
     for door, kind in kinds:
         for field in msgspec.structs.fields(kind):
             if field.encode_name:
-                key = field.encode_name, field.name
-                found[key] = "both" if key in found else door
-    return found
+                found.setdefault((field.encode_name, field.name), []).append(door)
+    said = {key: ", ".join(taking).replace("completions, chats", "both") for key, taking in found.items()}
+    return {key: "all" if door == "both, messages, responses" else door for key, door in said.items()}
 
 
 def row_of_an_option(name: str, option: str, door: str) -> tuple[str, ...]:
@@ -56,7 +65,7 @@ def row_of_an_option(name: str, option: str, door: str) -> tuple[str, ...]:
     if option in RANGES:
         low, high = RANGES[option]
         within = f"{written(LOWEST.get(option, low))} to {written(high)}"
-    default = MORE_DEFAULTS.get(option, written(() if metadata["default"] is None else metadata["default"]))
+    default = MORE_DEFAULTS.get(name, written(() if metadata["default"] is None else metadata["default"]))
     return f"`{name}`", metadata["meaning"], default, within, door
 
 

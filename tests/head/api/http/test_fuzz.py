@@ -67,6 +67,57 @@ chat = {
     "tool_choice": st.sampled_from(["none", "auto"]),
 }
 
+text_blocks = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2)
+# Contents of the newer doors: blocks and items, mostly of their types.
+contents = texts | st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "input_text", "thinking", "tool_use", "tool_result", "image"]) | texts},
+        optional={
+            **dict.fromkeys(("text", "thinking", "id", "name", "tool_use_id"), texts | anything),
+            "input": st.dictionaries(texts, anything, max_size=2),
+            "content": texts
+            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2),
+        },
+    ),
+    max_size=4,
+)
+roles = st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | texts
+formats = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "json_object", "json_schema"]) | texts}, optional={"schema": anything}
+)
+turns = st.lists(st.fixed_dictionaries({"role": roles, "content": contents}), max_size=5)
+messages = {
+    "messages": turns | anything,
+    "system": contents | anything,
+    "stop_sequences": st.lists(texts, max_size=6),
+    "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled"])}) | anything,
+    "output_config": st.fixed_dictionaries({}, optional={"format": formats, "effort": texts}) | anything,
+    "tools": st.lists(anything, max_size=1),
+}
+kinds_of_items = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | texts
+items = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": kinds_of_items,
+            "role": roles,
+            **dict.fromkeys(("content", "output", "summary"), contents | anything),
+            **dict.fromkeys(("call_id", "name", "arguments"), texts),
+        },
+    ),
+    max_size=5,
+)
+responses = {
+    "input": texts | turns | items | anything,
+    "instructions": texts,
+    "max_output_tokens": counts,
+    "text": st.fixed_dictionaries({}, optional={"format": formats, "verbosity": texts}) | anything,
+    "reasoning": st.fixed_dictionaries({}, optional={"effort": texts}) | anything,
+    "include": st.lists(texts, max_size=2),
+    "store": st.booleans(),
+    "previous_response_id": texts,
+}
+
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
@@ -74,6 +125,9 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "/v1/completions": ({"prompt": prompts}, {**sampling, **completion}),
         "/v1/chat/completions": ({}, {**sampling, **chat}),
+        "/v1/messages": ({}, {**sampling, **messages}),
+        "/v1/messages/count_tokens": ({}, messages),
+        "/v1/responses": ({}, {**sampling, **responses}),
         "/tokenize": ({}, {"prompt": texts, "return_token_strs": st.booleans()}),
         "/detokenize": ({}, {"tokens": st.lists(ids, max_size=70)}),
     }

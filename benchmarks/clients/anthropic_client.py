@@ -1,0 +1,62 @@
+"""Anthropic's client, against the HTTP address given. Runs in the clients' environment."""
+
+import asyncio
+import sys
+
+import anthropic
+
+PROMPT = [{"role": "user", "content": "Once upon a time"}]
+SYSTEM = "You tell stories about lamps and boats to people who listen. " * 8
+
+client = anthropic.Anthropic(base_url=f"http://{sys.argv[1]}", api_key="none", max_retries=0)
+asked = {"model": "tiny", "max_tokens": 30, "messages": PROMPT, "extra_body": {"seed": 3}}
+whole = client.messages.create(**asked)
+text = whole.content[0].text
+assert (bool(text), whole.stop_reason) == (True, "max_tokens"), whole
+with client.messages.stream(**asked) as stream:
+    assert "".join(stream.text_stream) == text
+    final = stream.get_final_message()
+assert (final.content, final.stop_reason) == (whole.content, whole.stop_reason)
+assert final.usage.output_tokens == whole.usage.output_tokens == 30
+events = [event.type for event in client.messages.create(**asked, stream=True)]
+assert (events[0], events[-1]) == ("message_start", "message_stop"), events
+
+word = text.split()[2]
+cut = client.messages.create(**asked, stop_sequences=[word])
+assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", word)
+assert text.startswith(cut.content[0].text)
+
+counted = client.messages.count_tokens(model="tiny", messages=PROMPT, system=SYSTEM)
+cached = []
+for number in range(2):
+    line = f"x-anthropic-billing-header: cc_version=2.1.36.{number}; cch={number}{number};"
+    system = [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in (line, SYSTEM)]
+    usage = client.messages.create(**asked, system=system).usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens, usage
+    cached.append(usage.cache_read_input_tokens)
+assert (cached[0], cached[1] > counted.input_tokens // 2) == (0, True), cached
+
+wrongs = (
+    ({"model": "another"}, anthropic.NotFoundError),
+    ({"top_p": 7}, anthropic.BadRequestError),
+    ({"messages": []}, anthropic.BadRequestError),
+)
+told = []
+for wrong, kind in wrongs:
+    try:
+        client.messages.create(**{**asked, **wrong})
+    except kind as error:
+        told.append(error.body["error"]["type"])
+assert told == ["not_found_error", "invalid_request_error", "invalid_request_error"], told
+
+
+async def ask() -> str:
+    async with anthropic.AsyncAnthropic(base_url=f"http://{sys.argv[1]}", auth_token="none") as other:
+        return (await other.messages.create(**asked)).content[0].text
+
+
+assert asyncio.run(ask()) == text
+print(
+    f"anthropic {anthropic.__version__}: whole, streamed and asynchronous the same text; "
+    f"{counted.input_tokens} tokens counted as used, {cached[1]} from the cache behind another header; errors"
+)

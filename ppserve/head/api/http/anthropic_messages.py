@@ -1,0 +1,282 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ppserve.core.request import FinishReason
+from ppserve.errors import RequestError, Violation
+from ppserve.head.api.http.answers import Json
+from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
+from ppserve.head.api.http.bodies import GenerationBody, read_body
+from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, to_messages
+from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
+from ppserve.head.api.http.responses import JsonResponse, encode, event
+from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
+from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.requests import Prompt
+from ppserve.head.api.stream import Delta
+from ppserve.head.options import GenerationOptions
+
+# A coding agent's first block of `system`. It differs in every request, so no prefix would be found in the cache.
+_BILLING = "x-anthropic-billing-header:"
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""The fields that a block of this type has. Other types are not served."""
+
+_STOP_REASONS = {
+    FinishReason.EOS: "end_turn",
+    FinishReason.STOP_TOKEN: "end_turn",
+    FinishReason.STOP_STRING: "stop_sequence",
+    FinishReason.MAX_TOKENS: "max_tokens",
+    FinishReason.CONTEXT_LENGTH: "model_context_window_exceeded",
+    FinishReason.CANCELLED: "abort",
+}
+"""Anthropic's words; `abort`, for an end before its time, is that of chats."""
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+_DELTAS: Mapping[BlockKind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""What a block of this kind grows by, and the field that has it."""
+
+
+THINKING = ("disabled", "enabled", "adaptive", "between_tools")
+
+
+class ContentBlock(msgspec.Struct):
+    """A block of a message's content, with the fields of all types that are served."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+    def violations(self, place: str) -> Iterator[Violation]:
+        yield from lacking(place, self, _NEEDS)
+        if self.type == "tool_result" and isinstance(self.content, list):
+            yield from _only_texts(f"{place}.content", self.content)
+
+
+class AnthropicMessage(msgspec.Struct):
+    role: str
+    content: str | list[ContentBlock]
+
+    def violations(self, place: str) -> Iterator[Violation]:
+        for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            yield from block.violations(f"{place}.content[{number}]")
+
+    def turns(self, place: str) -> Iterator[Turn]:
+        """Yield a turn for each result of a tool, and one for all else."""
+        if isinstance(self.content, str):
+            yield Turn(field=place, role=self.role, texts=[self.content])
+            return
+        of_type: dict[str, list[ContentBlock]] = {kind: [] for kind in _NEEDS}
+        for block in self.content:
+            of_type[block.type].append(block)
+        for result in of_type["tool_result"]:
+            yield Turn(field=place, role="tool", texts=_texts(result.content), result_of=result.tool_use_id)
+        calls = [call_of(call.id or "", call.name or "", call.input or {}) for call in of_type["tool_use"]]
+        yield Turn(
+            field=place,
+            role=self.role,
+            texts=_texts(of_type["text"]),
+            reasoning=[block.thinking or "" for block in of_type["thinking"]],
+            calls=calls,
+        )
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model reasons first. Its budget is not counted: `max_tokens` bounds both."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: TextFormat | None = None
+
+
+class MessagesBody(GenerationBody, kw_only=True):
+    """The body of /v1/messages."""
+
+    unserved: ClassVar[Mapping[str, Neutral]] = OF_MESSAGES
+
+    messages: list[AnthropicMessage]
+    system: str | list[ContentBlock] | None = None
+    max_tokens: int | None = None
+    stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def violations(self) -> Iterator[Violation]:
+        yield from super().violations()
+        if isinstance(self.system, list):
+            yield from _only_texts("system", self.system)
+        for place, message in enumerate(self.messages):
+            yield from message.violations(f"messages[{place}]")
+        if self.thinking is not None and self.thinking.type not in THINKING:
+            yield Violation("thinking.type", f"not one of {', '.join(THINKING)}")
+
+    @cached_property
+    def forms(self) -> tuple[AskedForm, ...]:
+        format = None if self.output_config is None else self.output_config.format
+        return tuple(of_text_format("output_config.format", format))
+
+    def keep(self, given: dict[str, Any]) -> None:
+        super().keep(given)
+        _ = self.conversation
+
+    @cached_property
+    def conversation(self) -> AskedChat:
+        """The chat that is to be answered. Raises InvalidRequest."""
+        turns = [Turn(field="system", role="system", texts=[text]) for text in self._system()]
+        for place, message in enumerate(self.messages):
+            turns += message.turns(f"messages[{place}]")
+        messages = to_messages(turns)
+        given = {
+            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
+            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+        }
+        last = messages[-1].shown if messages else {}
+        return AskedChat(
+            messages=messages,
+            variables={name: value for name, value in given.items() if value is not None},
+            continues=last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last,
+        )
+
+    def _system(self) -> Iterator[str]:
+        """Yield the texts of the system prompt, without the line that differs in every request."""
+        for text in _texts(self.system):
+            shown = text.partition("\n")[2] if text.startswith(_BILLING) else text
+            if shown:
+                yield shown
+
+    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
+        return [await self.conversation.prompt(handler, caller)]
+
+    def options(self) -> GenerationOptions:
+        return replace(super().options(), max_tokens=self.max_tokens, stop=self.stop)
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {**super().names, "prompt": "messages", "stop.stop": "stop_sequences"}
+
+
+def _texts(content: str | Sequence[ContentBlock] | None) -> list[str]:
+    return [content] if isinstance(content, str) else [block.text or "" for block in content or ()]
+
+
+def _only_texts(place: str, blocks: Sequence[ContentBlock]) -> Iterator[Violation]:
+    for number, block in enumerate(blocks):
+        if block.type != "text" or block.text is None:
+            yield Violation(f"{place}[{number}]", "only text is served")
+
+
+async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:
+    """POST /v1/messages/count_tokens."""
+    body = await read_body(request, MessagesBody, handler)
+    (prompt,) = await body.prompts(handler, request.state.call.caller)
+    return JsonResponse({"input_tokens": len(prompt)})
+
+
+class MessageAnswers(BlockAnswers):
+    """The answer as Anthropic's message, whose content are its blocks."""
+
+    def opening(self, first: Delta) -> Iterator[bytes]:
+        nothing: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {**self._usage(first), "output_tokens": 0}
+        yield _event("message_start", message={**self._head, **nothing, "usage": usage})
+        yield _event("ping")
+
+    def failing(self, error: RequestError) -> Iterator[bytes]:
+        yield event(messages_error(error), "error")
+
+    @property
+    def _head(self) -> Json:
+        return {"id": f"msg_{self._id}", "type": "message", "role": "assistant", **self._facts}
+
+    def _whole(self, last: Delta) -> Json:
+        content = [_content(block) for block in self._row.blocks]
+        return {**self._head, "content": content, **_end(last), "usage": self._usage(last)}
+
+    def _block_events(self, change: BlockChange) -> Iterator[bytes]:
+        index = change.block.index
+        match change.what:
+            case "begins":
+                yield _event("content_block_start", index=index, content_block=_content(change.block))
+            case "grows":
+                kind, field = _DELTAS[change.block.kind]
+                yield _event("content_block_delta", index=index, delta={"type": kind, field: change.text})
+            case "ends":
+                yield _event("content_block_stop", index=index)
+
+    def _end_events(self, last: Delta) -> Iterator[bytes]:
+        yield _event("message_delta", delta=_end(last), usage=self._usage(last))
+        yield _event("message_stop")
+
+    def _usage(self, delta: Delta) -> Json:
+        cached = delta.last.cached_tokens
+        return {
+            "input_tokens": len(self._request.prompt_ids) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": delta.num_generated,
+        }
+
+
+def messages_error(error: RequestError) -> bytes:
+    """Write an error in Anthropic's form."""
+    status = error.http_status
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+
+
+def _content(block: AnswerBlock) -> Json:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "call":
+            given = msgspec.json.decode(block.text) if block.text else {}
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+
+
+def _end(delta: Delta) -> Json:
+    reason, matched = delta.last.finish, delta.last.matched
+    assert reason is not None, "the last delta has the end"
+    stopped = matched if reason is FinishReason.STOP_STRING else None
+    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": stopped}
+
+
+def _event(name: str, /, **fields: Any) -> bytes:
+    return event(encode({"type": name, **fields}), name)

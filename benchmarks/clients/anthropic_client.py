@@ -16,7 +16,7 @@ assert (bool(text), whole.stop_reason) == (True, "max_tokens"), whole
 with client.messages.stream(**asked) as stream:
     assert "".join(stream.text_stream) == text
     final = stream.get_final_message()
-assert (final.content, final.stop_reason) == (whole.content, whole.stop_reason)
+assert (final.content[0].text, final.stop_reason) == (text, whole.stop_reason)
 assert final.usage.output_tokens == whole.usage.output_tokens == 30
 events = [event.type for event in client.messages.create(**asked, stream=True)]
 assert (events[0], events[-1]) == ("message_start", "message_stop"), events
@@ -38,7 +38,7 @@ assert (cached[0], cached[1] > counted.input_tokens // 2) == (0, True), cached
 
 wrongs = (
     ({"model": "another"}, anthropic.NotFoundError),
-    ({"top_p": 7}, anthropic.BadRequestError),
+    ({"extra_body": {"top_p": 7}}, anthropic.BadRequestError),
     ({"messages": []}, anthropic.BadRequestError),
 )
 told = []

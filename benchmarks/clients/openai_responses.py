@@ -33,9 +33,10 @@ further = client.responses.create(**{**asked, "input": history}, instructions="B
 assert further.output_text
 assert further.usage.input_tokens > whole.usage.total_tokens
 
-parsed = client.responses.parse(**asked, text_format=Animal)
+roomy = {**asked, "max_output_tokens": 300}
+parsed = client.responses.parse(**roomy, text_format=Animal)
 assert (parsed.output_parsed.legs, parsed.status) == (4, "completed"), parsed
-with client.responses.stream(**asked, text_format=Animal) as stream:
+with client.responses.stream(**roomy, text_format=Animal) as stream:
     assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 wrongs = {"previous_response_id": "resp_1", "top_p": 7, "input": []}

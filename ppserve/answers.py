@@ -30,6 +30,8 @@ class Options(TypedDict, total=False):
     seed: int
     n: int
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Texts
     max_tokens: int
     min_tokens: int
     stop: Texts
@@ -42,6 +44,7 @@ class Options(TypedDict, total=False):
     token_ids: bool
     timings: bool
     stream_interval: int
+    skip_special_tokens: bool
     structured_output: StructuredOutput
     request_id: str
     priority: int

@@ -115,6 +115,8 @@ class ServerSettings:
     no_page: bool = False
     """HTTP shows no page at its root."""
     chat_template: Path | None = None
+    max_logprobs: int = 20
+    """The most likely tokens that a request may ask for with each token; -1 = the whole vocabulary."""
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0
     start_timeout_s: float = 1800.0

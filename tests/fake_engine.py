@@ -105,7 +105,7 @@ class ByteCodec:
         texts = (self.special_ids[part] if place % 2 else part for place, part in enumerate(parts))
         return [token_id for part in texts for token_id in ([part] if isinstance(part, int) else part.encode())]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skips_special: bool = True) -> str:
         return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

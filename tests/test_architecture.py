@@ -252,7 +252,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": 1_164,
+    "ppserve/*.py": 1_190,
     "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_250,
     "ppserve/core/ledger/*.py": 936,
@@ -261,7 +261,7 @@ BUDGET = {
     "ppserve/stage/*.py": 1_374,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_500,
-    "ppserve/head/api/**/*.py": 6_100,
+    "ppserve/head/api/**/*.py": 6_200,
     "ppserve/head/observe/*.py": 920,
     "ppserve/model/*.py": 2_000,
     "ppserve/model/compiled/*.py": 647,
@@ -270,12 +270,12 @@ BUDGET = {
     "ppserve/model/checkpoint/*.py": 1_930,
     "ppserve/tokenizer/*.py": 960,
     "ppserve/grammar/*.py": 1_100,
-    "ppserve/library/*.py": 541,
+    "ppserve/library/*.py": 560,
     "ppserve/client/*.py": 654,
     "ppserve/bench/*.py": 824,
     "ppserve/cli/*.py": 2_400,
     "tests/**/*.py": 37_000,
-    "benchmarks/**/*.py": 2_744,
+    "benchmarks/**/*.py": 3_100,
     "README.md": 200,
 }
 

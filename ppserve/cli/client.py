@@ -75,6 +75,8 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("frequency_penalty", float, "Subtract this from a token's logit for each time that it was generated."),
     ("presence_penalty", float, "Subtract this from a token's logit once it was generated."),
     ("logit_bias", (Parsed("ID=BIAS", _bias),), "Add BIAS to the logit of token ID. May be repeated."),
+    ("allowed_token_ids", (_COUNT,), "Draw no token but this one and others that are given so. May be repeated."),
+    ("bad_words", (TEXT,), "A string that the text must not have. May be repeated."),
     ("seed", int, "Seed of the random draws. Default: a random one, which --json prints."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
@@ -91,6 +93,14 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("request_id", TEXT, "Name of the request in the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )
+
+_FLAGS = {
+    "allowed_token_ids": "allowed-token-id",
+    "bad_words": "bad-word",
+    "stop_token_ids": "stop-token-id",
+    "timeout_s": "timeout",
+}
+"""Flags whose names are not those of their options."""
 
 
 _FORM_OPTIONS = (
@@ -116,7 +126,7 @@ def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | Non
 
 
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
-    flag = {"stop_token_ids": "stop-token-id", "timeout_s": "timeout"}.get(name, name.replace("_", "-"))
+    flag = _FLAGS.get(name, name.replace("_", "-"))
     names = [f"--{flag}", name]
     if kind is bool:
         return click.Option(names, help=text, is_flag=True)

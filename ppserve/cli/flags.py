@@ -170,6 +170,11 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _port("--http-port", "Port of HTTP with OpenAI's paths and the page; 0 picks a free one.", default=8000),
         _list("--cors-origin", "Origins whose web pages may read HTTP answers; * allows all.", ORIGINS),
         _flag("--no-page", "Do not show the page on the HTTP port.", is_flag=True),
+        _flag(
+            "--max-logprobs",
+            "Most likely tokens that a request may ask for with each of its tokens; -1: all of the vocabulary.",
+            click.IntRange(-1), default=20,
+        ),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine as well, on the gRPC port, for routers.", is_flag=True),
         _port("--metrics-port", "Port of /metrics and the page without a prompt; 0 picks one.", default=9400),
         _flag("--api-key-file", "File of accepted API keys, one a line; SIGHUP reads it again.", FILE),

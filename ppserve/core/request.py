@@ -67,6 +67,8 @@ class OutputOptions:
     token_ids: bool = False
     timings: bool = False
     stream_interval: int = 1
+    skip_special_tokens: bool = True
+    """Whether the text leaves out the names of special tokens."""
 
 
 @dataclass(frozen=True, slots=True)

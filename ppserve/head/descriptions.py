@@ -17,7 +17,7 @@ from ppserve.core.ledger.advice import advise
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import ReplicaReading
-from ppserve.head.limits import Limits
+from ppserve.head.limits import ALL, Limits
 from ppserve.tokenizer import ChatFormat, Tokenizer, load_tokenizer, read_chat_format
 
 STAGE_STATES = ("away", "loading", "waiting", "ready")
@@ -149,7 +149,8 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     assert hello is not None
     checkpoint = hello.model.checkpoint
     arch = hello.model.architecture
-    limits = Limits()
+    asked, limits = config.server.max_logprobs, Limits()
+    max_logprobs = arch.vocab_size if asked == ALL else min(asked, arch.vocab_size)
     # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
     tokenizer = load_tokenizer(checkpoint, arch.vocab_size)
     chats = read_chat_format(checkpoint)
@@ -171,7 +172,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
         deterministic=not reasons,
         nondeterministic_reason="; ".join(reasons) or None,
         version=__version__,
-        limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
+        limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs), max_logprobs=max_logprobs),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
         kv_dtype=hello.model.kv_dtype,
         chat_format=replace(chats, tokens={**_name_end(arch, tokenizer), **chats.tokens}),

@@ -8,6 +8,8 @@ MAX_REQUEST_ID_BYTES = 128
 # What the proto's integers hold.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
+ALL = -1
+"""Stands for all that there are, where an option says how many."""
 # A lower temperature is greedy, as 0: within these, logits stay finite.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
@@ -29,6 +31,7 @@ class Limits:
     max_prompt_bytes: int = 128 << 10
     max_n: int = MAX_N
     max_stop: int = 32
+    """Strings of `stop`; also of `bad_words`, and so for their bytes."""
     max_stop_bytes: int = 256
     max_stop_token_ids: int = 64
     max_logprobs: int = 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ppserve.grammar.structured_output import StructuredOutput
-from ppserve.head.limits import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
+from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
 
 
 def _option(
@@ -80,11 +80,13 @@ class GenerationOptions:
     max_tokens: int | None = _option("stop", "An answer ends with so many tokens.", low=0, high=MAX_COUNT)
     stream_interval: int | None = _option("output", "Tokens are sent so many at a time.", 1, low=1, high=MAX_COUNT)
     logprobs: int | None = _option(
-        "output", "Tokens come with their log-probability, and with so many of the most likely ones."
+        "output", "Tokens come with their log-probability, and with so many of the most likely ones; -1: with all."
     )
     prompt_logprobs: int | None = _option("output", "The same, for the tokens of the prompt.")
     n: int | None = _option("sampling", "So many sequences are generated.", 1)
     logit_bias: Mapping[int, float] | None = _option("sampling", "Is added to the logits of these token ids.", ())
+    allowed_token_ids: Sequence[int] | None = _option("sampling", "Only these tokens are drawn.", ())
+    bad_words: Sequence[str] | None = _option("sampling", "The text of an answer has none of these strings.", ())
     stop: Sequence[str] | None = _option("stop", "An answer ends with any of these strings.", ())
     stop_token_ids: Sequence[int] | None = _option("stop", "An answer ends with any of these tokens.", ())
     ignore_eos: bool | None = _option("stop", "The model's end-of-text tokens do not end an answer.", False)
@@ -92,13 +94,17 @@ class GenerationOptions:
     echo: bool | None = _option("output", "The text begins with the prompt.", False)
     token_ids: bool | None = _option("output", "Tokens are listed with their ids.", False)
     timings: bool | None = _option("output", "The end tells where the time went.", False)
+    skip_special_tokens: bool | None = _option("output", "The text is without the names of special tokens.", True)
     structured_output: StructuredOutput | None = _option("", "The text has this form.")  # noqa: RUF009
     priority: int | None = _option("", "A request with a lower one is admitted earlier.", 0)
     resume_index: int | None = _option("", "The sequence that is resumed.")
     resume_ids: Sequence[int] | None = _option("", "The tokens of the resumed sequence that the caller holds.", ())
     add_special_tokens: bool | None = _option("", "The tokenizer's own tokens are put around a prompt of text.")
     truncate_prompt_tokens: int | None = _option(
-        "", "Only the last tokens of the prompt are used, so many of them.", low=1, high=MAX_COUNT
+        "",
+        "Only the last tokens of the prompt are used, so many of them; -1: as many as fit beside the answer.",
+        low=ALL,
+        high=MAX_COUNT,
     )
 
     @property

@@ -188,8 +188,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             request = to_request(asked, ids, self.model, call)
             own_name = f"{name}-{place}" if name and len(prompts) > 1 else name or str(place)
             requests[own_name] = RequestStream(request, echo(prompt, request, self._tokenizer))
-            if asked.structured_output is not None:
-                filters[own_name] = self._forms.filter_at_once(asked.structured_output)
+            if (token_filter := self._forms.filter_at_once(asked)) is not None:
+                filters[own_name] = token_filter
         return Stream(self._running, self._tokenizer, requests, filters)
 
     # ---- what it says ----
@@ -248,6 +248,8 @@ def generation_options(given: Options) -> GenerationOptions:
         seed=given.get("seed"),
         n=given.get("n"),
         logit_bias=given.get("logit_bias"),
+        allowed_token_ids=given.get("allowed_token_ids"),
+        bad_words=given.get("bad_words"),
         max_tokens=given.get("max_tokens"),
         min_tokens=given.get("min_tokens"),
         stop=given.get("stop"),
@@ -260,6 +262,7 @@ def generation_options(given: Options) -> GenerationOptions:
         token_ids=given.get("token_ids"),
         timings=given.get("timings"),
         stream_interval=given.get("stream_interval"),
+        skip_special_tokens=given.get("skip_special_tokens"),
         structured_output=given.get("structured_output"),
         priority=given.get("priority"),
     )

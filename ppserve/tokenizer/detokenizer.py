@@ -25,13 +25,19 @@ class Detokenizer:
 
     The stop string that is complete first ends the stream. If one character completes several, the longest of them
     does, which began first. With `include_stop` the text ends with the matched string, otherwise before it.
-    The first `min_tokens` tokens are not searched for stop strings.
+    The first `min_tokens` tokens are not searched for stop strings. Unless `skips_special`, the text has the names
+    of special tokens.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skips_special: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._bytes_of = tokenizer.text_bytes if skips_special else tokenizer.token_bytes
         self._stops = frozenset(stop)
         self._first_characters = frozenset(text[0] for text in stop)
         self._include_stop = include_stop
@@ -44,7 +50,7 @@ class Detokenizer:
         """The text that is certain with this token; empty after a match or `finish`."""
         if self._ended:
             return Piece("")
-        text = self._decoder.decode(self._tokenizer.text_bytes(token_id))
+        text = self._decoder.decode(self._bytes_of(token_id))
         if self._num_unsearched:
             self._num_unsearched -= 1
             return Piece(text)

@@ -109,9 +109,11 @@ class Tokenizer:
             return b""
         return self._token_bytes.get(token_id, b"")
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""
-        return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], skips_special: bool = True) -> str:
+        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown tokens are left out, and special ones unless
+        they are to be there by their names."""
+        bytes_of = self.text_bytes if skips_special else self.token_bytes
+        return b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> bytes:
         """Return the tokenizer as a `tokenizer.json`, for clients that tokenize by themselves."""

@@ -69,6 +69,8 @@ def requests_with_everything(count: int, seed: int) -> list[pb.GenerateRequest]:
                 setattr(sampling, name, rng.choice(values))
         for token_id in rng.sample(range(1280), 5 * chance(0.3)):
             sampling.logit_bias[token_id] = rng.uniform(-100, 8)
+        sampling.allowed_token_ids.extend(sorted(rng.sample(range(1280), 400 * chance(0.15))))
+        sampling.bad_words.extend(rng.sample(["the", " a", "e ", "on"], 2 * chance(0.2)))
         stop.max_tokens = rng.randint(1, 32)
         stop.ignore_eos = chance(0.5)
         stop.include_stop = chance(0.5)
@@ -80,6 +82,7 @@ def requests_with_everything(count: int, seed: int) -> list[pb.GenerateRequest]:
             stop.max_tokens = stop.min_tokens = 0
         output.token_ids = True
         output.echo = chance(0.3)
+        output.skip_special_tokens = chance(0.7)
         for share, name, values in (
             (0.5, "logprobs", [0, 3]),
             (0.2, "prompt_logprobs", [0, 2]),

@@ -44,6 +44,9 @@ def as_http(request: pb.GenerateRequest) -> dict[str, Any]:
     more: dict[str, Any] = {name: given[name] for name in SAME if name in given and name not in OPENAI_S}
     asked: dict[str, Any] = {name: given[name] for name in SAME if name in given and name in OPENAI_S}
     more["stop_token_ids"] = list(request.stop.stop_token_ids)
+    more["allowed_token_ids"] = list(request.sampling.allowed_token_ids)
+    more["bad_words"] = list(request.sampling.bad_words)
+    more["skip_special_tokens"] = request.output.skip_special_tokens
     more |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     more["include_stop_str_in_output"] = request.stop.include_stop
     asked["stop"] = list(request.stop.stop) or None

@@ -29,6 +29,8 @@ MAX_CHUNK_BESIDE_DECODES = 256
 MIN_CHUNK_BESIDE_DECODES = 16
 # The rounds of all slots over which pending tokens are spread.
 SPREAD_ROUNDS = 3
+# Likely tokens that a step returns with its own. A result is one frame (`wire.MAX_FRAME_BYTES`), at 15 bytes each.
+MAX_STEP_LIKELY = 1 << 20
 # Bounds of the predicted time of a step with prompt tokens.
 MAX_SECONDS_ALONE = 0.16
 MAX_SECONDS_BESIDE_DECODES = 0.08
@@ -73,7 +75,7 @@ class Composer:
         picks = [Pick(s, 1) for s in decoding[: -(-num_decoding // num_slots)]]
         if prompts := in_turns(filling):
             self._fill(picks, prompts, num_decoding > 0, num_slots)
-        return picks
+        return within_a_result(picks)
 
     def _fill(self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, num_slots: int) -> None:
         size = StepSize()
@@ -122,6 +124,22 @@ class Composer:
         if seconds(most) <= limit_s:
             return most
         return bisect_right(range(1, most), limit_s, key=seconds)
+
+
+def within_a_result(picks: Iterable[Pick]) -> list[Pick]:
+    """The picks of a step whose result is not too long. The first is always there, with one token at least."""
+    left, kept = MAX_STEP_LIKELY, list[Pick]()
+    for pick in picks:
+        each = pick.sequence.num_likely
+        num_tokens = pick.num_tokens
+        if each and pick.sequence.wants_scores:
+            num_tokens = min(num_tokens, max(left // each, int(not kept)))
+        num_rows = num_tokens if pick.sequence.wants_scores else 1
+        if num_tokens == 0 or (kept and num_rows * each > left):
+            continue
+        kept.append(pick._replace(num_tokens=num_tokens))
+        left -= num_rows * each
+    return kept
 
 
 def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:

@@ -159,6 +159,13 @@ class Sequence:
         return follows and not self.awaits_mask
 
     @property
+    def num_likely(self) -> int:
+        """The likely tokens that come back with each token that a step scores or draws."""
+        output = self.request.output
+        of_prompt = (output.prompt_logprobs or 0) if self.wants_scores else 0
+        return max(output.logprobs or 0, of_prompt)
+
+    @property
     def num_free_positions(self) -> int:
         """Positions after the known tokens that its blocks have room for."""
         return self.max_positions - len(self.token_ids)

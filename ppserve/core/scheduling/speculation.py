@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from ppserve.core.cost_model import StageCost, StepSize
-from ppserve.core.scheduling.composer import Pick
+from ppserve.core.scheduling.composer import MAX_STEP_LIKELY, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.token_filter import is_allowed
@@ -71,6 +71,8 @@ class Speculation:
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
         limit = min(limit, max_rows, sequence.num_free_positions)
+        if sequence.num_likely:
+            limit = min(limit, MAX_STEP_LIKELY // sequence.num_likely - 1)
         if limit <= 0:
             return ()
         drafter = self._drafter_of(sequence, running)

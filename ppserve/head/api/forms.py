@@ -1,4 +1,4 @@
-"""The form that a request asks for becomes the filter of its tokens: for every protocol and the library alike."""
+"""What a request asks of its answers becomes a filter of their tokens: for every protocol and the library."""
 
 from __future__ import annotations
 
@@ -7,42 +7,68 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.grammar.grammars import Grammars
 from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed, StructuredOutput
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.head.api.call import Call
+from ppserve.head.api.token_rules import TokenRules, TokenTexts
 from ppserve.head.descriptions import ModelDescription
+from ppserve.head.options import GenerationOptions
 from ppserve.tokenizer import Tokenizer
 
 
 class Forms:
-    """The forms of one model. Nothing is made of the vocabulary, and no process started, before the first."""
+    """The forms and rules of one model. Nothing is made of the vocabulary, and no process started, before the
+    first."""
 
     def __init__(self, tokenizer: Tokenizer, description: ModelDescription) -> None:
         architecture = description.architecture
         self._grammars = Grammars(
             lambda: Vocabulary.of(tokenizer.text_bytes, architecture.vocab_size, architecture.eos_ids)
         )
+        self._texts = TokenTexts(tokenizer.text_bytes, architecture.vocab_size)
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
-    async def filter_of(self, output: StructuredOutput, held_ids: Sequence[int], call: Call) -> GrammarFilter:
-        """The filter of one request, whose form is compiled while the event loop is free. held_ids: the tokens
-        of a resumed answer. Raises InvalidRequest, or DeadlinePassed."""
+    async def filter_of(self, given: GenerationOptions, held_ids: Sequence[int], call: Call) -> TokenFilter | None:
+        """The filter of one request; None if all tokens may follow. What takes long is done while the event loop
+        is free. held_ids: the tokens of a resumed answer. Raises InvalidRequest, or DeadlinePassed."""
+        output = given.structured_output
+        form = None if output is None else await self._form_of(output, held_ids, call)
+        if not given.allowed_token_ids and not given.bad_words:
+            return form
+        return await asyncio.to_thread(self._with_rules, form, given, held_ids)
+
+    def filter_at_once(self, given: GenerationOptions, held_ids: Sequence[int] = ()) -> TokenFilter | None:
+        """The same, for a caller that waits. Raises InvalidRequest."""
+        form = None
+        if given.structured_output is not None:
+            try:
+                form = GrammarFilter(self._grammars.compile(given.structured_output))
+            except FormRefused as error:
+                raise _invalid(error) from None
+        if not given.allowed_token_ids and not given.bad_words:
+            return form
+        return self._with_rules(form, given, held_ids)
+
+    def _with_rules(
+        self, form: GrammarFilter | None, given: GenerationOptions, held_ids: Sequence[int]
+    ) -> TokenRules:
+        rules = TokenRules(self._texts, given.allowed_token_ids or (), given.bad_words or (), form)
+        if not rules.permit(held_ids):
+            problem = "these do not obey allowed_token_ids or bad_words"
+            raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
+        return rules
+
+    async def _form_of(self, output: StructuredOutput, held_ids: Sequence[int], call: Call) -> GrammarFilter:
         grammar = self._grammars.kept(output)
         if grammar is None:
             grammar = await self._compiled(output, call)
         if held_ids:
             await asyncio.to_thread(_check_held, grammar, held_ids)
         return GrammarFilter(grammar)
-
-    def filter_at_once(self, output: StructuredOutput) -> GrammarFilter:
-        """The filter of one request. Blocks while its form is compiled. Raises InvalidRequest."""
-        try:
-            return GrammarFilter(self._grammars.compile(output))
-        except FormRefused as error:
-            raise _invalid(error) from None
 
     def close(self) -> None:
         """Ends the compiling processes."""

@@ -99,9 +99,7 @@ class RequestHandler:
                 await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt
             )
             request = to_request(given, prompt_ids, self.description, call)
-            token_filter: TokenFilter | None = None
-            if given.structured_output is not None:
-                token_filter = await self._forms.filter_of(given.structured_output, request.resume_ids, call)
+            token_filter = await self._forms.filter_of(given, request.resume_ids, call)
             if self._draining:
                 raise Draining("the server is shutting down")
         stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error)

@@ -5,6 +5,7 @@ Fields are named as in the proto, here and in errors; protocols with other names
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import MISSING, fields, replace
@@ -16,6 +17,7 @@ from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.head.api.call import Call
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
+    ALL,
     LEAST_URGENT,
     MAX_BIAS,
     MAX_N,
@@ -45,18 +47,29 @@ def to_request(
     said = given.said().items()
     rounded: dict[str, Any] = {name: c_float(value).value for name, value in said if name in _FLOATS}
     given = replace(given, **rounded)
-    first = 0 if given.truncate_prompt_tokens is None else max(0, len(prompt_ids) - given.truncate_prompt_tokens)
+    first = max(0, len(prompt_ids) - _most_prompt_tokens(given, description))
     ids = tuple(prompt_ids[first:]) or description.architecture.eos_ids[:1]
     room = description.max_context - len(ids)
     refuse(
         _wrong_prompt(ids, given.max_tokens != 0, description),
-        _wrong_numbers(given, description.limits),
+        _wrong_numbers(given, description),
         _wrong_bias(given, description),
         _wrong_stop(given, description),
+        _wrong_rules(given, description),
         _wrong_form(given, description),
         _wrong_resume(given, room, description),
     )
-    return _resolved(given, ids, room, call)
+    vocab_size = description.architecture.vocab_size
+    whole: dict[str, Any] = {name: vocab_size for name in _SCORES if getattr(given, name) == ALL}
+    return _resolved(replace(given, **whole), ids, room, call)
+
+
+def _most_prompt_tokens(given: GenerationOptions, description: ModelDescription) -> int:
+    """Return how many tokens of a prompt are used at most."""
+    asked, context = given.truncate_prompt_tokens, description.max_context
+    if asked is None:
+        return sys.maxsize
+    return asked if asked != ALL else max(1, context - (1 if given.max_tokens is None else given.max_tokens))
 
 
 def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: Call) -> Request:
@@ -122,7 +135,7 @@ def echo(prompt: Prompt, request: Request, tokenizer: Tokenizer) -> str:
     """Return the prompt's text where the request wants it back, else an empty text."""
     if not request.output.echo:
         return ""
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, request.output.skip_special_tokens)
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
@@ -160,6 +173,7 @@ def _check_table() -> None:
 
 
 _check_table()
+_SCORES = ("logprobs", "prompt_logprobs")
 _FLOATS = frozenset(name for name, kind in get_type_hints(SamplingParams).items() if kind is float)
 
 
@@ -181,11 +195,21 @@ def _wrong_prompt(ids: Sequence[int], generates: bool, description: ModelDescrip
         yield from _wrong_ids("token_ids.ids", ids, len(ids), description)
 
 
-def _wrong_numbers(given: GenerationOptions, limits: Limits) -> Iterator[Violation]:
-    scores = (0, limits.max_logprobs)
-    for name, (low, high) in (RANGES | {"logprobs": scores, "prompt_logprobs": scores}).items():
-        if (value := getattr(given, name)) is not None:
-            yield from outside(PATHS.get(name, name), value, low, high)
+def _wrong_numbers(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
+    limits, vocab_size = description.limits, description.architecture.vocab_size
+    scores = dict.fromkeys(_SCORES, (0, limits.max_logprobs))
+    for name, (low, high) in (RANGES | scores).items():
+        value, path = getattr(given, name), PATHS.get(name, name)
+        if name in scores and value == ALL:
+            if vocab_size > limits.max_logprobs:
+                problem = (
+                    f"-1 asks for all {vocab_size} tokens; the limit is {limits.max_logprobs} (--max-logprobs)"
+                )
+                yield Violation(path, problem)
+        elif value is not None:
+            yield from outside(path, value, low, high)
+    if given.truncate_prompt_tokens == 0:
+        yield Violation("truncate_prompt_tokens", "0 leaves no prompt")
     for wrong in outside("sampling.n", given.num_sequences, 1, limits.max_n):
         if limits.max_n < MAX_N:
             yield Violation(wrong.field, f"{wrong.problem}, as many as run at once here (--max-num-seqs)")
@@ -213,14 +237,15 @@ def _wrong_stop(given: GenerationOptions, description: ModelDescription) -> Iter
     yield from _mute("output.echo", bool(given.echo), description)
     if given.echo and given.truncate_prompt_tokens is not None:
         yield Violation("truncate_prompt_tokens", "not together with echo")
-    if len(strings) > limits.max_stop:
-        yield _too_many("stop.stop", len(strings), limits.max_stop, "strings")
-    else:
-        for place, string in enumerate(strings):
-            if not string:
-                yield Violation(f"stop.stop[{place}]", "empty")
-            yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
+    yield from _wrong_strings("stop.stop", strings, limits)
     yield from _wrong_ids("stop.stop_token_ids", ids, limits.max_stop_token_ids, description)
+
+
+def _wrong_rules(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
+    allowed, words = given.allowed_token_ids or (), given.bad_words or ()
+    yield from _wrong_ids("sampling.allowed_token_ids", allowed, description.architecture.vocab_size, description)
+    yield from _mute("sampling.bad_words", bool(words), description)
+    yield from _wrong_strings("sampling.bad_words", words, description.limits)
 
 
 def _wrong_form(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
@@ -257,6 +282,16 @@ def _wrong_resume(given: GenerationOptions, room: int, description: ModelDescrip
         yield Violation(field, f"{len(held)} tokens, but max_tokens is {max_tokens}")
     if held and not _is_greedy(given) and given.seed is None:
         yield Violation("sampling.seed", "needed to resume: send the seed that came back with the first stream")
+
+
+def _wrong_strings(field: str, strings: Sequence[str], limits: Limits) -> Iterator[Violation]:
+    if len(strings) > limits.max_stop:
+        yield _too_many(field, len(strings), limits.max_stop, "strings")
+        return
+    for place, string in enumerate(strings):
+        if not string:
+            yield Violation(f"{field}[{place}]", "empty")
+        yield from _wrong_text(f"{field}[{place}]", string, limits.max_stop_bytes)
 
 
 def _wrong_text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:

@@ -49,7 +49,8 @@ class SequenceProgress:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         stop = request.stop
         self._includes_stop = stop.include_stop
-        self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
+        skips_special = request.output.skip_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens, skips_special)
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gap_s: float | None = None  # between its last two tokens

@@ -8,6 +8,7 @@ from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
     MAX_CHUNK_BESIDE_DECODES,
+    MAX_STEP_LIKELY,
     MIN_CHUNK,
     MIN_CHUNK_BESIDE_DECODES,
     SPREAD_ROUNDS,
@@ -55,6 +56,26 @@ def composer(cost: Coefficients | None = None, prefill_chunk: int | None = None)
 def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, num_slots: int, taken: int) -> None:
     picks = composer().compose(decodes(ready), decoding, num_slots)
     assert sizes(picks) == [1] * taken
+
+
+def likely(num_tokens: int, scheduled: int, logprobs: int, prompt_logprobs: int | None = None) -> Sequence:
+    output = OutputOptions(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output)
+    sequence = Sequence(num_tokens, request, 0, SchedulerConfig(1))
+    sequence.scheduled = scheduled
+    return sequence
+
+
+def test_a_step_returns_no_more_likely_tokens_than_fit_a_result() -> None:
+    some = MAX_STEP_LIKELY // 4
+    drawing = [likely(10, 9, some) for _ in range(9)]
+    assert sizes(composer().compose([*drawing, *decodes(2)], 11, 1)) == [1] * 6, "the plain ones fit beside four"
+    assert sizes(composer().compose([likely(10, 9, 3 * MAX_STEP_LIKELY), *drawing], 10, 1)) == [1], "one always"
+    scored = [likely(10, 0, 0, prompt_logprobs=some) for _ in range(2)]
+    assert sizes(composer().compose(scored, 2, 1)) == [4]
+    assert sizes(composer().compose([likely(10, 0, 0, prompt_logprobs=3 * MAX_STEP_LIKELY)], 1, 1)) == [1]
+    assert sizes(composer().compose([*drawing[:1], *scored], 3, 1)) == [1, 3]
+    assert sizes(composer().compose([likely(10, 0, 20, prompt_logprobs=20) for _ in range(9)], 9, 1)) == [10] * 9
 
 
 def test_a_configured_chunk_is_exact() -> None:

@@ -68,8 +68,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 500_000}, "stop.stop"),
     ({"stop_token_ids": [1, 300]}, "stop.stop_token_ids[1]"),
     ({"stop_token_ids": [1] * 65}, "stop.stop_token_ids"),
-    *(({"logprobs": wrong}, "output.logprobs") for wrong in (21, -1)),
-    ({"prompt_logprobs": 2**32 - 1}, "output.prompt_logprobs"),
+    *(({"logprobs": wrong}, "output.logprobs") for wrong in (21, -1, -2)),
+    *(({"prompt_logprobs": wrong}, "output.prompt_logprobs") for wrong in (2**32 - 1, -1)),
+    ({"allowed_token_ids": [1, 257]}, "sampling.allowed_token_ids[1]"),
+    ({"bad_words": ["a", ""]}, "sampling.bad_words[1]"),
+    ({"bad_words": ["x" * 257]}, "sampling.bad_words[0]"),
+    ({"bad_words": ["a"] * 33}, "sampling.bad_words"),
     ({"stream_interval": 0}, "output.stream_interval"),
     ({"prompt_ids": [0] * 65}, "prompt"),
     *(({"prompt_ids": [0, wrong]}, "token_ids.ids[1]") for wrong in (257, -1)),
@@ -87,7 +91,14 @@ def test_refused(given: dict[str, Any], named: str) -> None:
     assert " ".join(fields_refused(**given)) == named
 
 
-@pytest.mark.parametrize(("given", "field"), [({"stop": ["a"]}, "stop.stop"), ({"echo": True}, "output.echo")])
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"stop": ["a"]}, "stop.stop"),
+        ({"echo": True}, "output.echo"),
+        ({"bad_words": ["a"]}, "sampling.bad_words"),
+    ],
+)
 def test_refused_without_tokenizer(given: dict[str, Any], field: str) -> None:
     made(**given)
     assert fields_refused(description=MUTE, **given) == [field]
@@ -164,12 +175,11 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     assert set(Options.__annotations__) - set(NAMES) == {"request_id", "timeout_s"}
     own = {"model", "stream", "stream_options", "request_id", "resume", "return_tokens_as_token_ids", "best_of"}
     own |= {"response_format", "structured_outputs", "guided_json", "guided_regex"}
-    own |= {"guided_choice", "guided_grammar"}
+    own |= {"guided_choice", "guided_grammar", "max_completion_tokens"}
     assert set(ChoicesBody.__struct_fields__) - set(NAMES) == own
     assert set(CompletionBody.__struct_fields__) - set(NAMES) == own | {"prompt"}
     chats = {
         "messages",
-        "max_completion_tokens",
         "has_logprobs",
         "continue_final_message",
         "add_generation_prompt",
@@ -190,6 +200,7 @@ VALUES: dict[str, Any] = {
     "stream_interval": 3, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "logit_bias": {5: 1.0}, "stop": ["x"],
     "stop_token_ids": [3], "ignore_eos": True, "include_stop": True, "echo": True, "token_ids": True,
     "timings": True, "priority": 2, "resume_index": 0, "resume_ids": [1], "truncate_prompt_tokens": 3,
+    "allowed_token_ids": [5], "bad_words": ["x"], "skip_special_tokens": False,
     "add_special_tokens": False, "structured_output": StructuredOutput("regex", "a"),
 }  # fmt: skip
 
@@ -274,6 +285,34 @@ def test_prompt_beyond_context(prompt: int, given: dict[str, Any], problem: str)
 def test_a_prompt_that_is_truncated_keeps_its_last_tokens() -> None:
     for prompt, kept in ((range(70), range(60, 70)), (range(10), range(10)), (range(3), range(3))):
         assert made(list(prompt), truncate_prompt_tokens=10).prompt_ids == tuple(kept)
+
+
+@pytest.mark.parametrize("wrong", [0, -2, 2**32])
+def test_so_many_tokens_of_a_prompt_are_none(wrong: int) -> None:
+    assert fields_refused(truncate_prompt_tokens=wrong) == ["truncate_prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_kept"), [(None, 63), (0, 64), (1, 63), (60, 4), (63, 1), (64, 1), (2**32 - 1, 1)]
+)
+def test_a_prompt_may_be_truncated_to_what_fits_beside_the_answer(max_tokens: int | None, num_kept: int) -> None:
+    prompt = [*range(200)]
+    assert made(prompt, truncate_prompt_tokens=-1, max_tokens=max_tokens).prompt_ids == tuple(prompt[-num_kept:])
+    assert made([7], truncate_prompt_tokens=-1, max_tokens=max_tokens).prompt_ids == (7,)
+
+
+def test_the_whole_vocabulary_may_be_asked_for_where_the_limit_allows_it() -> None:
+    size = CARD.architecture.vocab_size
+    whole = replace(CARD, limits=replace(CARD.limits, max_logprobs=size))
+    output = made(description=whole, logprobs=-1, prompt_logprobs=-1).output
+    assert (output.logprobs, output.prompt_logprobs) == (size, size)
+    assert made(description=whole, logprobs=3, prompt_logprobs=-1).output.logprobs == 3
+    less = replace(CARD, limits=replace(CARD.limits, max_logprobs=size - 1))
+    with pytest.raises(InvalidRequest, match="the limit is 256"):
+        made(description=less, logprobs=-1)
+    for limit, allowed in ((size, size), (size - 1, size - 1)):
+        card = replace(CARD, limits=replace(CARD.limits, max_logprobs=limit))
+        assert made(description=card, logprobs=allowed).output.logprobs == allowed
 
 
 def test_empty_prompt_starts_from_end_of_text() -> None:

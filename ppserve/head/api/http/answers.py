@@ -10,7 +10,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float
+from dataclasses import replace
 from functools import partial
+from itertools import groupby, islice
 from typing import Any, ClassVar
 
 from ppserve.core.plan import TokenLogprobs
@@ -21,6 +23,7 @@ from ppserve.head.api.http.bodies import ChoicesBody, GenerationBody, StreamOpti
 from ppserve.head.api.http.responses import encode, error_json, event
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score, ScoredToken
+from ppserve.head.limits import ALL
 from ppserve.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's value.
@@ -75,11 +78,17 @@ class ChoiceAnswers(Answers):
             "system_fingerprint": handler.description.fingerprint,
             "seed": told_seed(body, requests[0]),
         }
-        new_writer = partial(LogprobWriter, handler.tokenizer, bool(body.return_tokens_as_token_ids))
+        as_ids, skips_special = bool(body.return_tokens_as_token_ids), requests[0].output.skip_special_tokens
+        new_writer = partial(LogprobWriter, handler.tokenizer, as_ids, skips_special)
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
+        self._num_chosen = (body.n or 1) if body.chooses else None
+        self._num_top = body.num_top
+        self._num_prompt_top = body.prompt_logprobs
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
+        if self._num_chosen is not None:
+            choices = _likeliest(deltas, choices, self._num_chosen)
         return encode(self._record(self.objects[0], choices, usage=_usage(self._prompts)))
 
     def events(self, place: int, delta: Delta) -> Iterator[bytes]:
@@ -106,12 +115,42 @@ class ChoiceAnswers(Answers):
 
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
         choice = {**prompt.choice(delta), "text": delta.text, "logprobs": None}
-        if prompt.has_scores:
-            echoed = prompt.prompt_tokens if delta.is_first else ()
-            choice["logprobs"] = prompt.writers[delta.index].completion(echoed, delta.tokens)
+        if self._num_top is not None:
+            echoed = prompt.prompt_tokens if delta.is_first and prompt.request.output.echo else ()
+            tokens = cut(echoed, self._num_top), delta.tokens
+            choice["logprobs"] = prompt.writers[delta.index].completion(*tokens)
+        if self._num_prompt_top is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
         if prompt.has_ids and delta.is_first:
             choice["prompt_token_ids"] = prompt.request.prompt_ids
         return choice
+
+    def _prompt_logprobs(self, prompt: PromptProgress) -> list[Json | None]:
+        """The prompt's tokens with their log-probabilities, where these are asked for by vLLM's field."""
+        assert self._num_prompt_top is not None
+        return prompt.new_writer().prompt(cut(prompt.prompt_tokens, self._num_prompt_top))
+
+
+def _likeliest(deltas: Sequence[tuple[int, Delta]], choices: Sequence[Json], num_chosen: int) -> list[Json]:
+    """Return so many choices of each prompt, the likeliest first: by the mean log-probability of their tokens."""
+
+    def unlikeliness(delta: Delta) -> float:
+        logprobs = [score.logprob for _, score in delta.tokens if score is not None]
+        return -sum(logprobs) / max(1, len(logprobs))
+
+    ranked = sorted(zip(deltas, choices, strict=True), key=lambda pair: (pair[0][0], unlikeliness(pair[0][1])))
+    chosen = []
+    for place, of_prompt in groupby(ranked, key=lambda pair: pair[0][0]):
+        for rank, (_, choice) in enumerate(islice(of_prompt, num_chosen)):
+            chosen.append(choice | {"index": place * num_chosen + rank})
+    return chosen
+
+
+def cut(scored: Iterable[ScoredToken], num_top: int) -> Iterator[ScoredToken]:
+    """Yield the tokens with at most so many likely ones; ALL keeps all that there are."""
+    for token_id, score in scored:
+        few = score is not None and num_top != ALL
+        yield token_id, replace(score, top=score.top[:num_top]) if few and score is not None else score
 
 
 def told_seed(body: GenerationBody, request: Request) -> int:
@@ -124,14 +163,14 @@ class PromptProgress:
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
         self.request = request
-        self.has_scores = request.output.logprobs is not None
+        self.new_writer = new_writer
         self.has_ids = request.output.token_ids
         self.writers = defaultdict[int, LogprobWriter](new_writer)
         """The writers of sequences, by index. Each counts its own characters."""
         self.newest: dict[int, Delta] = {}
         self._place = place
         self.prompt_tokens: Sequence[ScoredToken] = ()
-        """The prompt's tokens, where their scores are asked for."""
+        """The prompt's tokens, where their scores are asked for; once its first delta was written."""
 
     def choice(self, delta: Delta) -> Json:
         """Return the fields that completions and chats share. It is called once for each delta, in order."""
@@ -163,12 +202,14 @@ def _usage(prompts: Sequence[PromptProgress]) -> Json:
 class LogprobWriter:
     """One sequence's log-probabilities as JSON, from its first token on.
 
-    as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
+    as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`). skips_special: the text is without
+    the names of special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool, skips_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._bytes_of = tokenizer.text_bytes if skips_special else tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -184,7 +225,7 @@ class LogprobWriter:
     def _completed(self, token_id: int, score: Score) -> Json:
         """A token's value in each of the lists."""
         name, offset = self._name(token_id), self._offset
-        self._offset += len(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
+        self._offset += len(self._decoder.decode(self._bytes_of(token_id)))
         return {
             "tokens": name,
             "token_logprobs": None if score is None else _finite(score.logprob),
@@ -199,6 +240,19 @@ class LogprobWriter:
             top.setdefault(self._name(token_id), _finite(logprob))
         top.setdefault(name, _finite(score.logprob))
         return top
+
+    def prompt(self, scored: Iterable[ScoredToken]) -> list[Json | None]:
+        """Return a prompt's tokens as vLLM shows them: by its id the token, then the likely ones. A token that is
+        not among these has no rank. The first of the prompt has no probability: null."""
+        return [None if score is None else self._ranked(token_id, score) for token_id, score in scored]
+
+    def _ranked(self, token_id: int, score: TokenLogprobs) -> Json:
+        ranks = {top_id: rank for rank, (top_id, _) in enumerate(score.top, 1)}
+        logprobs = {token_id: score.logprob} | dict(score.top)
+        return {
+            str(each): {"logprob": _finite(logprob), "rank": ranks.get(each), "decoded_token": self._name(each)}
+            for each, logprob in logprobs.items()
+        }
 
     def chat(self, scored: Iterable[ScoredToken]) -> dict[str, list[Any]]:
         """Return the sequence's next tokens, as chats show them."""

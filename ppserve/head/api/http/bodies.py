@@ -28,11 +28,11 @@ from ppserve.head.api.http.forms import (
     of_structured_outputs,
 )
 from ppserve.head.api.http.responses import HttpError
-from ppserve.head.api.http.unserved import FORMS, OF_BOTH, OF_COMPLETIONS, Neutral, asks
+from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, SERVED, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, outside
 from ppserve.head.api.stream import AT_THE_END
-from ppserve.head.limits import MAX_COUNT, MAX_SEED
+from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
 
 MAX_BODY_BYTES = 1 << 20
@@ -163,8 +163,14 @@ class ChoicesBody(GenerationBody, kw_only=True):
 
     n: int | None = None
     best_of: int | None = None
-    """OpenAI's number of answers to choose `n` from. Nothing is chosen here."""
+    """OpenAI's number of answers from which the `n` likeliest are chosen."""
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of `max_tokens`."""
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
     stop: str | list[str] | None = None
     include_stop: bool | None = msgspec.field(default=None, name="include_stop_str_in_output")
     token_ids: bool | None = msgspec.field(default=None, name="return_token_ids")
@@ -192,10 +198,25 @@ class ChoicesBody(GenerationBody, kw_only=True):
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
-        if self.best_of not in (None, 1, self.n):
-            yield Violation("best_of", "not served, unless it is 1 or n")
+        if self.best_of not in (None, 1) and self.best_of < (self.n or 1):
+            yield Violation("best_of", f"{self.best_of} answers, of which {self.n or 1} are wanted")
+        if self.chooses and (self.stream or self.resume is not None):
+            problem = "above n, not together with stream or resume: answers are chosen at the end"
+            yield Violation("best_of", problem)
+        if self.stream and self.prompt_logprobs is not None:
+            yield Violation("prompt_logprobs", "not together with stream")
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             yield Violation("stream_options", "only with stream")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of the generated answers are not returned."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def num_top(self) -> int | None:
+        """How many likely tokens come with each token of an answer; None without log-probabilities."""
+        raise NotImplementedError
 
     def options(self) -> GenerationOptions:
         stop, resume = self.stop, self.resume
@@ -203,8 +224,14 @@ class ChoicesBody(GenerationBody, kw_only=True):
             stop = [stop] if stop else None
         return replace(
             super().options(),
-            max_tokens=self.max_tokens,
-            n=self.n,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            n=self.best_of if self.chooses else self.n,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            # The likeliest answers are found by the log-probabilities of their tokens.
+            logprobs=0 if self.num_top is None and self.chooses else self.num_top,
+            prompt_logprobs=self.prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
             stop=stop,
             include_stop=self.include_stop,
             token_ids=self.token_ids,
@@ -216,9 +243,11 @@ class ChoicesBody(GenerationBody, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
+        newer = self.max_completion_tokens is not None
         return {
             **super().names,
-            "output.prompt_logprobs": "logprobs",
+            "sampling.n": "best_of" if self.chooses else "n",
+            "stop.max_tokens": "max_completion_tokens" if newer else "max_tokens",
             "stop.include_stop": "include_stop_str_in_output",
             "resume.generated_token_ids": "resume.token_ids",
         }
@@ -233,15 +262,27 @@ class CompletionBody(ChoicesBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
     def options(self) -> GenerationOptions:
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return replace(
-            super().options(),
-            max_tokens=max_tokens,
-            echo=self.echo,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
+        given = super().options()
+        max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
+        return replace(given, max_tokens=max_tokens, echo=self.echo, prompt_logprobs=self._num_prompt_top)
+
+    @property
+    def _num_prompt_top(self) -> int | None:
+        """How many likely tokens come with each token of the prompt, by either field that asks for them."""
+        asked = [
+            count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None
+        ]
+        return ALL if ALL in asked else max(asked, default=None)
+
+    @property
+    def names(self) -> dict[str, str]:
+        prompt_scores = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+        return {**super().names, "output.prompt_logprobs": prompt_scores}
 
     async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt
@@ -336,7 +377,7 @@ def to_body(given: dict[str, Any], kind: type[B]) -> B:
     """Make a body of a JSON object, and check it. Raises InvalidRequest, naming the field that is wrong."""
     asked = (name for name, neutral in kind.unserved.items() if asks(given.get(name), neutral))
     refuse(Violation(name, "not served") for name in asked)
-    said = {name: value for name, value in given.items() if name not in FORMS or asks(value, FORMS[name])}
+    said = {name: value for name, value in given.items() if name not in SERVED or asks(value, SERVED[name])}
     try:
         body = msgspec.convert(said, kind, str_keys=True)
     except msgspec.ValidationError as error:

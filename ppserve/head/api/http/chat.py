@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
-from ppserve.head.options import GenerationOptions
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first, or the second."""
@@ -96,7 +94,6 @@ class ChatBody(ChoicesBody, kw_only=True):
     unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_CHATS}
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None  # OpenAI's newer name of max_tokens
     has_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
     logprobs: int | None = msgspec.field(default=None, name="top_logprobs")
     continue_final_message: bool | None = None  # whether the answer is the rest of the last message
@@ -105,16 +102,13 @@ class ChatBody(ChoicesBody, kw_only=True):
     documents: list[Any] | None = None
     reasoning_effort: str | None = None
 
-    def options(self) -> GenerationOptions:
-        scores = (self.logprobs or 0) if self.has_logprobs else None
-        newer = self.max_completion_tokens
-        return replace(super().options(), logprobs=scores, max_tokens=self.max_tokens if newer is None else newer)
+    @property
+    def num_top(self) -> int | None:
+        return (self.logprobs or 0) if self.has_logprobs else None
 
     @property
     def names(self) -> dict[str, str]:
-        names = {**super().names, "prompt": "messages", "output.logprobs": "top_logprobs"}
-        newer = {} if self.max_completion_tokens is None else {"stop.max_tokens": "max_completion_tokens"}
-        return names | newer
+        return {**super().names, "prompt": "messages", "output.logprobs": "top_logprobs"}
 
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)
@@ -179,7 +173,8 @@ class ChatAnswers(ChoiceAnswers):
             yield self._event(prompt, {"index": index, "delta": {"role": "assistant", "content": ""}, **nothing})
 
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
-        logprobs = prompt.writers[delta.index].chat(delta.tokens) if prompt.has_scores else None
+        has_scores = self._num_top is not None
+        logprobs = prompt.writers[delta.index].chat(delta.tokens) if has_scores else None
         message = {"role": "assistant", "content": delta.text} if is_whole else {"content": delta.text}
         return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
@@ -187,5 +182,7 @@ class ChatAnswers(ChoiceAnswers):
         """Make a record; as in vLLM, whole answers and a stream's first event have the prompt's tokens."""
         if self._is_first and self._prompts[0].has_ids:
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
+        if self._num_prompt_top is not None:
+            more["prompt_logprobs"] = self._prompt_logprobs(self._prompts[0])
         self._is_first = False
         return super()._record(kind, choices, **more)

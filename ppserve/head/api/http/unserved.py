@@ -14,25 +14,24 @@ Neutral = tuple[object, ...]
 NOTHING: Neutral = (False, "", [], {})
 
 OF_BOTH: Mapping[str, Neutral] = {
-    "allowed_token_ids": NOTHING,
-    "bad_words": NOTHING,
     "guided_whitespace_pattern": NOTHING,
     "kv_transfer_params": NOTHING,
     "logits_processors": NOTHING,
     "logprob_token_ids": NOTHING,
-    "prompt_logprobs": NOTHING,
     "repetition_detection": NOTHING,
-    "skip_special_tokens": (True,),
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
 }
 """Refused by completions and chats."""
 
-FORMS: Mapping[str, Neutral] = {
+SERVED: Mapping[str, Neutral] = {
+    "allowed_token_ids": NOTHING,
+    "bad_words": NOTHING,
     "guided_choice": NOTHING,
     "guided_grammar": NOTHING,
     "guided_json": (False, "", []),  # {} is a schema: any JSON
     "guided_regex": NOTHING,
+    "prompt_logprobs": NOTHING,
     "response_format": (*NOTHING, {"type": "text"}),
     "structured_outputs": NOTHING,
 }

@@ -22,12 +22,13 @@ from ppserve.vllm import engine_pb2 as pb
 
 _UNSERVED = {
     *("mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank"),
-    *("truncate_prompt_tokens", "structural_tag"),
+    "structural_tag",
 }
 # Our proto's name -> this one's, where that is not the part after the dot.
 NAMES = {
     "token_ids.ids": "tokenized.input_ids",
     "stop.include_stop": "sampling_params.include_stop_str_in_output",
+    "truncate_prompt_tokens": "sampling_params.truncate_prompt_tokens",
 }
 
 
@@ -56,6 +57,9 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
         include_stop=params.include_stop_str_in_output or None,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        truncate_prompt_tokens=params.truncate_prompt_tokens
+        if params.HasField("truncate_prompt_tokens")
+        else None,
         stream_interval=1 if message.stream else AT_THE_END,
         structured_output=_form(params),
     )

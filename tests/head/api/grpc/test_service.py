@@ -139,7 +139,9 @@ async def test_model_and_topology(stub: GenerationServiceStub) -> None:
 
 PARTS = {"sampling": pb.SamplingParams, "stop": pb.StopConditions, "output": pb.OutputOptions}
 FIELDS = [(home, field.name) for home, part in PARTS.items() for field in part.DESCRIPTOR.fields]
-COMPOSITE = {"logit_bias": {5: 1.0}, "stop": ["x"], "stop_token_ids": [3]}
+COMPOSITE = {
+    "logit_bias": {5: 1.0}, "stop": ["x"], "stop_token_ids": [3], "allowed_token_ids": [3], "bad_words": ["x"],
+}  # fmt: skip
 BY_TYPE = {bool: True, int: 3, float: 0.5}
 
 

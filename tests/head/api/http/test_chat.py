@@ -32,7 +32,6 @@ UNSERVED: dict[str, object] = {
     "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
     "guided_whitespace_pattern": "x", "modalities": ["audio"],
     "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
-    "best_of": 2, "bad_words": ["no"],
 }  # fmt: skip
 
 

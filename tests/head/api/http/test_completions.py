@@ -12,8 +12,9 @@ import pytest
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
-from ppserve.head.api.http.answers import LogprobWriter
+from ppserve.head.api.http.answers import LogprobWriter, cut
 from ppserve.head.engine.streams import TokenOutput
+from ppserve.head.limits import ALL
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.http.asking import Served
 
@@ -140,6 +141,64 @@ def test_top_logprobs_hold_the_drawn_token_besides() -> None:
     named = LogprobWriter(codec, as_ids=True).completion((), [(1, score)])
     assert named["tokens"] == ["token_id:1"]
     assert list(named["top_logprobs"][0]) == ["token_id:2", "token_id:3", "token_id:1"]
+
+
+async def test_a_prompt_s_scores_as_vllm_has_them(served: Served) -> None:
+    parsed = {"prompt": [104, 105], "max_tokens": 1, "prompt_logprobs": 2, "seed": 1}
+    (choice,) = (await served.complete(**parsed))["choices"]
+    scored = {"logprob": -105.0, "rank": None, "decoded_token": "i"}
+    assert (choice["prompt_logprobs"], choice["logprobs"]) == ([None, {"105": scored}], None)
+    assert choice["text"] == chr(drawn(served)[0]), "the prompt is not echoed"
+    named = await served.complete(**parsed, return_tokens_as_token_ids=True, n=2, echo=True, logprobs=0)
+    for choice in named["choices"]:
+        assert choice["prompt_logprobs"] == [None, {"105": scored | {"decoded_token": "token_id:105"}}]
+    assert named["choices"][0]["logprobs"]["token_logprobs"] == [None, -105.0, -0.5]
+    assert "prompt_logprobs" not in (await served.complete(prompt="a"))["choices"][0]
+    asked = served.engine.requests
+    assert [request.output.prompt_logprobs for request in asked] == [2, 2, None]
+
+
+def test_a_prompt_s_likely_tokens_have_ranks_and_fields_their_own_numbers_of_them() -> None:
+    codec = ByteCodec()
+    first, second = (TokenLogprobs(-3.0, ((97, -1.0), (98, -2.0))), TokenLogprobs(-1.0, ((97, -1.0), (98, -2.0))))
+    of_first, of_second = LogprobWriter(codec, as_ids=False).prompt([(99, first), (97, second)])
+    assert of_first == {
+        "99": {"logprob": -3.0, "rank": None, "decoded_token": "c"},
+        "97": {"logprob": -1.0, "rank": 1, "decoded_token": "a"},
+        "98": {"logprob": -2.0, "rank": 2, "decoded_token": "b"},
+    }
+    assert list(of_second or ()) == ["97", "98"]
+    assert list(cut([(104, None), (99, first)], 1)) == [(104, None), (99, TokenLogprobs(-3.0, ((97, -1.0),)))]
+    assert list(cut([(99, first)], ALL)) == [(99, first)]
+
+
+async def test_the_likeliest_of_several_answers_are_chosen(served: Served) -> None:
+    """By the mean of their tokens' log-probabilities, of each prompt by itself."""
+    served.engine.by_hand = True
+    asking = asyncio.create_task(served.complete(prompt=["one", "two"], best_of=3, n=2, max_tokens=4))
+    await served.engine.until(lambda engine: len(engine.sinks) == 2)
+    assert [(of.num_sequences, of.output.logprobs) for of in served.engine.requests] == [(3, 0)] * 2
+    end = FinishReason.MAX_TOKENS
+    for sink, means in zip(served.engine.sinks.values(), ((-1.0, -3.0, -2.0), (-2.0, -2.0, -1.0)), strict=True):
+        for index, mean in enumerate(means):
+            scores = [TokenLogprobs(mean - 0.5), TokenLogprobs(mean + 0.5)]
+            text = f"{index}"
+            sink(
+                [TokenOutput(index, 0, 65, text, scores[0]), TokenOutput(index, 1, 65, "", scores[1], finish=end)]
+            )
+    answer = await asking
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        *((0, "0"), (1, "2")),
+        *((2, "2"), (3, "0")),
+    ]
+    assert answer["usage"]["completion_tokens"] == 12, "also those that are not returned"
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
+
+
+async def test_special_tokens_are_shown_where_they_are_asked_for(served: Served) -> None:
+    await served.complete(prompt="hello", skip_special_tokens=False)
+    await served.complete(prompt="hello", skip_special_tokens=None)
+    assert [request.output.skip_special_tokens for request in served.engine.requests] == [False, True]
 
 
 ENDS = [

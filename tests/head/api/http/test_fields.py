@@ -24,9 +24,10 @@ OPTIONS = {option.name: option.metadata for option in fields(GenerationOptions)}
 LIMITS = Limits()
 MORE_RANGES = {
     "n": f"1 to {LIMITS.max_n}",
-    "logprobs": f"0 to {LIMITS.max_logprobs}",
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), f"to `--max-logprobs`, {LIMITS.max_logprobs}"),
     "logit_bias": f"{LIMITS.max_logit_bias} entries, {-MAX_BIAS:g} to {MAX_BIAS:g}",
-    "stop": f"{LIMITS.max_stop} texts of {LIMITS.max_stop_bytes} bytes",
+    "allowed_token_ids": "ids of the vocabulary",
+    **dict.fromkeys(("stop", "bad_words"), f"{LIMITS.max_stop} texts of {LIMITS.max_stop_bytes} bytes"),
     "stop_token_ids": f"{LIMITS.max_stop_token_ids} ids",
     "priority": f"counts as {LEAST_URGENT} to {MOST_URGENT}",
 }

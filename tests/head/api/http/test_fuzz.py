@@ -51,15 +51,20 @@ sampling: dict[str, st.SearchStrategy[Any]] = {
     "resume": st.fixed_dictionaries({}, optional={"index": small, "token_ids": st.lists(ids, max_size=70)}),
 }
 FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-UNSERVED = (*FORMS, "bad_words", "prompt_logprobs", "skip_special_tokens")
-sampling |= dict.fromkeys(UNSERVED, st.none() | st.booleans() | anything)
-completion = {"echo": st.booleans(), "logprobs": small, "suffix": texts, "best_of": small}
+sampling |= dict.fromkeys(FORMS, st.none() | st.booleans() | anything)
+sampling |= {
+    "allowed_token_ids": st.lists(ids, max_size=70),
+    "bad_words": st.lists(texts, max_size=6),
+    **dict.fromkeys(["best_of", "prompt_logprobs"], small),
+    "max_completion_tokens": counts,
+    "skip_special_tokens": st.booleans(),
+}
+completion = {"echo": st.booleans(), "logprobs": small, "suffix": texts}
 message = st.fixed_dictionaries({"role": texts}, optional={"content": texts | anything})
 chat = {
     "messages": st.lists(message, max_size=4) | anything,
     "logprobs": st.booleans(),
     "top_logprobs": small,
-    "max_completion_tokens": counts,
     **dict.fromkeys(("continue_final_message", "add_generation_prompt"), st.booleans()),
     "chat_template_kwargs": st.dictionaries(texts, anything, max_size=3),
     "documents": st.lists(anything, max_size=2),

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from ppserve.head.api.http.unserved import FORMS, OF_BOTH, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES, OF_RESPONSES
+from ppserve.head.api.http.unserved import (
+    OF_BOTH,
+    OF_CHATS,
+    OF_COMPLETIONS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    SERVED,
+)
 from tests.head.api.http.asking import Served
 
 ROOT = Path(__file__).parents[4]
@@ -98,7 +105,7 @@ NEUTRAL_ELSEWHERE: dict[str, list[tuple[str, Any]]] = {
 @pytest.mark.parametrize("path", DOORS)
 async def test_what_asks_for_nothing_is_taken_and_changes_nothing(served: Served, path: str) -> None:
     unserved = [
-        (name, value) for name, neutral in {**OF_DOORS[path], **FORMS}.items() for value in (None, *neutral)
+        (name, value) for name, neutral in {**OF_DOORS[path], **SERVED}.items() for value in (None, *neutral)
     ]
     neutral = NEUTRAL_ELSEWHERE.get(path, NEUTRAL)
     nulls = {name: None for name, _ in neutral}
@@ -127,7 +134,7 @@ async def test_what_asks_for_something_is_refused(served: Served, path: str) -> 
             assert (answer.status, named, error["message"]) == (400, name, f"{name}: not served")
     if path in NEUTRAL_ELSEWHERE:
         return
-    for best_of, n in ((2, 1), (3, 2), (0, 2), (-1, 1)):
+    for best_of, n in ((2, 3), (0, 2), (-1, 1)):
         assert (await served.refusal(path, **DOORS[path], best_of=best_of, n=n))[:2] == (400, "best_of")
     assert (await served.refusal(path, **DOORS[path], stream_options={"include_usage": True}))[
         1

@@ -19,8 +19,7 @@ from tests.head.api.http.asking import Served, raw
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.
 UNSERVED: dict[str, object] = {
-    "suffix": "end", "best_of": 2, "use_beam_search": True, "prompt_logprobs": 0,
-    "allowed_token_ids": [65], "bad_words": ["no"], "logprob_token_ids": [65], "skip_special_tokens": False,
+    "suffix": "end", "use_beam_search": True, "logprob_token_ids": [65],
     "guided_whitespace_pattern": "x", "logits_processors": ["x"],
     "repetition_detection": {"max_pattern_size": 3}, "kv_transfer_params": {"do_remote_decode": True},
     "vllm_xargs": {"x": 1}, "prompt_embeds": "AAAA",
@@ -56,6 +55,17 @@ UNSERVED: dict[str, object] = {
         ({"prompt": "x" * 65}, "prompt"),
         ({"prompt": 5}, "prompt"),
         *(({name: value}, name) for name, value in UNSERVED.items()),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "seed": 1, "resume": {"token_ids": []}}, "best_of"),
+        *(({"logprobs": wrong}, "logprobs") for wrong in (-2, -1, 21)),
+        ({"prompt_logprobs": 99}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids[0]"),
+        ({"bad_words": ["", "x"]}, "bad_words[0]"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         *(({"request_id": wrong}, "request_id") for wrong in ("two\nlines", "naïve", "x" * 129, 5)),
         ({"resume": {"token_ids": [1, 2]}}, "seed"),
@@ -64,7 +74,7 @@ UNSERVED: dict[str, object] = {
         ({"resume": {"index": 0}}, "resume.token_ids"),
         ({"resume": {"generated_token_ids": [1], "token_ids": [1]}}, "resume.generated_token_ids"),
         ({"seed": 2**64}, "seed"),
-        *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens") for wrong in (0, -1, 2**32)),
+        *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens") for wrong in (0, -2, 2**32)),
         ({"truncate_prompt_tokens": 2, "echo": True}, "truncate_prompt_tokens"),
         ({"seed": -(2**63) - 1}, "seed"),
     ],
@@ -80,7 +90,7 @@ async def test_a_refusal_names_the_field_as_callers_know_it(
 
 
 LARGEST = {"n": (1, 128), "seed": (-(2**63), 2**64 - 1), "top_k": (-1, 2**32 - 1), "max_tokens": (0, 2**32 - 1),
-           "min_tokens": (0, 2**32 - 1), "stream_interval": (1, 2**32 - 1), "logprobs": (0, 20)}  # fmt: skip
+           "min_tokens": (0, 2**32 - 1), "stream_interval": (1, 2**32 - 1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LARGEST)

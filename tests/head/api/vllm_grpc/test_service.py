@@ -164,7 +164,7 @@ COMPOSITE: dict[str, object] = {
     "json_object": True,
 }  # fmt: skip
 REFUSED = {
-    *("truncate_prompt_tokens", "structural_tag"),
+    "structural_tag",
 }
 FORMS = {
     "json_schema": StructuredOutput("json_schema", "a"),
@@ -206,7 +206,7 @@ def text(**fields: object) -> pb.GenerateRequest:
         (ask(True, regex="(a"), "sampling_params.regex"),
         (ask(True, json_schema='{"not": {}}'), "sampling_params.json_schema"),
         (ask(True, structural_tag="a"), "sampling_params.structural_tag"),
-        (ask(True, truncate_prompt_tokens=-1), "sampling_params.truncate_prompt_tokens"),
+        (ask(True, truncate_prompt_tokens=-2), "sampling_params.truncate_prompt_tokens"),
         (ask(True, logit_bias={-1: 1.0}), "sampling_params.logit_bias[-1]"),
         (ask(True, text="x" * 65), "text"),
         (ask(True, request_id="\u00fc"), "request_id"),

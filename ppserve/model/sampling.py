@@ -31,7 +31,14 @@ from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Results
 from ppserve.model.inputs import Gather
-from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normalizer, most_likely
+from ppserve.model.sampling_kernels import (
+    allowed_ids,
+    draw,
+    greatest,
+    is_finite,
+    log_normalizer,
+    most_likely,
+)
 
 Floats = NDArray[np.float32]
 
@@ -39,6 +46,9 @@ GREATEST = float(np.finfo(np.float32).max)
 """The greatest score: beyond it `sampling_kernels` has no bins."""
 
 _MASK = (1 << 64) - 1
+
+_MANY = 64
+"""More likely tokens than these are found by sorting all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +108,12 @@ def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabul
     own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, exact in float64
     for row, logits_v, best in zip(rows, own_Rv.numpy(), own_R2, strict=True):
         assert row.draw is not None
-        scores_v = adjusted(logits_v, row.draw, row.position, vocabulary.own.start)
-        own = int(greatest(scores_v))
+        first = vocabulary.own.start
+        ids_n, scores_n = _candidates(adjusted(logits_v, row.draw, row.position, first), row.draw.mask, first)
+        place = int(greatest(scores_n))
         best[:] = (
-            (scores_v[own] if own >= 0 else -np.inf) if is_finite(logits_v) else np.nan,
-            vocabulary.own.start + own,
+            (scores_n[place] if place >= 0 else -np.inf) if is_finite(logits_v) else np.nan,
+            first + place if ids_n is None or place < 0 else ids_n[place],
         )
     count = len(vocabulary.widths)
     pairs = Cut((2,) * count, vocabulary.rank)
@@ -116,16 +127,17 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
     """Draw the token at absolute `position` of a sequence."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
-    scores_V = adjusted(logits_V, wanted, position)
+    ids_n, scores_n = _candidates(adjusted(logits_V, wanted, position), wanted.mask)
     params = wanted.params
     if params.temperature == 0:
-        token_id = int(greatest(scores_V))
+        place = int(greatest(scores_n))
     else:
         where = uniform(params.seed, wanted.index, position)
         temperature = np.float32(params.temperature)
-        token_id = int(draw(scores_V, temperature, params.top_k, params.top_p, params.min_p, where))
-    if token_id < 0:
+        place = int(draw(scores_n, temperature, params.top_k, params.top_p, params.min_p, where))
+    if place < 0:
         return Drawn(sequence_id, None)
+    token_id = place if ids_n is None else int(ids_n[place])
     if wanted.num_logprobs is None:
         return Drawn(sequence_id, token_id)
     return Drawn(sequence_id, token_id, token_logprobs(logits_V, token_id, wanted.num_logprobs))
@@ -134,7 +146,11 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     """Return the log-probabilities of one token and of the `num_top` likeliest (ties: lower id first)."""
     normalizer = log_normalizer(logits_V)
-    top = most_likely(logits_V, min(num_top, len(logits_V))) if num_top else ()
+    top: NDArray[np.int64] | tuple[int, ...] = ()
+    if num_top > _MANY:
+        top = np.argsort(-logits_V, kind="stable")[:num_top]
+    elif num_top:
+        top = most_likely(logits_V, min(num_top, len(logits_V)))
     alternatives = tuple((int(i), float(logits_V[i]) - normalizer) for i in top)
     return TokenLogprobs(float(logits_V[token_id]) - normalizer, alternatives)
 
@@ -154,11 +170,10 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """Return the scores to draw from, with bias, penalties, bans and mask. logits_v: those of ids from `first`
-    on."""
+    """Return the scores to draw from, with bias, penalties and bans. logits_v: those of ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
-    if not (wanted.biases or params.needs_history or banned or wanted.mask is not None):
+    if not (wanted.biases or params.needs_history or banned):
         return logits_v
     scores_v, size = logits_v.copy(), len(logits_v)
     if wanted.biases:
@@ -170,9 +185,16 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
         output = _within(unpacked_ids(wanted.output_ids), first, size)
         _penalize(scores_v, params, prompt, output)
     scores_v[_within(np.asarray(banned, np.int64), first, size)] = -math.inf
-    if wanted.mask is not None:
-        scores_v[unpacked_mask(wanted.mask, first + size)[first:] == 0] = -math.inf
     return scores_v
+
+
+def _candidates(scores_v: Floats, mask: bytes | None, first: int = 0) -> tuple[NDArray[np.int64] | None, Floats]:
+    """The ids that a mask allows, None for all, and their scores, which draw as all do where the others' are -inf:
+    in id order nothing that is added up changes. Of few ids, a draw is fast."""
+    if mask is None:
+        return None, scores_v
+    ids_n = allowed_ids(np.frombuffer(mask, np.uint8), first, first + len(scores_v))
+    return ids_n, scores_v[ids_n - first]
 
 
 def unpacked_ids(packed: bytes) -> NDArray[np.int64]:
@@ -184,12 +206,6 @@ def unpacked_biases(packed: bytes) -> tuple[NDArray[np.int64], Floats]:
     """Return the ids and the biases that `plan.packed_biases` packed."""
     pairs = np.frombuffer(packed, _BIAS)
     return pairs["id"].astype(np.int64), pairs["bias"].astype(np.float32)
-
-
-def unpacked_mask(mask: bytes, vocab_size: int) -> NDArray[np.uint8]:
-    """Return (vocab_size,): 1 for each id that `Draw.mask` allows, else 0."""
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
-    return np.pad(bits, (0, vocab_size - len(bits)))
 
 
 _BIAS = np.dtype([("id", "<i4"), ("bias", "<f4")])

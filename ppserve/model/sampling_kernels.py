@@ -32,6 +32,22 @@ _PIECE = 1024
 """So many scores' float32 sum is rounded before it is added in float64."""
 
 
+@kernel
+def allowed_ids(mask_B: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.int64]:
+    """Those of the ids from `begin` to `end` - 1 that a mask allows, ascending. mask_B: as in `plan.Draw.mask`."""
+    ids, held = np.empty(end - begin, np.int64), 0
+    for place in range(begin // 8, min((end + 7) // 8, len(mask_B))):
+        bits = mask_B[place]
+        if bits == 0:
+            continue
+        for bit in range(8):
+            token_id = 8 * place + bit
+            if (bits >> bit) & 1 and begin <= token_id < end:
+                ids[held] = token_id
+                held += 1
+    return ids[:held].copy()
+
+
 @inlined
 def _load_or(array, i, other):
     """array[i : i + 16], with `other` beyond its end."""

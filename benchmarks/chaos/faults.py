@@ -24,6 +24,21 @@ from tests.ports import port_to_come_back_to
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 90.0
 HOSTS_TOKENS = 600
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 99}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+        "minItems": 8,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", None, 3.5]}, "minItems": 20, "maxItems": 30},
+    {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^[a-f]{2,9}$"}]},
+     "minItems": 30, "maxItems": 50},
+)  # fmt: skip
 # Planted from outside: a stage that samples with this seed dies, as by a bug in a kernel.
 POISON_SEED = 666
 POISON = f"""
@@ -66,10 +81,10 @@ def kill(pids: list[int], signum: int = signal.SIGKILL) -> None:
 
 
 def run_under_streams(
-    server: Server, record: Record, hurt: Callable[[Crowd], None], callers: int = 16, chats_with: str = ""
+    server: Server, record: Record, hurt: Callable[[Crowd], None], callers: int = 16, **asked: Any
 ) -> Verdict:
-    """Streams; what `hurt` does to the server meanwhile; their ends, judged."""
-    crowd = Crowd(server.http if chats_with else server.grpc, record, callers, chats_with=chats_with)
+    """Streams; what `hurt` does to the server meanwhile; their ends, judged. asked: of `Crowd`."""
+    crowd = Crowd(server.http if "chats_with" in asked else server.grpc, record, callers, **asked)
     crowd.ask_undisturbed()
     with crowd.asking():
         wait_for_tokens(crowd)
@@ -105,12 +120,32 @@ def kill_stages(record: Record, short: bool, kills: int = 200, model: str = "tin
                 print(f"{model}: {done + 1} kills of {number}", flush=True)
 
     with serving(2, "--model", model) as server:
-        verdict = run_under_streams(server, record, hurt, *(() if is_tiny else (8, model)))
+        verdict = run_under_streams(
+            server, record, hurt, **({} if is_tiny else {"callers": 8, "chats_with": model})
+        )
         deaths, loads = server.log.count(" died ("), server.log.count(" INFO process ")
     # Every stage that began, but for the first of each rank, began for a death of its own rank.
     told = {"deaths": deaths, "others_reloaded": loads - deaths - 2, **verdict.figures()}
     is_soon = verdict.pause(95) <= (1.5 if is_tiny else 4.0)
     return {**told, "met": verdict.is_clean and is_soon and not told["others_reloaded"]}
+
+
+def kill_under_forms(record: Record, short: bool) -> dict[str, Any]:
+    """15: kill -9 of any stage while all answers have a form and draft tokens are sent, with 1, 2 and 3 stages."""
+    record.close()
+    number, chance, found = 2 if short else 67, random.Random(0), {}
+    for stages in (1, 2, 3):
+
+        def hurt(crowd: Crowd, stages: int = stages) -> None:
+            for _ in range(number):
+                time.sleep(chance.uniform(0.0, 1.0))
+                lose(server, crowd.record, crowd, lambda: kill([server.stage_pid(chance.randrange(stages))]))
+
+        own = Record(record.path.with_suffix(f".{stages}.jsonl"))
+        with serving(stages, "--speculate", "4") as server:
+            found[stages] = run_under_streams(server, own, hurt, schemas=SCHEMAS)
+    told = {f"{stages} stages": verdict.figures() for stages, verdict in found.items()}
+    return {"kills": 3 * number, **told, "met": all(verdict.is_clean for verdict in found.values())}
 
 
 def kill_several(record: Record, short: bool) -> dict[str, Any]:
@@ -244,5 +279,5 @@ def isolate_poison(record: Record, short: bool) -> dict[str, Any]:
 
 ROWS = {
     1: kill_stages, 2: kill_several, 3: freeze_and_slow, 4: lose_hosts, 5: kill_heads, 7: isolate_poison,
-    14: partial(kill_stages, kills=60, model="smollm2"),
+    14: partial(kill_stages, kills=60, model="smollm2"), 15: kill_under_forms,
 }  # fmt: skip

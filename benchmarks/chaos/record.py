@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +15,14 @@ from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
 from ppserve.answers import Options
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.core.figures import percentile
+from ppserve.grammar.structured_output import StructuredOutput
 
 PROMPT = "Once upon a time, {} small boats"
 QUESTIONS = ("Tell me a story of {} small boats.", "What was the weather, and why?")
@@ -59,6 +61,8 @@ class Crowd:
     """Whether a broken stream is resumed."""
     chats_with: str = ""
     """A model, asked two questions over HTTP; the target is HTTP's."""
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """By which answers are valid JSON, each caller's by one of them; without any, they are free text."""
     latest_s: dict[int, float] = field(default_factory=dict)
     """When each had its latest token."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -102,10 +106,20 @@ class Crowd:
         return True
 
     def _stream(self, caller: int) -> Iterator[Message]:
-        asked: Options = {"max_tokens": self.max_tokens, "ignore_eos": True, "logprobs": 1, "seed": caller}
+        asked: Options = {"max_tokens": self.max_tokens, "logprobs": 1, "seed": caller}
+        schema = self.schemas[caller % len(self.schemas)] if self.schemas else None
+        if schema is None:
+            asked["ignore_eos"] = True
+        else:
+            asked["structured_output"] = StructuredOutput("json_schema", json.dumps(schema))
+        text = ""
         with Client(self.target, retry=self.policy) as client:
             for chunk in client.stream(PROMPT.format(caller), **asked):
                 yield [(token.id, token.logprob) for token in chunk.tokens], chunk.text
+                text += chunk.text
+                is_whole = chunk.finish is not None and chunk.finish.reason == "EOS"
+                if schema is not None and is_whole and not is_valid(text, schema):
+                    self.record.note("failed", caller=caller, code="INVALID", reason=text)
 
     def _chat(self, caller: int) -> Iterator[Message]:
         client = openai.OpenAI(base_url=f"http://{self.target}/v1", api_key="none", max_retries=0, timeout=300)
@@ -124,6 +138,14 @@ class Crowd:
                     if told or text:
                         yield [(token.token, token.logprob) for token in told], text
             messages.append({"role": "assistant", "content": answer})
+
+
+def is_valid(text: str, schema: Mapping[str, Any]) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
 
 
 @dataclass

@@ -17,7 +17,7 @@ import msgspec
 from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import RankResult, StepPlan
+from ppserve.core.plan import RankResult, StepMasks, StepPlan
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -245,6 +245,12 @@ class Plan(_Message, frozen=True, tag=True):
     plan: StepPlan
 
 
+class Masks(_Message, frozen=True):
+    """The masks of a step that was sent ahead without them. The stage that computes it waits for them."""
+
+    masks: StepMasks
+
+
 class Cancel(_Message, frozen=True, tag=True):
     """These steps, which were sent ahead, need not be computed. The stage still reports them."""
 
@@ -262,7 +268,7 @@ class Shutdown(_Message, frozen=True, tag=True):
 
 
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
-FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
+FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Masks | Cancel | Ping | Shutdown
 
 
 # Paths in the configuration are strings in frames.

@@ -4,7 +4,7 @@ The rig of the scheduler, the rigs of replicas and engines, and the processes of
 has no time, threads or connections: its caller says when it computes, and what it reports to whom. Its law:
 
 1. Plans are computed in the order in which they were sent. A step that was sent ahead takes the tokens that the
-   step before has drawn. The result of a step that is skipped has no tokens.
+   step before has drawn, and the masks that came for it. The result of a step that is skipped has no tokens.
 2. The "keys and values" of a position are one number, hashed from the token there and from the numbers of all
    positions before it, *as read through the block table*. A number that was never written cannot be read
    (KeyError), and two slices of one step must not write different numbers to one slot.
@@ -21,7 +21,7 @@ order. In one point it is stricter than a stage: a slice does not see what other
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -169,6 +169,8 @@ class SimulatedStage:
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
         self.drawn: tuple[Drawn, ...] = ()
+        self.masks: dict[int, Iterable[bytes | None]] = {}
+        """Of steps that were sent without them, by id."""
         self._queue: deque[StepPlan] = deque()
         self._numbers: dict[tuple[int, int], int] = {}
 
@@ -185,6 +187,8 @@ class SimulatedStage:
         if not self._queue:
             return None
         plan = self._queue[0]
+        if plan.awaits_masks and plan.step_id in self.masks:
+            plan = plan.with_masks(self.masks[plan.step_id])
         return plan.with_drawn(self.drawn) if plan.is_ahead else plan
 
     def lose(self) -> None:
@@ -219,6 +223,7 @@ class SimulatedStage:
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
             return result
+        assert not plan.awaits_masks, "its masks have not come"
         self.plans.append(plan)
         if not self.draws:
             return result

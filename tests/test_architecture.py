@@ -261,7 +261,7 @@ BUDGET = {
     "ppserve/stage/*.py": 1_374,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_500,
-    "ppserve/head/api/**/*.py": 6_200,
+    "ppserve/head/api/**/*.py": 6_300,
     "ppserve/head/observe/*.py": 920,
     "ppserve/model/*.py": 2_000,
     "ppserve/model/compiled/*.py": 647,
@@ -274,8 +274,8 @@ BUDGET = {
     "ppserve/client/*.py": 654,
     "ppserve/bench/*.py": 824,
     "ppserve/cli/*.py": 2_400,
-    "tests/**/*.py": 37_000,
-    "benchmarks/**/*.py": 3_100,
+    "tests/**/*.py": 38_600,
+    "benchmarks/**/*.py": 3_250,
     "README.md": 200,
 }
 
@@ -307,7 +307,7 @@ def test_the_spine_can_be_read_in_an_evening() -> None:
     spine = re.findall(r"^\d+\. `([\w/.]+)`: \S.*\.$", PAGE.partition("## The spine")[2], re.MULTILINE)
     assert 30 <= len(spine) <= 40
     assert len(set(spine)) == len(spine)
-    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7_500
+    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7_600
 
 
 def test_the_readme_draws_the_arrows_that_there_are() -> None:

@@ -19,6 +19,10 @@ DRAWN = -1
 """Stands in a plan that is sent ahead for each token that the step before draws for the sequence."""
 
 
+LATER = b""
+"""Stands in a plan that is sent ahead for a mask that depends on such a token: it comes in `StepMasks`."""
+
+
 def packed_ids(token_ids: Seq[int]) -> bytes:
     """Pack token ids as little-endian int32. Two packed lists, joined, are the packed joined list."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
@@ -117,6 +121,11 @@ class StepPlan:
     """Whether it was sent before the step before it had drawn its tokens: each slice has one token, DRAWN."""
 
     @property
+    def awaits_masks(self) -> bool:
+        """Whether masks of its draws come later."""
+        return self.is_ahead and any(s.draw is not None and s.draw.mask == LATER for s in self.slices)
+
+    @property
     def num_tokens(self) -> int:
         """Rows of hidden states that each stage sends to the next in this step."""
         return sum(len(s.token_ids) for s in self.slices)
@@ -137,6 +146,26 @@ class StepPlan:
             token_ids = (tokens.get(s.sequence_id, 0),)
             slices.append(replace(s, token_ids=token_ids, draw=s.draw.after(token_ids)))
         return replace(self, slices=tuple(slices))
+
+    def with_masks(self, masks: Iterable[bytes | None]) -> StepPlan:
+        """The plan with `StepMasks.masks`."""
+        later, slices = iter(masks), []
+        for s in self.slices:
+            if s.draw is not None and s.draw.mask == LATER:
+                s = replace(s, draw=replace(s.draw, mask=next(later)))
+            slices.append(s)
+        return replace(self, slices=tuple(slices))
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """The masks that a plan was sent without."""
+
+    epoch: int
+    step_id: int
+    masks: tuple[bytes | None, ...]
+    """One for each slice with LATER, in their order. None: any id may be drawn; of an answer that has ended, too,
+    whose draw is not used."""
 
 
 @dataclass(frozen=True, slots=True)

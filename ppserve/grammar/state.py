@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ppserve.grammar.limits import parser_limits
@@ -40,13 +41,13 @@ class _State:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
-        self.consumed: list[int] = []
+        self.consumed: tuple[int, ...] = ()
 
     def num_common(self, output_ids: Sequence[int]) -> int:
         """How many of its tokens these begin with; 0 where it cannot go back to them: further than MAX_ROLLBACK,
         or from its end, where the library no longer counts tokens."""
         common = max(0, len(self.consumed) - MAX_ROLLBACK)
-        if [*output_ids[:common]] != self.consumed[:common]:
+        if tuple(output_ids[:common]) != self.consumed[:common]:
             return 0
         for ours, theirs in zip(self.consumed[common:], output_ids[common:], strict=False):
             if ours != theirs:
@@ -58,10 +59,9 @@ class _State:
         """Forgets what it has read behind the common tokens, and reads the others."""
         if num_common < len(self.consumed):
             self.matcher.rollback(len(self.consumed) - num_common)
-            del self.consumed[num_common:]
         for token_id in output_ids[num_common:]:
             self.matcher.consume_token(token_id)
-            self.consumed.append(token_id)
+        self.consumed = tuple(output_ids)
 
 
 class GrammarFilter:
@@ -117,14 +117,15 @@ class GrammarFilter:
 
     def _matcher(self, output_ids: Sequence[int]) -> LLMatcher:
         """The matcher that has read these tokens. Raises GrammarFailed."""
-        self._states = [state for state in self._states if not state.matcher.is_error()]
-        near = max(self._states, key=lambda state: state.num_common(output_ids), default=None)
-        num_common = 0 if near is None else near.num_common(output_ids)
+        states = [state for state in self._states if not state.matcher.is_error()]
+        num_common, near = max(
+            ((state.num_common(output_ids), state) for state in states), key=itemgetter(0), default=(0, None)
+        )
         if near is not None and (num_common or not near.consumed):
-            self._states.remove(near)
+            states.remove(near)
         else:
             near = _State(self._grammar.fresh_matcher())
-        self._states = [*self._states[-MAX_STATES + 1 :], near]
+        self._states = [*states[-MAX_STATES + 1 :], near]
         near.move_to(output_ids, num_common)
         _check(near.matcher)
         return near.matcher

@@ -157,8 +157,9 @@ class PreparedStep:
     forward: Callable[[torch.Tensor | None], torch.Tensor]
     """Takes (T, D) hidden states of the stage before, None on the first stage, and gives those after this stage's
     sublayers. It writes the rows' keys and values to the cache."""
-    read_out: Callable[[torch.Tensor], Reading]
-    """Draws and scores what the plan asks for, from what `forward` gave. Last stage only."""
+    read_out: Callable[[torch.Tensor, StepPlan], Reading]
+    """Draws and scores what the plan asks for, which has its masks now, from what `forward` gave. Last stage
+    only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,10 @@ class AnyBackend(Protocol):
 
     @property
     def precision(self) -> Precision: ...
+
+    @property
+    def reads_masks_last(self) -> bool:
+        """Whether a plan's masks may come while all before its draws is computed."""
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None

@@ -9,9 +9,9 @@ T rows (tokens of all slices, packed), S slices, R rows read out, N columns, n t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,10 @@ class StepInputs:
     @property
     def num_rows(self) -> int:
         return len(self.rows.slots_T)
+
+    def with_plan(self, plan: StepPlan) -> Self:
+        """Return the inputs of a plan that differs in its masks."""
+        return replace(self, rows=replace(self.rows, plan=plan))
 
 
 Inputs = TypeVar("Inputs", bound=StepInputs)

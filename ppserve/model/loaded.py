@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Generic
 
+import torch
+
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import (
@@ -19,6 +21,7 @@ from ppserve.model.backend import (
     OwnLinear,
     PreparedStep,
     Progress,
+    Reading,
 )
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.decoder import Decoder, load_stage
@@ -40,7 +43,12 @@ def cached(
 
     def prepare(plan: StepPlan, gather: Gather) -> PreparedStep:
         inputs = build_inputs(plan, layout, cache, gather)
-        return PreparedStep(partial(computing.forward, inputs), partial(computing.read_out, inputs))
+
+        def read_out(hidden_TD: torch.Tensor, with_masks: StepPlan) -> Reading:
+            own = inputs if with_masks is plan else inputs.with_plan(with_masks)
+            return computing.read_out(own, hidden_TD)
+
+        return PreparedStep(partial(computing.forward, inputs), read_out)
 
     return CachedModel(layout, backend, prepare)
 

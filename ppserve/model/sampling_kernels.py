@@ -34,7 +34,7 @@ _PIECE = 1024
 
 @kernel
 def allowed_ids(mask_B: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.int64]:
-    """Those of the ids from `begin` to `end` - 1 that a mask allows, ascending. mask_B: as in `plan.Draw.mask`."""
+    """Return the ids from `begin` to `end` - 1 that a mask allows, ascending. mask_B: as in `plan.Draw.mask`."""
     ids, held = np.empty(end - begin, np.int64), 0
     for place in range(begin // 8, min((end + 7) // 8, len(mask_B))):
         bits = mask_B[place]

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 from ppserve import wire
-from ppserve.errors import WireError
+from ppserve.core.plan import StepMasks, StepPlan
+from ppserve.errors import TransportError, WireError
 from ppserve.process.lifetime import EXIT_HEAD_GONE
 
 # Longer than the head's patience with a silent stage: the head decides.
@@ -20,6 +22,7 @@ _SILENCE_S = 15.0
 _END_WITHIN_S = 10.0
 
 _NUM_CANCELLED = 256  # more than can be in flight
+_NUM_MASKED = 4  # also more than can be in flight
 
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
@@ -29,7 +32,7 @@ class HeadLink:
     """A stage's end of the control plane, and what all do with the head's messages.
 
     A Ping is answered at once, so that the head can tell busy from frozen.
-    A Cancel takes effect at once, before the plans in the inbox.
+    A Cancel takes effect at once, before the plans in the inbox. Masks may be for the step that is computed.
     An Abandon first sets `abandoned` and calls `on_abandon`, as the stage may be waiting for a neighbour.
     """
 
@@ -42,6 +45,10 @@ class HeadLink:
         """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
         """The latest steps sent ahead that need no computing."""
+        self.masks: deque[StepMasks] = deque(maxlen=_NUM_MASKED)
+        """The masks of the latest steps that were sent ahead without them."""
+        self._has_ended = False
+        self._changed = threading.Condition()  # of the four before
         self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
     def start(self, on_abandon: Callable[[int], None]) -> None:
@@ -54,12 +61,43 @@ class HeadLink:
                 self.send(wire.Heartbeat(sent_ns, now_ns))
                 return
             case wire.Cancel(step_ids):
-                self.cancelled.extend(step_ids)
+                with self._changed:
+                    self.cancelled.extend(step_ids)
+                    self._changed.notify_all()
+                return
+            case wire.Masks(masks):
+                with self._changed:
+                    self.masks.append(masks)
+                    self._changed.notify_all()
                 return
             case wire.Abandon(epoch):
-                self.abandoned = epoch
+                with self._changed:
+                    self.abandoned = epoch
+                    self._changed.notify_all()
                 self._on_abandon(epoch)
+            case wire.Shutdown():
+                with self._changed:
+                    self._has_ended = True
+                    self._changed.notify_all()
         self.inbox.put((now_ns, message))
+
+    def with_masks(self, plan: StepPlan) -> StepPlan:
+        """Wait for the masks of a plan that was sent without them; of a cancelled one, whose draws are not used,
+        any will do. Raises TransportError once the head has given up its epoch, or has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost(plan) or self.masks_of(plan) is not None)
+        if (masks := self.masks_of(plan)) is None:
+            raise TransportError("the epoch was lost while a step waited for its masks")
+        return plan.with_masks(masks)
+
+    def masks_of(self, plan: StepPlan) -> Iterable[bytes | None] | None:
+        """The masks of a plan that was sent without them; None while they are not there."""
+        if plan.step_id in self.cancelled:
+            return repeat(None)
+        return next((of.masks for of in self.masks if (of.epoch, of.step_id) == (plan.epoch, plan.step_id)), None)
+
+    def _is_lost(self, plan: StepPlan) -> bool:
+        return self._has_ended or self.abandoned >= plan.epoch
 
 
 class SocketHeadLink(HeadLink):

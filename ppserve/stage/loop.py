@@ -218,7 +218,7 @@ class StageLoop:
         )
         connections = self._connector.connect(form, frames, self._link)
         # At once: so they are interrupted and closed whatever fails now.
-        stage = Stage(part.cached, connections.transport, connections.gather)
+        stage = Stage(part.cached, connections.transport, connections.gather, self._link.with_masks)
         self._epoch = epoch = Epoch(form.epoch, stage)
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there were connections.

@@ -6,6 +6,7 @@ T tokens, D width.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,23 @@ class Computed:
 class Stage:
     """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
 
-    transport: to the stages before and after. gather: to this stage's other tensor ranks.
+    transport: to the stages before and after. gather: to this stage's other tensor ranks. with_masks: waits for
+    the masks of a plan that awaits them.
     The stage lives for one epoch, as these do; the model and its cache may outlive it.
     """
 
-    def __init__(self, model: CachedModel, transport: Transport, gather: StageGather | None = None) -> None:
+    def __init__(
+        self,
+        model: CachedModel,
+        transport: Transport,
+        gather: StageGather | None = None,
+        with_masks: Callable[[StepPlan], StepPlan] = lambda plan: plan,
+    ) -> None:
         self.model = model
         self.layout = model.layout
         self.transport = transport
         self._gather = gather or NoGather()
+        self._with_masks = with_masks
 
     def warm_up(self) -> None:
         """Makes all connections: tensor ranks exchange a row."""
@@ -66,19 +75,26 @@ class Stage:
         layout = self.layout
         model = self.model
         gather = self._gather
+        if plan.awaits_masks and not model.backend.reads_masks_last:
+            plan = self._with_masks(plan)
         prepared = model.prepare(plan, gather)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
         timing, waited_ns = model.backend.timing(), gather.waited_ns
         hidden_TD = prepared.forward(received_TD)
-        reading = prepared.read_out(hidden_TD) if layout.is_last else None
+        masked_ns = 0
+        if plan.awaits_masks:
+            computed_ns = clock()
+            plan = self._with_masks(plan)
+            masked_ns = clock() - computed_ns
+        reading = prepared.read_out(hidden_TD, plan) if layout.is_last else None
         timing.computed()
         # Before the wait: transfers between devices follow the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         begun_ns, ended_ns = timing.busy_ns()
         drawn, scored = reading() if reading is not None else ((), ())
-        gathered_ns = min(gather.waited_ns - waited_ns, ended_ns - begun_ns)
+        gathered_ns = min(gather.waited_ns - waited_ns + masked_ns, ended_ns - begun_ns)
         if not layout.is_first:
             # On a device, hidden states arrive when the computation begins, at the latest.
             received_ns = max(received_ns, begun_ns)

@@ -15,8 +15,9 @@ import torch
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import DRAWN, Draw, StepPlan
+from ppserve.core.plan import DRAWN, LATER, Draw, StepMasks, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import AnyBackend, Computing, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
@@ -156,6 +157,46 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     tell(7, (DRAWN,), 5)
     result = lone.hear(wire.Result).result
     assert (result.step_id, result.drawn, result.computed_ns) == (7, (), 0)
+
+
+def ahead_of_masks(lone: OneStage, step_id: int) -> None:
+    """After a prompt of three tokens, a step is sent whose mask is not known yet."""
+    lone.tell(wire.Plan(plan(1, step_id - 1, (1, 2, 3), 0)))
+    masked = with_draw(plan(1, step_id, (DRAWN,), 3), Draw(SamplingParams(seed=5), mask=LATER))
+    lone.tell(wire.Plan(replace(masked, is_ahead=True)))
+    assert lone.hear(wire.Result).result.step_id == step_id - 1
+
+
+def test_a_step_waits_for_the_masks_that_it_was_sent_without(lone: OneStage) -> None:
+    allowed = (5, 11, 23)
+    for step_id, token_id in enumerate(allowed, 1):
+        ahead_of_masks(lone, 10 * step_id)
+        for wrong in (StepMasks(1, 7, (None,)), StepMasks(0, 10 * step_id, (None,))):
+            lone.tell(wire.Masks(wrong))
+        lone.tell(wire.Masks(StepMasks(1, 10 * step_id, (packed_mask([token_id], 64),))))
+        result = lone.hear(wire.Result).result
+        assert [one.token_id for one in result.drawn] == [token_id]
+        assert result.computed_ns + result.gathered_ns == result.stamps.ended - result.stamps.begun
+
+
+def test_a_cancelled_step_does_not_wait_for_its_masks(lone: OneStage) -> None:
+    ahead_of_masks(lone, 1)
+    lone.tell(wire.Cancel((1,)))
+    assert lone.hear(wire.Result).result.step_id == 1
+
+
+def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(lone: OneStage) -> None:
+    ahead_of_masks(lone, 1)
+    lone.tell(wire.Abandon(1))
+    assert lone.hear(wire.Broken).epoch == 1
+    lone.enter(2)
+    lone.tell(wire.Plan(replace(plan(2, 2, (1, 2, 3), 0))))
+    lone.hear(wire.Result)
+    masked = with_draw(plan(2, 3, (DRAWN,), 3), Draw(SamplingParams(), mask=LATER))
+    lone.tell(wire.Plan(replace(masked, is_ahead=True)))
+    lone.tell(wire.Shutdown())
+    assert lone.hear(wire.Broken).epoch == 2
+    assert lone.exit_code.result(WITHIN_S) == 0
 
 
 def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:

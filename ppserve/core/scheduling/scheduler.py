@@ -28,7 +28,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ppserve.core.cost_model import StageCost
-from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
+from ppserve.core.plan import Drawn, Scored, Slice, StepMasks, StepPlan, StepResult
 from ppserve.core.request import Request
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache, worst_case_blocks
 from ppserve.core.scheduling.composer import Composer, Pick
@@ -116,7 +116,27 @@ class Scheduler:
             if is_there and sequence.remaining == 1:
                 is_there = self._speculation.draft(sequence, self._running) is not None
             sequence.note_masks(is_there)
+        _, sent_ahead = self.slots.next_without_masks or (None, ())
+        for sequence, _ in sent_ahead:
+            try:
+                if sequence.is_live:
+                    sequence.finds_mask()
+            except RequestError as error:
+                events += self._end_request(sequence.request.id, error)
         return events
+
+    def take_step_masks(self) -> StepMasks | None:
+        """The masks of the next step that was sent ahead without them, once all are there. They are told once."""
+        step = self.slots.next_without_masks
+        if step is None:
+            return None
+        plan, owned = step
+        filtered = [sequence for sequence, _ in owned if sequence.masks is not None]
+        if not all(sequence.finds_mask() for sequence in filtered if sequence.is_live):
+            return None
+        self.slots.note_masks_sent(plan.step_id)
+        masks = tuple(sequence.mask_after(()) if sequence.is_live else None for sequence in filtered)
+        return StepMasks(plan.epoch, plan.step_id, masks)
 
     def _compose(self, lone: str | None) -> list[Pick]:
         if lone is None:
@@ -239,9 +259,9 @@ class Scheduler:
         drawing = [s for s, slice_ in parts if slice_.draw and s.is_live and s.num_free_positions > 0]
         makes_room = others_wait and len(drawing) < len(parts)
         has_drafts = any(slice_.num_draft_tokens for _, slice_ in parts)
-        # What may follow a token that is not drawn yet is not known, so neither is the mask of the draw after it.
-        is_filtered = any(s.masks is not None for s in drawing)
-        if self._ready or makes_room or has_drafts or is_filtered:
+        # The masks of others come while the step is computed.
+        has_slow_masks = any(s.masks is not None and s.masks.is_slow for s in drawing)
+        if self._ready or makes_room or has_drafts or has_slow_masks:
             return None
         if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
             return None

@@ -44,6 +44,7 @@ class MicrobatchSlots:
         self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
         self._cancelled: set[int] = set()  # still in flight
         self._newly_cancelled: list[int] = []
+        self._without_masks: set[int] = set()  # sent ahead, as far as they were not sent since
         self._next_step_id = 0
 
     def __len__(self) -> int:
@@ -87,14 +88,26 @@ class MicrobatchSlots:
         slices = tuple(each.slice for each in owned) or (PROBE,)
         plan = StepPlan(self.epoch, self._next_step_id, slot, slices, is_ahead)
         self._steps[plan.step_id] = plan, owned
+        if plan.awaits_masks:
+            self._without_masks.add(plan.step_id)
         self._next_step_id += 1
         return plan
+
+    @property
+    def next_without_masks(self) -> tuple[StepPlan, OwnedSlices] | None:
+        """The oldest step in flight, if it was sent ahead without its masks: the tokens before these are known."""
+        oldest = next(iter(self._steps), None)
+        return self._steps[oldest] if oldest is not None and oldest in self._without_masks else None
+
+    def note_masks_sent(self, step_id: int) -> None:
+        self._without_masks.remove(step_id)
 
     def remove_step(self, result: StepResult) -> OwnedSlices | None:
         """The slices of the step that returned; None if it is unknown, cancelled or of an older epoch."""
         if result.epoch != self.epoch:
             return None
         self._cancelled.discard(result.step_id)
+        self._without_masks.discard(result.step_id)
         if result.step_id not in self._steps:
             return None
         self.is_unproven = False
@@ -106,6 +119,7 @@ class MicrobatchSlots:
         for step_id, (plan, owned) in self._steps.items():
             if plan.is_ahead and all(is_unused(*each) for each in owned):
                 del self._steps[step_id]
+                self._without_masks.discard(step_id)
                 self._cancelled.add(step_id)
                 self._newly_cancelled.append(step_id)
                 for each in owned:
@@ -128,4 +142,5 @@ class MicrobatchSlots:
         self._steps.clear()
         self._cancelled.clear()
         self._newly_cancelled.clear()
+        self._without_masks.clear()
         return requests

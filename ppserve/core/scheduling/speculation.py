@@ -66,7 +66,7 @@ class Speculation:
         self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS
     ) -> tuple[int, ...] | None:
         """The draft tokens that pay after the sequence's known ones, at most `max_rows`; None while a mask that
-        decides about them is not there. The mask after the known ones is."""
+        decides about them is not there."""
         if self._forced is None and len(running) > self._most_sequences:
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
@@ -75,6 +75,8 @@ class Speculation:
             limit = min(limit, MAX_STEP_LIKELY // sequence.num_likely - 1)
         if limit <= 0:
             return ()
+        if not _knows_mask(sequence):
+            return None
         drafter = self._drafter_of(sequence, running)
         step_s, row_s = self._seconds(len(sequence.token_ids))
         probability = num_expected = 1.0
@@ -108,6 +110,14 @@ class Speculation:
         two = StepSize().with_slice(num_tokens - 1, 2, 2)
         step_s, longer_s = (sum(cost.seconds(size) for cost in self._costs) for size in (one, two))
         return step_s, longer_s - step_s
+
+
+def _knows_mask(sequence: Sequence) -> bool:
+    """Whether the mask after the known tokens is there; not where it ends the request, which is told elsewhere."""
+    try:
+        return sequence.finds_mask()
+    except RequestError:
+        return False
 
 
 # Longer matches are hardly better.

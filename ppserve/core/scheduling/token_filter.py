@@ -37,6 +37,10 @@ class Mask:
 class MaskSource(Protocol):
     """Where a request's sequences get their masks from."""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step should not be sent before its mask is there."""
+
     def find(self, output_ids: tuple[int, ...]) -> Mask | None:
         """The mask that a TokenFilter gives for these tokens. None: it is not there yet, and is being made; it is
         asked for again. Returns at once. Raises the RequestError that ends the request."""
@@ -44,6 +48,8 @@ class MaskSource(Protocol):
 
 class ImmediateMasks:
     """A source that makes each mask when it is asked for."""
+
+    is_slow = False
 
     def __init__(self, token_filter: TokenFilter) -> None:
         self.token_filter = token_filter

@@ -42,7 +42,7 @@ class Forms:
         return await asyncio.to_thread(self._with_rules, form, given, held_ids)
 
     def filter_at_once(self, given: GenerationOptions, held_ids: Sequence[int] = ()) -> TokenFilter | None:
-        """The same, for a caller that waits. Raises InvalidRequest."""
+        """Do what `filter_of` does, for a caller that waits. Raises InvalidRequest."""
         form = None
         if given.structured_output is not None:
             try:

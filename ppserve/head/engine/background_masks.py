@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ppserve.core.scheduling.token_filter import Mask, TokenFilter, make_mask
@@ -24,20 +25,66 @@ log = logging.getLogger("ppserve.engine")
 
 NUM_THREADS = 32
 """The pool starts each when it is needed for the first time."""
+NUM_AT_ONCE = 2
+"""So many threads share the masks that the engine waits for; more, once a slow one has held these up."""
 SLOW_S = 0.001
 """The engine waits for no mask of a request whose last one took longer."""
 MAX_KEPT = 256
 """Masks of a request that were asked for and not fetched yet. The oldest one beyond these is forgotten, and made
 again if it is asked for."""
+MAX_FETCHED = 4
+"""The latest masks of a request that were fetched: its other sequences may have the same tokens."""
 
 OnMask = Callable[[float], object]
 """Called in any thread with the seconds that a mask took."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wanted:
+    """A mask that was asked for."""
+
     output_ids: tuple[int, ...]
-    mask: Future[Mask]
+    batch: _Batch | None
+    """The masks that the engine waits for together; None: it is woken for this one."""
+    made: Mask | RequestError | None = None
+
+
+class _Batch:
+    """Masks that the engine waits for together."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.requests: deque[BackgroundMasks] = deque()
+        """The requests whose masks no thread makes yet."""
+        self._wake = wake
+        self._num_left = 0
+        self._is_late = False
+        self._changed = threading.Condition(threading.Lock())  # of the two before
+
+    def add(self) -> None:
+        """A further mask is wanted."""
+        with self._changed:
+            self._num_left += 1
+
+    def work(self) -> None:
+        """Makes masks until each request has a thread. Several threads may do so."""
+        with suppress(IndexError):
+            while True:
+                self.requests.popleft().make_wanted()
+
+    def note_made(self) -> None:
+        """One of the masks is there."""
+        with self._changed:
+            self._num_left -= 1
+            is_late = self._is_late
+            if not self._num_left:
+                self._changed.notify()
+        if is_late:
+            self._wake()
+
+    def wait(self, within_s: float) -> None:
+        """Wait for all of them, but no longer than this; the engine is woken for each that comes later."""
+        with self._changed:
+            self._is_late = not self._changed.wait_for(lambda: not self._num_left, within_s)
 
 
 class MaskThreads:
@@ -45,10 +92,10 @@ class MaskThreads:
 
     def __init__(self, wake: Callable[[], None], on_mask: OnMask) -> None:
         """wake: wakes the engine, from any thread."""
-        self._wake = wake
+        self.wake = wake
         self.on_mask = on_mask
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
-        self._asked: list[Future[Mask]] = []  # since the engine waited last; its thread's alone
+        self._batch: _Batch | None = None  # of what was asked for since the engine waited last; its thread's alone
 
     def source(self, token_filter: TokenFilter) -> BackgroundMasks:
         """The masks of one request."""
@@ -57,24 +104,27 @@ class MaskThreads:
     def wait(self, within_s: float) -> bool:
         """Wait until the masks that were asked for since the last call are there, but no longer than this. The
         engine is woken for each that comes later. Returns whether any was asked for."""
-        if not self._asked:
+        batch, self._batch = self._batch, None
+        if batch is None:
             return False
-        asked, self._asked = self._asked, []
-        for late in wait(asked, max(0.0, within_s)).not_done:
-            late.add_done_callback(self.wake_for)
+        self._start(batch, NUM_AT_ONCE)
+        batch.wait(max(0.0, within_s))
+        self._start(batch, NUM_THREADS)
         return True
 
-    def wake_for(self, _mask: Future[Mask]) -> None:
-        """Wake the engine for a mask that it did not wait for."""
-        self._wake()
-
-    def note_asked(self, mask: Future[Mask]) -> None:
-        """The engine has asked for this mask."""
-        self._asked.append(mask)
+    def batch(self) -> _Batch:
+        """What a mask joins that the engine will wait for."""
+        if self._batch is None:
+            self._batch = _Batch(self.wake)
+        return self._batch
 
     def start(self, work: Callable[[], None]) -> None:
         """Call this in a thread of the pool."""
         self._pool.submit(work)
+
+    def _start(self, batch: _Batch, most: int) -> None:
+        for _ in range(min(most, len(batch.requests))):
+            self.start(batch.work)
 
     def close(self) -> None:
         """Begins no further mask. The pool's threads end."""
@@ -87,50 +137,61 @@ class BackgroundMasks:
     def __init__(self, token_filter: TokenFilter, threads: MaskThreads) -> None:
         self._token_filter = token_filter
         self._threads = threads
-        self._made: dict[tuple[int, ...], Future[Mask]] = {}
+        self._asked: dict[tuple[int, ...], _Wanted] = {}
+        self._fetched: dict[tuple[int, ...], Mask] = {}
         self._lock = threading.Lock()  # for the two below
         self._wanted: deque[_Wanted] = deque()
         self._is_at_work = False
-        self._is_slow = False  # set by the thread at work
+        self.is_slow = False  # set by the thread at work
 
     def find(self, output_ids: tuple[int, ...]) -> Mask | None:
         """See `MaskSource`."""
-        mask = self._made.get(output_ids)
-        if mask is None:
+        if (fetched := self._fetched.get(output_ids)) is not None:
+            return fetched
+        wanted = self._asked.get(output_ids)
+        if wanted is None:
             self._want(output_ids)
             return None
-        if not mask.done():
+        made = wanted.made
+        if made is None:
             return None
-        del self._made[output_ids]  # the sequence keeps it
-        return mask.result()
+        del self._asked[output_ids]
+        if not isinstance(made, Mask):
+            raise made
+        self._fetched[output_ids] = made
+        if len(self._fetched) > MAX_FETCHED:
+            del self._fetched[next(iter(self._fetched))]
+        return made
 
     def _want(self, output_ids: tuple[int, ...]) -> None:
-        if len(self._made) == MAX_KEPT:
-            del self._made[next(iter(self._made))]
-        wanted = _Wanted(output_ids, Future())
-        self._made[output_ids] = wanted.mask
-        if self._is_slow:
-            wanted.mask.add_done_callback(self._threads.wake_for)
-        else:
-            self._threads.note_asked(wanted.mask)
+        if len(self._asked) == MAX_KEPT:
+            del self._asked[next(iter(self._asked))]
+        batch = None if self.is_slow else self._threads.batch()
+        wanted = self._asked[output_ids] = _Wanted(output_ids, batch)
+        if batch is not None:
+            batch.add()
         with self._lock:
             self._wanted.append(wanted)
             is_at_work, self._is_at_work = self._is_at_work, True
-        if not is_at_work:
-            self._threads.start(self._work)
+        if is_at_work:
+            return  # the thread that is comes to it
+        if batch is not None:
+            batch.requests.append(self)
+        else:
+            self._threads.start(self.make_wanted)
 
-    def _work(self) -> None:
+    def make_wanted(self) -> None:
         """Makes all masks that are wanted, one after the other, in one thread."""
         while (wanted := self._next()) is not None:
             begun_s = time.monotonic()
-            made = self._make(wanted.output_ids)
+            wanted.made = self._make(wanted.output_ids)
             took_s = time.monotonic() - begun_s
-            self._is_slow = took_s > SLOW_S
+            self.is_slow = took_s > SLOW_S
             self._threads.on_mask(took_s)
-            if isinstance(made, Mask):
-                wanted.mask.set_result(made)
+            if wanted.batch is None:
+                self._threads.wake()
             else:
-                wanted.mask.set_exception(made)
+                wanted.batch.note_made()
 
     def _make(self, output_ids: tuple[int, ...]) -> Mask | RequestError:
         try:

@@ -170,6 +170,8 @@ class Replica:
         if cancelled := scheduler.slots.take_cancelled():
             # A stage that has not begun one of these skips it.
             self._control.send(self.members.ranks_in_use, wire.Cancel(cancelled))
+        if (masks := scheduler.take_step_masks()) is not None:
+            self._control.send(self.members.ranks_in_use, wire.Masks(masks))
         while (plan := self.request_queue.schedule(scheduler, self._now_s())) is not None:
             self._send(plan, scheduler, woken_ns)
         self._account_for_result()

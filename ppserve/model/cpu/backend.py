@@ -71,6 +71,7 @@ class CpuBackend:
 
     device = torch.device("cpu")
     read_rows_at_once = 64  # of GPT-2's vocabulary 13 MB
+    reads_masks_last = True
     more_head_rows: tuple[int, ...] = ()
 
     def __init__(

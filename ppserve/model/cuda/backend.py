@@ -63,6 +63,7 @@ class CudaBackend(TorchBackend):
     """The backend of a GPU, or of the CPU in its place, with torch's operators."""
 
     read_rows_at_once = READ_ROWS_AT_ONCE
+    reads_masks_last = False  # they are copied with the step's other arrays
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class LateMasks:
     token_filter: TokenFilter
     asked: list[tuple[int, ...]] = field(default_factory=list)
     made: dict[tuple[int, ...], Mask] = field(default_factory=dict)
+    is_slow: bool = False
 
     def find(self, output_ids: tuple[int, ...]) -> Mask | None:
         if output_ids not in self.made:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ppserve.core.plan import StepPlan
+from ppserve.core.plan import LATER, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.core.scheduling.token_filter import is_allowed, packed_mask
+from ppserve.core.scheduling.request_queue import RequestQueue
+from ppserve.core.scheduling.token_filter import ImmediateMasks, is_allowed, packed_mask
 from tests.core.scheduling.rig import Oracle, SchedulerRig, a_request, a_rig, fill
 from tests.simulated_stage import VOCAB_SIZE, MadeUpFilter, expected_answer
 
@@ -108,15 +109,41 @@ def test_each_draft_token_has_a_mask_of_its_own() -> None:
     rig.finish()
 
 
-def test_a_step_whose_draw_depends_on_a_mask_is_never_sent_ahead() -> None:
-    rig = a_rig(1, runs_ahead=True, prefix_cache=False)
+def test_a_step_is_sent_ahead_of_its_masks_and_gets_them_once_the_token_before_is_known() -> None:
+    rig, token_filter = a_rig(1, runs_ahead=True, prefix_cache=False), MadeUpFilter(1)
+    request = a_request("filtered", max_tokens=10)
+    rig.submit(a_request("plain", max_tokens=40))
+    rig.submit(request, token_filter)
+    answer = expected_answer(request, token_filter=token_filter).token_ids
+    filtered = rig.request_queue.groups["filtered"].sequences[0]
+    while filtered.is_live:
+        assert all(masks(plan) == [None, LATER] for plan in fill(rig) if plan.awaits_masks)
+        rig.commit_one()
+    rig.finish()
+    num_masked = 0
+    for plan in rig.pipeline.plans:
+        for piece in plan.slices if plan.is_ahead else ():
+            for position, draw in piece.draws if piece.sequence_id == filtered.id else ():
+                assert draw.mask == token_filter.allowed(answer[: position - len(request.prompt_ids)])
+                num_masked += 1
+    assert num_masked >= 8
+
+
+class SlowMasks(ImmediateMasks):
+    """A source whose last mask took long."""
+
+    is_slow = True
+
+
+def test_no_step_is_sent_ahead_of_masks_that_take_long() -> None:
+    config = a_rig(1, runs_ahead=True, prefix_cache=False).config
+    rig = SchedulerRig(config, 400, request_queue=RequestQueue(SlowMasks))
     rig.submit(a_request("plain", max_tokens=40))
     rig.submit(a_request("filtered", max_tokens=10), MadeUpFilter(1))
     filtered = rig.request_queue.groups["filtered"].sequences[0]
     while filtered.is_live:
-        for plan in fill(rig):
-            # Once its last token is being drawn, the other one goes on without it.
-            assert not plan.is_ahead or filtered.num_free_positions == 0
+        # Once its last token is being drawn, the other one goes on without it.
+        assert not any(plan.is_ahead for plan in fill(rig)) or filtered.num_free_positions == 0
         rig.commit_one()
     rig.finish()
     assert rig.num_ahead > 10, "it is, once the filtered answer has ended"

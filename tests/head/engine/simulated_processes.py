@@ -175,6 +175,8 @@ class StageProcess:
         self._link.handle_message(self._world.now_ns, message)
         while self.is_alive and not self._link.inbox.empty():
             self._take(self._link.inbox.get()[1])
+        if isinstance(message, wire.Masks | wire.Cancel):
+            self._compute()
 
     def _watch_head(self) -> None:
         """As a socket with a timeout that is read."""
@@ -264,6 +266,11 @@ class StageProcess:
         if plan is None or (self.stage and plan.step_id not in self._arrived):
             return
         assert self._link is not None
+        if plan.awaits_masks:
+            if (masks := self._link.masks_of(plan)) is None:
+                return
+            self._computing.masks = {plan.step_id: masks}
+            plan = plan.with_masks(masks)
         skipped = plan.is_ahead and plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
         if self._is_last and poisoned and not skipped:

@@ -243,11 +243,10 @@ class ChoicesBody(GenerationBody, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        newer = self.max_completion_tokens is not None
         return {
             **super().names,
             "sampling.n": "best_of" if self.chooses else "n",
-            "stop.max_tokens": "max_completion_tokens" if newer else "max_tokens",
+            "stop.max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             "stop.include_stop": "include_stop_str_in_output",
             "resume.generated_token_ids": "resume.token_ids",
         }
@@ -274,9 +273,8 @@ class CompletionBody(ChoicesBody, kw_only=True):
     @property
     def _num_prompt_top(self) -> int | None:
         """How many likely tokens come with each token of the prompt, by either field that asks for them."""
-        asked = [
-            count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None
-        ]
+        by_either = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        asked = [count for count in by_either if count is not None]
         return ALL if ALL in asked else max(asked, default=None)
 
     @property

@@ -97,7 +97,7 @@ class Bench:
 
     @property
     def arch(self) -> Architecture:
-        """Of sections that have one model."""
+        """The architecture, for sections that have one model."""
         return next(iter(self.models.values()))
 
     @property
@@ -261,7 +261,7 @@ def served(bench: Bench) -> None:
 
 
 def write_model(folder: Path, arch: Architecture, tensors: dict[str, torch.Tensor]) -> None:
-    """As on Hugging Face, without a tokenizer."""
+    """Write a model as it is on Hugging Face, without a tokenizer."""
     if arch.family == "gpt2":
         write_hf(folder, arch, tensors)
         return

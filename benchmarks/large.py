@@ -77,7 +77,7 @@ class MemoryLimit:
 
 @contextmanager
 def memory_limits() -> Iterator[list[MemoryLimit]]:
-    """Of both hosts, watched."""
+    """Limit the memory of both hosts, and watch it."""
     limits, is_over = [MemoryLimit(host) for host in range(2)], threading.Event()
 
     def watch() -> None:

@@ -35,7 +35,7 @@ class Address:
     metrics: str
     http: str
     ready_s: float
-    """From its start to its ready line."""
+    """Seconds from its start to its ready line."""
 
 
 @contextmanager

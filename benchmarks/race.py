@@ -1,4 +1,4 @@
-"""The same workload through this server and through other programs, by turns, on this machine: `make race`.
+"""A race: one workload through this server and through other programs, by turns, on this machine: `make race`.
 
     python benchmarks/race.py [--peers DIR --peer-script FILE] [--model NAME] [--rounds 3] [--json FILE]
                               [--at-once 1,16,64] [--precision int8] [--only 'ppserve*']
@@ -69,7 +69,7 @@ class Timing:
     """The prompts and one token each."""
     total_s: float
     memory: Sequence[tuple[int, int]] = ()
-    """Of each of our stages: the bytes that it occupies, and those that it may."""
+    """The bytes that each of our stages occupies, and those that it may."""
 
 
 Figures = tuple[float, float, Sequence[tuple[int, int]]]

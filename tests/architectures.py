@@ -68,7 +68,7 @@ def llama(
 
 
 def changed(arch: Architecture, **parts: dict[str, Any]) -> Architecture:
-    """The same model where the parts of every layer, `attention` or `mlp`, have other fields."""
+    """Return the model with other fields in the parts of every layer, `attention` or `mlp`."""
     return arch.with_layers(
         lambda layer: replace(layer, **{name: replace(getattr(layer, name), **new) for name, new in parts.items()})
     )

@@ -25,7 +25,7 @@ def choose() -> None:
 
 
 def settings() -> dict[str, int]:
-    """Of a `Pipeline` that answers as the servers do."""
+    """Return the settings of a `Pipeline` that answers as the servers do."""
     return SETTINGS if _chosen else {}
 
 

@@ -87,7 +87,7 @@ READING = ReplicaReading(
 
 
 def answered(call: Callable[[], T]) -> Future[T]:
-    """As the engine answers, but at once."""
+    """Answer as the engine does, but at once."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
@@ -166,7 +166,7 @@ class FakeEngine:
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
     def reset(self) -> None:
-        """As new, for the next test."""
+        """Make it as new, for the next test."""
         self.refused.clear()
         vars(self).update(vars(FakeEngine(refused=self.refused, _runs=self._runs)))
 

@@ -28,7 +28,7 @@ def hello(
 
 
 def changed(before: wire.Hello, **changes: object) -> wire.Hello:
-    """With other values for fields of its parts."""
+    """Return the Hello with other values for fields of its parts."""
     parts = {name: getattr(before, name) for name in ("host", "model", "device")}
     own = {
         name: {field: changes[field] for field in part.__struct_fields__ if field in changes}

@@ -170,7 +170,7 @@ class SimulatedStage:
         self.skipped: set[int] = set()
         self.drawn: tuple[Drawn, ...] = ()
         self.masks: dict[int, Iterable[bytes | None]] = {}
-        """Of steps that were sent without them, by id."""
+        """The masks of steps that were sent without them, by the step's id."""
         self._queue: deque[StepPlan] = deque()
         self._numbers: dict[tuple[int, int], int] = {}
 

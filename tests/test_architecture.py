@@ -144,7 +144,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 def is_within(name: str, packages: set[str]) -> bool:
-    """By whole names: `a.b` lies within `a`, `a_b` and `ab` do not."""
+    """Return whether a name lies in one of these packages: `a.b` lies within `a`, `a_b` and `ab` do not."""
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
@@ -267,7 +267,7 @@ BUDGET = {
     "ppserve/model/compiled/*.py": 647,
     "ppserve/model/cpu/**/*.py": 3_933,
     "ppserve/model/cuda/*.py": 1_435,
-    "ppserve/model/checkpoint/*.py": 1_930,
+    "ppserve/model/checkpoint/*.py": 2_000,
     "ppserve/tokenizer/*.py": 960,
     "ppserve/grammar/*.py": 1_100,
     "ppserve/library/*.py": 560,
@@ -394,8 +394,11 @@ FRAGMENT = re.compile(r"(Of|By|As|With|In|From|Those|Likewise|The same)\b")
 
 def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
     assert FRAGMENT.match("Of keys and values."), "the test can fail"
-    own = [(module, path) for module, path in modules() if not is_within(module, GENERATED)]
-    found = [(module, text) for module, path in own for text in docstrings(parsed(path))]
+    own = [path for module, path in modules() if not is_within(module, GENERATED)]
+    others = [
+        path for folder in ("tests", "benchmarks", "tools", "tour") for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = [(str(path), text) for path in own + others for text in docstrings(parsed(path))]
     assert [each for each in found if FRAGMENT.match(each[1])] == []
 
 

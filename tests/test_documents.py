@@ -117,7 +117,7 @@ def check_program(words: list[str]) -> None:
 
 
 def check_ours(arguments: list[str]) -> None:
-    """As the command line would take them; files that only the reader has may be missing."""
+    """Check them as the command line would take them; files that only the reader has may be missing."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
     command = cli.get_command(click.Context(cli), name)
     assert command is not None, f"no command {name}"

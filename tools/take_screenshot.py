@@ -19,7 +19,7 @@ from tests import browser  # noqa: E402  the checkout's root is no package path
 
 INTERVAL_S = 8
 PICTURE_S = 0.1
-"""Of the schedule: few enough steps to tell them apart."""
+"""Seconds of the schedule in the picture: few enough steps to tell them apart."""
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ class Crowd:
     chats_with: str = ""
     """A model, asked two questions over HTTP; the target is HTTP's."""
     schemas: Sequence[Mapping[str, Any]] = ()
-    """By which answers are valid JSON, each caller's by one of them; without any, they are free text."""
+    """Schemas by which answers are valid JSON, each caller's by one of them; without any, they are free text."""
     latest_s: dict[int, float] = field(default_factory=dict)
     """When each had its latest token."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -158,7 +158,7 @@ class Verdict:
     """Answers that differ from the undisturbed."""
     failures: Counter[str] = field(default_factory=Counter)
     pauses: list[float] = field(default_factory=list)
-    """Of each stream after each fault: the longest time without a token, in seconds."""
+    """The longest time without a token of each stream after each fault, in seconds."""
 
     @property
     def is_clean(self) -> bool:

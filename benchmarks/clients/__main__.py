@@ -152,7 +152,7 @@ def show_node(_programs: Path, folder: Path) -> str:
 
 
 def show_smg(programs: Path, folder: Path) -> str:
-    """The same texts through smg as over our own HTTP. smg gets the tokenizer from the server."""
+    """Ask through smg for the texts that our own HTTP gives. smg gets the tokenizer from the server."""
     port, metrics_port = port_to_come_back_to(), port_to_come_back_to()
     with running(["--stages", "2", "--force-cpu", "--dtype", "float32", "--vllm-grpc"]) as server:
         command = [

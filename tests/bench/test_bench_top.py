@@ -52,7 +52,7 @@ def page(generated: int, ttfts_s: list[float]) -> Figures:
 
 
 LOST = View(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
-"""In the second of two readings stage 1 is lost."""
+"""Two readings; stage 1 is lost in the second."""
 EXAMPLE = View(
     ServerReading(10.0, topology(100.0, 50.0, 1000.0), page(500, [0.3])),
     ServerReading(12.0, topology(101.0, 50.5, 1000.5), page(700, [0.3, 0.15, 0.15])),

@@ -12,7 +12,7 @@ from benchmarks.chaos.soak import LIMIT_BYTES, growth
 
 
 def memory_of(bytes_per_request: float, seed: int) -> list[tuple[int, float]]:
-    """As an allocator shows it: in pages, with a buffer that comes and goes."""
+    """Return memory as an allocator shows it: in pages, with a buffer that comes and goes."""
     dice, found = random.Random(seed), []
     for served in range(1000, 3000, 25):
         buffer = dice.choice([0, 0, 65536])

@@ -1,4 +1,4 @@
-"""From the flags of `ppserve serve` to the frozen configuration."""
+"""The flags of `ppserve serve` become the frozen configuration."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAcc
 
 
 def send(account: TimeAccount, plan: StepPlan, at: int, woken: int) -> None:
-    """As the replica does when it has sent a plan."""
+    """Do what the replica does when it has sent a plan."""
     account.dispatched(account.steps.sent(plan, woken, at, num_slots=1))
 
 
 def report(account: TimeAccount, result: StepResult, at: int) -> None:
-    """As the replica does when a stage reports."""
+    """Do what the replica does when a stage reports."""
     step = account.steps.reported(result, at)
     if step is not None:
         account.reported(step, result.stage)

@@ -125,7 +125,8 @@ def ask_one(stub: GenerationServiceStub, request: pb.GenerateRequest) -> tuple[A
 
 
 def answers_alone(requests: Sequence[pb.GenerateRequest]) -> list[tuple[Answer, ...]]:
-    """Of each request alone, on one stage, by `Pipeline`: what a server must answer, whatever else it does."""
+    """Return what `Pipeline` answers to each request alone, on one stage: what a server must answer, whatever else
+    it does."""
     with Pipeline("tiny", dtype="float32", threads=1, **as_gpu.settings()) as pipeline:
         return [_answers_of(pipeline, request) for request in requests]
 

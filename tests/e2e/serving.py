@@ -157,7 +157,7 @@ def torchrun(stages: int) -> list[str]:
 
 
 def plain_shell(stages: int) -> list[str]:
-    """The same without torchrun's command line."""
+    """Return the command that starts a server without torchrun's command line."""
     return [sys.executable, "-m", "ppserve", "serve", "--stages", str(stages)]
 
 

@@ -54,7 +54,7 @@ def answer_of(server: Server, method: str, path: str, body: object = None) -> tu
 
 @contextmanager
 def everything_taken(server: Server) -> Iterator[None]:
-    """As many long sequences as may run, and a short request that waits; left at the end."""
+    """Ask for as many long sequences as may run, and for a short one that waits; leave them at the end."""
     long = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "n": 16}
     connections = [http.client.HTTPConnection(server.http, timeout=60) for _ in "ab"]
     try:

@@ -20,7 +20,7 @@ SAME = (
     *("seed", "n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval"),
 )
 OPENAI_S = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "n", "max_tokens")
-"""Those that openai-python knows."""
+"""The options that openai-python knows."""
 
 
 def client_of(server: Server) -> OpenAI:
@@ -39,7 +39,7 @@ def both_ways(count: int, seed: int) -> list[pb.GenerateRequest]:
 
 
 def as_http(request: pb.GenerateRequest) -> dict[str, Any]:
-    """The same request, as openai-python takes it."""
+    """Return the request as openai-python takes it."""
     given = options_of(request)
     more: dict[str, Any] = {name: given[name] for name in SAME if name in given and name not in OPENAI_S}
     asked: dict[str, Any] = {name: given[name] for name in SAME if name in given and name in OPENAI_S}

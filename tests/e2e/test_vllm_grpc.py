@@ -19,7 +19,7 @@ Said = tuple[list[int], list[Logprob], list[Logprob], str, int | str | None]
 
 
 def as_vllm(request: v1.GenerateRequest, stream: bool) -> pb.GenerateRequest:
-    """The same request; what it lacks (echo) changes no number."""
+    """Return the request as vLLM's interface has it; what it lacks (echo) changes no number."""
     names = {"include_stop": "include_stop_str_in_output"}
     message = pb.GenerateRequest(text=request.text, stream=stream)
     known = message.sampling_params.DESCRIPTOR.fields_by_name
@@ -31,7 +31,7 @@ def as_vllm(request: v1.GenerateRequest, stream: bool) -> pb.GenerateRequest:
 
 
 def ask_vllm(stub: VllmEngineStub, request: pb.GenerateRequest) -> list[Said]:
-    """Of every sequence; from the chunks where it streams, which must say what its end says."""
+    """Return what every sequence says, from the chunks where it streams; these must say what its end says."""
     heard: dict[int, list[pb.GenerateStreamChunk]] = {}
     said: dict[int, Said] = {}
     for answer in stub.Generate(request, timeout=100):

@@ -24,7 +24,7 @@ PROMPT, OPTIONS = "Once upon a time", {"max_tokens": NUM_TOKENS, "seed": 7, "ign
 
 
 def stream(client: Client, after_thirty: Callable[[], None] | None = None) -> list[Token]:
-    """The same answer every time. after_thirty: called once, when some of it has arrived."""
+    """Ask for an answer, which is equal every time. after_thirty: called once, when some of it has arrived."""
     tokens: list[Token] = []
     for chunk in client.stream(PROMPT, **OPTIONS):
         tokens += chunk.tokens

@@ -46,7 +46,7 @@ class TwoAgents:
         return f"127.0.0.1:{self.grpc_port}"
 
     def start(self, node: int) -> Agent:
-        """The same command, also for an agent that is started again."""
+        """Start an agent, by an equal command where it is started again."""
         where = f"127.0.0.1:{self.master_port}"
         if self.rendezvous == "static":
             launcher = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={self.master_port}"]
@@ -78,7 +78,7 @@ class TwoAgents:
         return self.agents[node]
 
     def _tls(self) -> list[str]:
-        """Of the control plane, with one of the two kinds of rendezvous."""
+        """Return the flags of the control plane's TLS, which one of the two kinds of rendezvous has."""
         if self.rendezvous != "static" or shutil.which("openssl") is None:
             return []
         if not (self.directory / "ca.pem").exists():

@@ -61,7 +61,7 @@ class Agent:
         return self.log_path.read_text(errors="replace")
 
     def end(self) -> None:
-        """By process id; its ranks and stages go with it."""
+        """End it by its process id; its ranks and stages go with it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()

@@ -37,8 +37,8 @@ FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {"replicas": 3}),
     (1, {"replicas": 4}),
 ]
-"""With those, all ways to use up to four ranks. For float32 alone: `test_tensor_ranks` has other numbers, and but
-for tensor ranks nothing here changes arithmetic."""
+"""The remaining ways to use up to four ranks. They are tried in float32 alone: `test_tensor_ranks` has other
+numbers, and only tensor ranks change arithmetic here."""
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_other_numbers_have_other_log_probabilities() -> None:
 
 
 def digests_of_answers() -> list[str]:
-    """Of the answers on two stages: of float32 and int8, and of bfloat16."""
+    """Return the digests of answers on two stages: of float32 with int8, and of bfloat16."""
     digests = []
     for kinds in (({}, INT8), ({"dtype": "bfloat16"},)):
         digest = hashlib.sha256()

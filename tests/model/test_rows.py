@@ -72,8 +72,8 @@ def test_selftest_passes_for_a_llama(arch: Architecture, dtype: str) -> None:
 
 
 class InTwoHalves(CudaBackend):
-    """From 128 rows on, products are summed in two halves; what comes out is rounded to bfloat16, as a library's
-    bfloat16 products are, so that with usual weights hardly a number differs."""
+    """Its products are summed in two halves from 128 rows on; what comes out is rounded to bfloat16, as a
+    library's bfloat16 products are, so that with usual weights hardly a number differs."""
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
         whole, half = super().linear(weight_NK, bias_N), weight_NK.shape[1] // 2

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
 
 
 def as_transformers(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
-    """The same weights in Hugging Face's model."""
+    """Return Hugging Face's model with these weights."""
     arch = checkpoint.architecture
     (rotary,) = arch.rotaries
     config = transformers.LlamaConfig(

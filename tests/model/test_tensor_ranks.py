@@ -51,7 +51,7 @@ def tensor_ranks(layout: StageLayout, count: int) -> list[StageLayout]:
 
 
 class TensorPipeline(Pipeline):
-    """As `Pipeline`, with `count` tensor ranks for each stage; those are threads."""
+    """A `Pipeline` with `count` tensor ranks for each stage; those are threads."""
 
     def __init__(
         self, checkpoint: Checkpoint, split: str, count: int, make: MakeBackend, num_sequences: int = 2

@@ -1,4 +1,4 @@
-"""By which address other hosts reach a stage, where the head listens, and whether it can be reached there."""
+"""The address by which other hosts reach a stage, where the head listens, and whether it can be reached there."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def server_of() -> Iterator[Callable[..., ForkServer]]:
-    """Of a program; without one, the real one."""
+    """What makes the fork server of a program; without one, the real fork server."""
 
     def make(*program: str, run: str = RUN) -> ForkServer:
         command = [(sys.executable, "-c", COMMON + each + run) for each in program]

@@ -57,7 +57,7 @@ class OneStage:
     exit_code: Future[int]
     told: list[str] = field(default_factory=list)
     layout: StageLayout = field(default_factory=lambda: StageLayout(0, 1, 0, 4))
-    """Of the layers that it was last told to load."""
+    """The layout of the layers that it was last told to load."""
 
     def tell(self, message: wire.FromHead) -> None:
         self.link.handle_message(time.monotonic_ns(), message)

@@ -358,7 +358,7 @@ def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
 
 
 class OutOfResources(Exception):
-    """As Triton raises it where a kernel cannot be made."""
+    """What Triton raises where a kernel cannot be made."""
 
 
 @pytest.mark.parametrize("error", [*FULL, OutOfResources("out of resource: shared memory")], ids=str)

@@ -55,7 +55,7 @@ def pipeline(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Pi
 
 
 def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
-    """By how many objects this process grows in 1,000 steps, once warm."""
+    """Return by how many objects this process grows in 1,000 steps, once warm."""
     kept = []
     before = 0
     for i in range(1200):
@@ -73,7 +73,7 @@ def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
 
 
 def count_objects() -> int:
-    """Of this process, while no frame is under way: stages that are threads share a process."""
+    """Count the objects of this process while no frame is under way: stages that are threads share a process."""
     meet()
     gc.collect()
     count = len(gc.get_objects())

@@ -24,7 +24,7 @@ from ppserve.model.checkpoint import FourBits
 from ppserve.model.checkpoint.config_json import declared, family_of
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.settings import settled
-from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
+from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredRows, StoredTensor
 
 DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
@@ -84,15 +84,18 @@ class Quantized:
         self._blocks = blocks
         self._kind = kind
 
-    def __getitem__(self, part: Any) -> torch.Tensor:
-        rows, *columns = part if isinstance(part, tuple) else (part,)
-        numbers = gguf.quants.dequantize(np.ascontiguousarray(self._blocks[rows]), self._kind)
-        return torch.from_numpy(numbers)[(..., *columns)]
+    def __getitem__(self, part: StoredRows | tuple[StoredRows, slice], /) -> torch.Tensor:
+        rows, columns = part if isinstance(part, tuple) else (part, slice(None))
+        numbers = gguf.quants.dequantize(self._blocks_of(rows), self._kind)
+        return torch.from_numpy(numbers)[..., columns]
 
-    def four_bits(self, rows: Any) -> FourBits:
+    def _blocks_of(self, rows: StoredRows) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(self._blocks[rows if isinstance(rows, slice) else rows.numpy()])
+
+    def four_bits(self, rows: StoredRows) -> FourBits:
         """Return these rows of a Q4_0 or Q4_1 tensor as they are stored."""
         halves = 1 if self._kind == Type.Q4_0 else 2
-        blocks = np.ascontiguousarray(self._blocks[rows])
+        blocks = self._blocks_of(rows)
         blocks = blocks.reshape(len(blocks), -1, 2 * halves + 16)
         factors = np.ascontiguousarray(blocks[:, :, : 2 * halves]).view(np.float16)
         scales, *minima = np.moveaxis(factors, 2, 0)
@@ -108,13 +111,15 @@ class Interleaved:
 
     def __init__(self, stored: StoredTensor, head_size: int) -> None:
         self._stored = stored
-        self._order = np.arange(stored.shape[0]).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
+        self._order = torch.arange(stored.shape[0]).view(-1, head_size // 2, 2).transpose(1, 2).reshape(-1)
 
-    def __getitem__(self, part: Any) -> torch.Tensor:
-        rows, *columns = part if isinstance(part, tuple) else (part,)
-        return self._stored.numbers[(self._order[rows], *columns)]
+    def __getitem__(self, part: StoredRows | tuple[StoredRows, slice], /) -> torch.Tensor:
+        if isinstance(part, tuple):
+            rows, columns = part
+            return self._stored.numbers[self._order[rows], columns]
+        return self._stored.numbers[self._order[part]]
 
-    def four_bits(self, rows: slice) -> FourBits:
+    def four_bits(self, rows: StoredRows) -> FourBits:
         assert self._stored.four_bits is not None, "asked of rows in 4 bits alone"
         return self._stored.four_bits(self._order[rows])
 

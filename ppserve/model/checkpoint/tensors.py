@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,10 +25,14 @@ from ppserve.model.checkpoint.families import tensor_shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+StoredRows = slice | torch.Tensor
+"""Rows of a tensor in a file: a range, or their numbers."""
+
+
 class Numbers(Protocol):
     """A tensor's numbers, mapped and not read: a torch tensor, or what reads them where it is sliced."""
 
-    def __getitem__(self, part: Any, /) -> torch.Tensor: ...
+    def __getitem__(self, part: StoredRows | tuple[StoredRows, slice], /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class StoredTensor:
     numbers: Numbers
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
-    four_bits: Callable[[Any], FourBits] | None = None
+    four_bits: Callable[[StoredRows], FourBits] | None = None
     """Reads rows as they are stored, where that is in 4 bits."""
 
     @property

@@ -38,7 +38,7 @@ def test_requests_of_one_caller_go_by_priority_then_in_order_of_arrival() -> Non
 
 
 def flooded(num_requests: int = 100) -> FairQueue:
-    """With requests of one caller, "flood"."""
+    """Return a queue with requests of one caller, "flood"."""
     queue = FairQueue()
     for i in range(num_requests):
         queue.push(entry(f"flood{i}", "flood"))

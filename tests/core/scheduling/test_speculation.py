@@ -37,7 +37,7 @@ def a_rig(speculate: int | None, row: float | None = None, num_stages: int = 1, 
 
 
 def num_drafted(rig: SchedulerRig) -> int:
-    """In the second step of a lone sequence; the first computes its prompt."""
+    """Count the draft tokens in the second step of a lone sequence; the first computes its prompt."""
     rig.submit(a_request("lone", max_tokens=90))
     rig.turn()
     (plan,) = fill(rig)

@@ -124,7 +124,8 @@ def walk(
 
 
 def seeds_of(*case: object) -> tuple[int, int]:
-    """Of two walks, the second with random costs. No two cases walk alike, so few of each reach much together."""
+    """Return the seeds of two walks, the second with random costs. No two cases walk alike, so few of each reach
+    much together."""
     first = 2 * random.Random(repr(case)).randrange(10**6)
     return first, first + 1
 

@@ -32,7 +32,7 @@ async def stub(engine: FakeEngine) -> AsyncIterator[GenerationServiceStub]:
 
 @pytest.fixture(scope="module")
 async def http_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """Of a file's tests: uvicorn takes 0.2 s to stop."""
+    """One server for all tests of a file: uvicorn takes 0.2 s to stop."""
     path = tmp_path_factory.mktemp("template") / "chat.jinja"
     path.write_text(TEMPLATE)
     async with served_http(chat_template=path) as served:
@@ -41,7 +41,7 @@ async def http_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest.fixture
 async def served(http_server: Served) -> AsyncIterator[Served]:
-    """By HTTP, for tests that change no more than the engine."""
+    """A server over HTTP, for tests that change no more than the engine."""
     yield http_server
     http_server.engine.reset()
     http_server.counted.clear()

@@ -38,7 +38,7 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 
 @pytest.fixture
 def ids(tokenizer: Tokenizer) -> list[int]:
-    """Those of the text, which spells what begins it."""
+    """The ids of the text, which spells what begins it."""
     inner = tokenizer.encode(TEXT)
     assert tokenizer.special_ids["<s>"] not in inner
     return [tokenizer.special_ids["<s>"], *inner, tokenizer.special_ids["</s>"]]

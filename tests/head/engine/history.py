@@ -215,7 +215,7 @@ class History:
         self._ask(caller, request)
 
     def _ask(self, caller: Caller, request: Request) -> None:
-        """As clients do: where no server serves, again; where the queue is full, not."""
+        """Ask as clients do: again where no server serves, but not where the queue is full."""
 
         def again() -> None:
             caller.waits_for_server = True
@@ -238,7 +238,7 @@ class History:
         accepted.add_done_callback(answered)
 
     def _resume(self, caller: Caller, index: int) -> None:
-        """With the tokens that it holds, under a name of its own."""
+        """Ask anew with the tokens that it holds, under a name of its own."""
         request, held = caller.request, tuple(caller.tokens[index])
         name = f"{request.id}/{index} after {len(self.world.trace)}"
         self._ask(caller, replace(request, id=name, resume_index=index, resume_ids=held))

@@ -100,7 +100,8 @@ class RanksRig(ABC, Generic[Heard]):
         return found
 
     def join(self) -> list[Heard]:
-        """From the Form of the first rank to the Ready of all in use. Returns what is made of each Ready."""
+        """Form the epoch, from the Form of the first rank to the Ready of all in use. Returns what is made of each
+        Ready."""
         epoch, (first, *others) = self.members.epoch, self.members.ranks_in_use
         assert set(self.forms()) == {first}
         self.say(first, wire.StoreOpened(epoch, 4000 + epoch))

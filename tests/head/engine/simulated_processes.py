@@ -45,7 +45,7 @@ class Host:
         self.poison_breaks = world.random.random() < 0.3
         """A request that kills does it by an error, which the stage survives."""
         self.ends_after_s: dict[int, float] = {}
-        """Of ranks whose stages compute nothing and die so many seconds after they have begun."""
+        """Ranks whose stages compute nothing, and after how many seconds these die."""
         self.dies_of_requests: int | None = None
         """A rank whose stages compute nothing but probes."""
         self.num_deaths = 0
@@ -179,7 +179,7 @@ class StageProcess:
             self._compute()
 
     def _watch_head(self) -> None:
-        """As a socket with a timeout that is read."""
+        """Watch as a socket with a timeout does that is read."""
         left_s = _SILENCE_S - (self._world.now_ns - self._heard_ns) / SECOND
         if left_s <= 0:
             self.end("nothing of the head", EXIT_HEAD_GONE)

@@ -65,7 +65,7 @@ class Scrape:
         assert len(self.values) == len(samples), "a series appears twice"
 
     def __call__(self, name: str, **labels: str) -> float:
-        """Of the first replica, or of what is common to all."""
+        """Return a value of the first replica, or one that is common to all."""
         return self.values[name, frozenset((labels if name in COMMON else {"replica": "0", **labels}).items())]
 
     def total(self, name: str, **labels: str) -> float:

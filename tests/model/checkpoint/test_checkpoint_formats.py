@@ -1,4 +1,4 @@
-"""The same model in every format: identical canonical tensors, architecture and fingerprint."""
+"""A model is equal in every format: identical canonical tensors, architecture and fingerprint."""
 
 from __future__ import annotations
 

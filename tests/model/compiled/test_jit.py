@@ -29,7 +29,7 @@ SIGNATURE = (numba.types.int64,)
 
 
 def caches(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedCache, SharedCache]:
-    """Of the same function, as two processes have them."""
+    """Return two caches of one function, as two processes have them."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(path))
     return SharedCache(twice), SharedCache(twice)
 

@@ -49,7 +49,7 @@ def _child() -> ProcessPoolExecutor:
 
 
 def assembly(kind: MicroKernel, cpu: str, triple: str = X86) -> str:
-    """Of the tile with the most rows, optimised as numba does."""
+    """Return the code of the tile with the most rows, optimised as numba does."""
     module = ir.Module("tile")
     module.triple = triple
     number = ir.IntType(64)

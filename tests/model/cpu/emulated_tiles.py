@@ -56,7 +56,7 @@ class EmulatedUnit(TileUnit):
             self.builder.store(self.builder.load(self._word(register, row, word)), place, align=4)
 
     def multiply(self, instruction: str, sums: int, rows: int, weights: int) -> None:
-        """Of each output as the instruction does: the first inputs of all words, the second and so on."""
+        """Sum up each output as the instruction does: the first inputs of all words, the second and so on."""
         builder, is_integer = self.builder, instruction == "tdpbusd"
         kind, inputs = (I32, range(4)) if is_integer else (F32, range(2))
         with cgutils.for_range(builder, I64(16)) as row, cgutils.for_range(builder, I64(WORDS)) as output:
@@ -99,7 +99,7 @@ class EmulatedDot(Int8Tiles):
 
 
 def emulated(kind: MicroKernel) -> MicroKernel:
-    """The same micro-kernel by instructions that every CPU has."""
+    """Return a micro-kernel that does the same by instructions that every CPU has."""
     name, code = f"emulated {kind.operation}", TILE_CODES[kind.operation]
     OPERATIONS[name] = EmulatedDot if kind.operation == "int8_tiles" else OPERATIONS[kind.operation]
     TILE_CODES[name] = type(name, (code,), {"unit": EmulatedUnit})

@@ -28,7 +28,7 @@ def arithmetic(precision: str, variant: str) -> str:
 
 
 def same(one: Floats, other: Floats) -> bool:
-    """The same bits."""
+    """Return whether both have the same bits."""
     return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 

@@ -16,7 +16,7 @@ from ppserve.model.cpu.sublayers import ACTIVATIONS
 from ppserve.model.stock import ACTIVATIONS as OF_TORCH
 
 MOST_ERROR = 5e-7
-"""Of a result's own size, as `_exact_gelu` promises; and what is as small as SMALLEST."""
+"""The most that `_exact_gelu` may be wrong by, relative to a result's own size, and SMALLEST more."""
 SMALLEST = 1e-37
 
 

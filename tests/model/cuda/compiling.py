@@ -33,7 +33,7 @@ SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 
 
 
 def compile_launches(capability: int) -> None:
-    """From now on a launch compiles for such a GPU, and does nothing else."""
+    """Have every launch from now on compile for such a GPU, and do nothing else."""
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         names = [parameter.name for parameter in kernel.params]

@@ -19,7 +19,7 @@ from ppserve.model.cuda.operators import Operators
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-"""Of the backend's own operators."""
+"""The device of the backend's own operators."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 

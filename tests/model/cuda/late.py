@@ -16,7 +16,7 @@ import torch
 from ppserve.model.cuda.device import Accelerator
 
 NO_NUMBER = 0xFF
-"""In every byte: of float64 no number, of token ids -1."""
+"""The value of every byte: a float64 of it is no number, a token id is -1."""
 
 
 class LateDevice(Accelerator):

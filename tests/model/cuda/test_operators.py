@@ -55,7 +55,7 @@ class Sequences:
         self.values = self.keys.clone()
 
     def rows(self, parts: list[tuple[int, int, int]]) -> StepRows:
-        """Of a step with these (sequence, first position, rows)."""
+        """Return the rows of a step with these (sequence, first position, rows)."""
         slices = (Slice(i, start, (0,) * count, tuple(self.tables[i].tolist())) for i, start, count in parts)
         kept: Any = lambda rows, gather: rows  # noqa: E731
         cache: Any = SimpleNamespace(block_size=self.block_size, num_blocks=len(self.keys), inputs=kept)

@@ -26,7 +26,7 @@ ARCHITECTURE = architecture(vocab_size=VOCABULARY, max_positions=4096)
 
 
 def results(plan: StepPlan, logits: torch.Tensor, kind: str, at_once: int = 256) -> tuple:
-    """As a last stage would draw and score them."""
+    """Draw and score them as a last stage would."""
     backend = backend_of(device_of(kind), operators_of(kind))
     (layout,) = stage_layouts(Split.parse("2"))
     inputs = build_inputs(plan, layout, backend.make_cache(ARCHITECTURE, layout, 4, 16))

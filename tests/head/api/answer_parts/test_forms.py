@@ -144,7 +144,7 @@ def test_what_is_thought_may_precede_a_call_that_is_required() -> None:
 
 
 def test_a_special_token_is_drawn_as_such_and_not_spelled() -> None:
-    """As a vocabulary has them: without bytes, so that no text is one."""
+    """A vocabulary has them without bytes, so that no text is one."""
     form = answer_format("", {"[TOOL_CALLS]": PADDING}, "mistral").plan(Tooling(TOOLS, REQUIRED), "")
     assert form.shows_special
     rest = [*ONE["mistral"].removeprefix("[TOOL_CALLS]").encode()]

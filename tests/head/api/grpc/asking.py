@@ -17,7 +17,7 @@ def ask(max_tokens: int = 5, text: str = "hello", **fields: object) -> pb.Genera
 
 
 async def failure_of(call: AsyncIterable[object]) -> aio.AioRpcError:
-    """With what a stream fails."""
+    """Return the error with which a stream fails."""
     with pytest.raises(aio.AioRpcError) as failure:
         [message async for message in call]
     return failure.value

@@ -173,7 +173,7 @@ def test_a_prompt_s_likely_tokens_have_ranks_and_fields_their_own_numbers_of_the
 
 
 async def test_the_likeliest_of_several_answers_are_chosen(served: Served) -> None:
-    """By the mean of their tokens' log-probabilities, of each prompt by itself."""
+    """The mean of their tokens' log-probabilities decides, for each prompt by itself."""
     served.engine.by_hand = True
     asking = asyncio.create_task(served.complete(prompt=["one", "two"], best_of=3, n=2, max_tokens=4))
     await served.engine.until(lambda engine: len(engine.sinks) == 2)

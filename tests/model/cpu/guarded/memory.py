@@ -71,7 +71,7 @@ class Log:
         self._taken: dict[int, int] = {}
 
     def begin(self, seed: int) -> None:
-        """From now on this seed is tried. No memory of the one before is in use any more."""
+        """Note that this seed is tried from now on. No memory of the one before is in use any more."""
         self._numbers[:] = 0, seed, 0
         self._taken = {}
 
@@ -171,7 +171,7 @@ class Guarded(memory.Memory):
         return whole[begin:end]
 
     def copied(self, array: NDArray[Any], name: str) -> NDArray[Any]:
-        """The same numbers in a piece."""
+        """Copy the numbers into a piece."""
         held = self.piece(array.nbytes, name).view(array.dtype)
         held[:] = array.reshape(-1)
         return held.reshape(array.shape)

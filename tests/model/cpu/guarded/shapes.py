@@ -48,7 +48,7 @@ USUAL: tuple[Kept, ...] = (
     ("float32", "int4", "float32"),
     ("float32", "none", "int8"),
 )
-"""Those that other tests compile too; every micro-kernel is one of them."""
+"""The kinds that other tests compile too; every micro-kernel is one of them."""
 ALL: tuple[Kept, ...] = tuple(
     (hidden, weights, kv)
     for hidden in ("float32", "bfloat16")
@@ -309,7 +309,7 @@ def _alone(shape: Shape) -> Iterator[Step]:
 
 
 def _compare(shape: Shape, run: Run, found: Mapping[int, tuple[torch.Tensor, list[Any]]]) -> None:
-    """With the reference's logits."""
+    """Compare the outputs with the reference's logits."""
     reference = Reference(RandomCheckpoint(shape.arch, shape.seed, shape.stored_dtype))
     assert run.model.head is not None
     for sequence, (hidden, _) in found.items():

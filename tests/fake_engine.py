@@ -249,7 +249,8 @@ async def served(
     others = [VllmService(handler)] if settings.vllm_grpc else []
     door = GrpcServer(handler, others, read_certificates(settings))
     port = await door.start(settings.host, settings.port)
-    door.request_handler.set_serving(True)
+    handler.metrics_port = settings.metrics_port
+    handler.set_serving(True)
     try:
         yield door, f"127.0.0.1:{port}"
     finally:

@@ -151,8 +151,8 @@ def render_table(summary: Summary) -> str:
     for status, number in summary.errors_by_status.items():
         problem = f"failed with {status}: {summary.problems[status]}"
         lines.append(f"\n{number} of {summary.num_prompts} requests {problem}")
-    lines.append(f"\n{conclude(summary)}")
     lines.append(f"\nThis load generator used {summary.client_cores:.2f} cores. Seed {summary.seed}.")
+    lines.append(f"\n{conclude(summary)}")
     return "\n".join(lines)
 
 

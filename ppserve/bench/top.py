@@ -1,6 +1,7 @@
 """What `ppserve top` shows: the difference of two readings, as a screen or as one line.
 
-A reading is the topology with its ledger, and the load.
+A reading is the topology with its ledger, and the load. A screen's line consists of pieces of text, each with a
+word for its colour: a kind of time, `good`, `bad`, `soft`, or an empty one.
 """
 
 from __future__ import annotations
@@ -10,44 +11,36 @@ import json
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.client import Client
-from ppserve.client.connection import is_this_host
-from ppserve.core.figures import counted
+from ppserve.client.connection import host_of, is_this_host
+from ppserve.core.figures import counted, quantile
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.causes import CAUSES, IDLE
+from ppserve.core.ledger.causes import CAUSES, IDLE, MEANINGS
 from ppserve.errors import PpserveError
 from ppserve.v1 import generation_pb2 as pb
 
 # The character that draws each kind of time.
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
+_STATES = {"away": "away", "loading": "loads its weights", "waiting": "waits for the others"}
+"""What the server says of a stage that does not compute, in words."""
 _SMALLEST_BAR = 10
 _LEAST_SHOWN = 0.0005
 _COUNTERS = ("generated_tokens", "prompt_tokens", "requests")
 _FIGURES = {*_COUNTERS, "running", "waiting", "in_flight", "kv_usage", "ttft", "itl"}
 
+Line = list[tuple[str, str]]
+"""The pieces of a screen's line: word for the colour, text."""
 Figures = Mapping[str, Any]
 """A server's `/load.json`: its load, and counters and latencies since its start."""
 
 
 class ScrapeFailed(PpserveError):
     """The metrics page could not be fetched, or the address has another page."""
-
-
-def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """Estimate a quantile as PromQL's histogram_quantile does, linearly in a bucket; None without observations.
-    counts: the number of values up to each bound, and last the number of all values."""
-    rank = q * counts[-1]
-    low_bound = low_count = 0.0
-    for bound, count in zip(bounds_s, counts, strict=False):
-        if count >= rank and count > low_count:
-            return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
-        low_bound, low_count = bound, count
-    return low_bound if counts[-1] > low_count else None
 
 
 def fetch_figures(address: str, timeout_s: float = 5.0) -> Figures:
@@ -81,17 +74,27 @@ class ServerReading:
     problem: str = ""  # why there are no figures
 
 
-def read(client: Client, metrics: str | None) -> ServerReading:
-    """Read the server now. metrics: HOST:PORT of its metrics port; None = no figures. Raises CallFailed if the
-    server does not answer; if only the metrics port does not, the reading has the problem."""
+def read(client: Client, target: str, metrics: str | None) -> ServerReading:
+    """Read the server now. target: the client's. metrics: HOST:PORT of the server's metrics port; empty = no
+    figures, None = where the server says. Raises CallFailed if the server does not answer; if only the metrics
+    port does not, the reading has the problem."""
     topology = client.topology()
     found, problem = None, ""
-    if metrics is not None:
+    address = _told_address(target, topology) if metrics is None else metrics
+    if address:
         try:
-            found = fetch_figures(metrics, timeout_s=2.0)
+            found = fetch_figures(address, timeout_s=2.0)
         except ScrapeFailed as failure:
             problem = str(failure)
     return ServerReading(time.monotonic(), topology, found, problem)
+
+
+def _told_address(target: str, topology: pb.GetTopologyResponse) -> str:
+    """HOST:PORT of the metrics of the server at `target`; empty where it tells none."""
+    host = host_of(target)
+    if not (host and topology.metrics_port):
+        return ""
+    return f"[{host}]:{topology.metrics_port}" if ":" in host else f"{host}:{topology.metrics_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,50 +114,86 @@ class View:
             several = len(topology.replicas) > 1
             yield f"{stage.replica}.{stage.stage}" if several else str(stage.stage), stage, times
 
-    def render_screen(self, target: str, width: int) -> list[str]:
-        """The whole view; no line is wider than `width` characters."""
+    def render_screen(self, target: str, width: int, explains: bool = False) -> list[Line]:
+        """The whole view in lines of at most `width` characters, which is 40 at least. explains: with the meanings
+        of the kinds of time."""
         topology = self.after.topology
-        head = (
-            f"ppserve {target}   {_shape(topology)} over {topology.transport},"
-            f" up to {counted(topology.microbatches, 'microbatch', 'es')}, epoch {topology.epoch}"
-        )
-        lines = [line[:width] for line in (head, *self._traffic(), "")]
+        head = [
+            ("", f"ppserve {target}"),
+            ("good" if topology.status == "serving" else "bad", topology.status),
+            ("", f"{_shape(topology)} over {topology.transport}"),
+            ("", f"up to {counted(topology.microbatches, 'microbatch', 'es')}"),
+            ("", f"epoch {topology.epoch}"),
+        ]
+        lines = [*_flow(head, width), *(line for row in self._traffic() for line in _flow(row, width)), []]
         for place, stage, times in self.stages:
-            name = f"stage {place:<3}"
-            percent = f" {shares(times)[BUSY]:6.1%} busy"
-            cells = max(_SMALLEST_BAR, width - len(name) - len(percent) - 1)
-            lines.append(name + bar(times, cells) + percent)
-            facts = [*_waits(times), f"layers {stage.layers} on {stage.device}"]
-            if not stage.live:
-                facts.insert(0, "LOST")
-            if stage.restarts:
-                facts.append(f"restarted {stage.restarts} x")
-            lines.append((" " * len(name) + "  ".join(facts))[:width])
-        legend = (f"{glyph} {kind}" for kind, glyph in _GLYPHS.items())
-        return [*lines, "", "  ".join(legend), *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
+            lines += _stage_lines(place, stage, times, width)
+        legend = _flow(((kind, f"{glyph} {kind}") for kind, glyph in _GLYPHS.items()), width)
+        lines += [[], *(_explain(width) if explains else legend)]
+        return [*lines, *([("", line)] for line in textwrap.wrap(topology.advice, width))]
 
     def render_line(self, time_of_day: str) -> str:
         """The view in one line, for logs and pipes."""
         parts = [time_of_day]
         for place, stage, times in self.stages:
-            name = f"stage {place}" + ("" if stage.live else " LOST")
-            parts.append(f"{name}: busy {shares(times)[BUSY]:.1%} {' '.join(_waits(times))}")
-        return " | ".join([*parts, *self._traffic()])
+            name = f"stage {place} {_STATES.get(stage.state, '')}".rstrip()
+            waits = " ".join(text for _, text in _waits(times))
+            parts.append(f"{name}: busy {shares(times)[BUSY]:.1%} {waits}")
+        return " | ".join([*parts, *("  ".join(text for _, text in row) for row in self._traffic())])
 
-    def _traffic(self) -> list[str]:
+    def _traffic(self) -> list[Line]:
+        """What the metrics say, in rows."""
         before, after = self.before.figures, self.after.figures
         if before is None or after is None:
             problem = self.after.problem or self.before.problem
-            return [f"no metrics: {problem}"] if problem else []
+            return [[("bad", f"no metrics: {problem}")]] if problem else []
         interval_s = max(self.after.at_s - self.before.at_s, 1e-9)
         # A head that restarted counts from zero again.
         tokens_s, prompt_s, requests_s = (max(0.0, after[name] - before[name]) / interval_s for name in _COUNTERS)
-        return [
-            f"running {after['running']}  waiting {after['waiting']}"
-            f"  microbatches in flight {after['in_flight']}  KV {after['kv_usage']:.1%}",
-            f"{tokens_s:.1f} tok/s  {prompt_s:.1f} prompt tok/s  {requests_s:.2f} req/s"
-            f"  TTFT {_latency(before['ttft'], after['ttft'])}  ITL {_latency(before['itl'], after['itl'])}",
-        ]
+        now = (
+            f"running {after['running']}", f"waiting {after['waiting']}",
+            f"microbatches in flight {after['in_flight']}", f"KV {after['kv_usage']:.1%}",
+        )  # fmt: skip
+        rates = f"{tokens_s:.1f} tok/s", f"{prompt_s:.1f} prompt tok/s", f"{requests_s:.2f} req/s"
+        ttft, itl = (_latency(before[name], after[name]) for name in ("ttft", "itl"))
+        return [[("", text) for text in row] for row in (now, (*rates, f"TTFT {ttft}", f"ITL {itl}"))]
+
+
+def _flow(pieces: Iterable[tuple[str, str]], width: int, indent: int = 0) -> list[Line]:
+    """Lines of these pieces, two spaces between them. A piece that is wider than a line is cut."""
+    lines: list[Line] = []
+    left = 0  # cells of the last line
+    for word, text in pieces:
+        if left < len(text) + 2:
+            lines.append([("", " " * indent)])
+            left = width - indent
+        else:
+            lines[-1].append(("", "  "))
+            left -= 2
+        lines[-1].append((word, text[:left]))
+        left -= len(text)
+    return lines
+
+
+def _stage_lines(place: str, stage: pb.Stage, times: StageTimes, width: int) -> list[Line]:
+    """A stage's bar, and below it what it waits for, what it has and whether it is there."""
+    name, percent = f"stage {place:<3}", f" {shares(times)[BUSY]:6.1%} busy"
+    cells = max(_SMALLEST_BAR, width - len(name) - len(percent))
+    facts = [*_waits(times), ("soft", f"layers {stage.layers} on {stage.device}")]
+    if state := _STATES.get(stage.state):
+        facts.insert(0, ("bad", state))
+    if stage.restarts:
+        facts.append(("soft", f"restarted {stage.restarts} x"))
+    return [[("", name), *bar(times, cells), ("", percent)], *_flow(facts, width, len(name))]
+
+
+def _explain(width: int) -> Iterator[Line]:
+    """What each kind of time is, and what makes less of it."""
+    meanings = {kind: ". ".join(filter(None, (MEANINGS[kind].what, MEANINGS[kind].helps))) for kind in CAUSES}
+    for kind, meaning in {BUSY: "stages compute", **meanings, IDLE: MEANINGS[IDLE].what}.items():
+        first, *others = textwrap.wrap(f"{_GLYPHS[kind]} {kind}: {meaning}.", width, subsequent_indent="  ")
+        yield [(kind, first[0]), ("", first[1:])]
+        yield from ([("", line)] for line in others)
 
 
 def _latency(before: Figures, after: Figures) -> str:
@@ -165,13 +204,15 @@ def _latency(before: Figures, after: Figures) -> str:
     return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
 
-def bar(times: StageTimes, width: int) -> str:
+def bar(times: StageTimes, width: int) -> Line:
     """A bar of exactly `width` cells: the ends of shares are rounded, not the shares themselves."""
-    cells, reached = "", 0.0
+    line, reached, drawn = [], 0.0, 0
     for kind, share in shares(times).items():
         reached += share
-        cells += _GLYPHS[kind] * (round(reached * width) - len(cells))
-    return cells.ljust(width, _GLYPHS[IDLE])
+        end = width if kind == IDLE else round(reached * width)
+        line.append((kind, _GLYPHS[kind] * (end - drawn)))
+        drawn = end
+    return line
 
 
 def _shape(topology: pb.GetTopologyResponse) -> str:
@@ -182,6 +223,6 @@ def _shape(topology: pb.GetTopologyResponse) -> str:
     return f"{count} replicas of {stages}" if count > 1 else stages
 
 
-def _waits(times: StageTimes) -> list[str]:
+def _waits(times: StageTimes) -> Line:
     waits = {kind: share for kind, share in shares(times).items() if kind != BUSY}
-    return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]
+    return [("", f"{kind} {share:.1%}") for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]

@@ -1,4 +1,4 @@
-"""Commands that measure a server: `ppserve bench` loads it, `ppserve top` watches it."""
+"""`ppserve bench`: loads a server, and says what it did."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import asyncio
 import json
 import math
 import secrets
-import shutil
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +28,10 @@ from ppserve.bench.measure import (
     warm_up,
 )
 from ppserve.bench.summary import Summary, render_table, summarize
-from ppserve.bench.top import ScrapeFailed, View, read
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, POSITIVE, Number, Parsed, address
-from ppserve.client import CallFailed, Client, RetryPolicy
-from ppserve.errors import ConfigError, PpserveError
+from ppserve.cli.types import COUNT, POSITIVE, Parsed
+from ppserve.errors import ConfigError
 
 _LENGTHS = Parsed("n|uniform:n:n", Lengths.parse)
 _DEFAULT_CONCURRENCY = 16
@@ -91,11 +86,12 @@ def bench(**flags: Any) -> None:
         raise ConfigError("--json", f"there is no directory {json_path.parent}")
     measured = asyncio.run(_run(flags))
     summary = summarize(measured)
+    if measured.was_interrupted:
+        say("Interrupted: requests on their way were cancelled and not counted.")
     say(render_table(summary))
     if json_path is not None:
         _write(json_path, summary)
     if measured.was_interrupted:
-        say("\nInterrupted: requests on their way were cancelled and not counted.")
         sys.exit(130)
     sys.exit(1 if summary.failed else 0)
 
@@ -140,57 +136,3 @@ def _workload(flags: dict[str, Any], served: Served) -> Workload:
         both = f"{prompt.most} prompt tokens and {new.most} new ones"
         raise ConfigError("--prompt-tokens", f"{both} are beyond the server's context of {served.max_context}")
     return Workload(prompt, new, served.vocab_size, flags["seed"])
-
-
-@click.command(params=[*CONNECTION])
-@click.option(
-    "--metrics", default="127.0.0.1:9400", help="The server's metrics port. `none` shows the stages only.",
-    type=Parsed("HOST:PORT", lambda text: None if text == "none" else address(text)),
-)  # fmt: skip
-@click.option(
-    "--interval", "interval_s", type=Number(0.1, 86400), default=1.0,
-    help="Seconds between two views, which each view covers.",
-)  # fmt: skip
-@click.option("--once", is_flag=True, help="Print one view and exit.")
-def top(metrics: str | None, interval_s: float, once: bool, **flags: Any) -> None:
-    """Show stages as bars (busy, bubbles by cause, idle), requests, queue, KV use and latencies until Ctrl-C.
-
-    A terminal gets a live screen, anything else one line per interval. The exit code is 1 if there is no server,
-    or no metrics page at the start.
-    """
-    with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
-        try:
-            for view in _views(client, metrics, interval_s):
-                _show(view, flags["target"], once)
-                if once:
-                    break
-        except KeyboardInterrupt:
-            pass
-        except CallFailed as failure:
-            raise PpserveError(f"no answer from {flags['target']}: {failure}") from None
-
-
-def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """Yield a view per interval without end. Raises ScrapeFailed if there are no metrics at the start."""
-    before = read(client, metrics)
-    if before.problem:
-        raise ScrapeFailed(f"no metrics: {before.problem}; --metrics none does without them")
-    due_s = time.monotonic()
-    while True:
-        due_s = max(due_s + interval_s, time.monotonic())
-        time.sleep(max(0.0, due_s - time.monotonic()))
-        after = read(client, metrics)
-        yield View(before, after)
-        before = after
-
-
-def _show(view: View, target: str, once: bool) -> None:
-    if not sys.stdout.isatty():
-        say(view.render_line(time.strftime("%H:%M:%S")))
-        return
-    size = shutil.get_terminal_size()
-    lines = view.render_screen(target, size.columns)
-    if not once:
-        click.clear()
-        lines = lines[: size.lines - 1]
-    say("\n".join(lines))

@@ -17,13 +17,12 @@ from ppserve.cli.chat_stages import StagesLine
 from ppserve.cli.client import API_KEY_FILE, api_key
 from ppserve.cli.dialogue import Dialogue, Screen
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed, address
+from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed
 from ppserve.errors import PpserveError
 from ppserve.head.options import RANGES
 from ppserve.model.cache import user_cache
 
 _PENALTY = 1.1
-_METRICS_PORT = 9400
 
 
 class PlainScreen:
@@ -55,10 +54,6 @@ class PlainScreen:
     help="Address of the server, which may be any with /v1/chat/completions.",
 )  # fmt: skip
 @click.option("--tls-ca", type=FILE, help="PEM file of the authority to trust for https.  [default: the system's]")
-@click.option(
-    "--metrics", type=Parsed("HOST:PORT", address),
-    help="Metrics port of the server, for /stages.  [default: port 9400 of the server's host]",
-)  # fmt: skip
 @click.option("--model", type=TEXT, help="Name of the model, for servers with several.")
 @click.option("--system", type=TEXT, help="System message at the beginning of the conversation.")
 @click.option("--max-tokens", type=COUNT, default=512, help="Most tokens of each answer.")
@@ -83,7 +78,7 @@ def chat(url: SplitResult, api_key_file: Path | None, tls_ca: Path | None, **fla
     """
     server = ChatServer(url, api_key(api_key_file), tls_ca)
     served = server.served(flags["model"])
-    stages = StagesLine(flags["metrics"] or f"{_in_address(url.hostname or '')}:{_METRICS_PORT}")
+    stages = StagesLine(server)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     screen: Screen = PlainScreen()
     lines: Iterator[str] = iter(sys.stdin)
@@ -141,7 +136,3 @@ def _introduction(url: str, served: ServedModel | None, settings: dict[str, Any]
         " (/set changes them)\n"
         "Enter sends, Alt-Enter begins a line, Ctrl-C ends an answer, Ctrl-D the chat; /help lists the commands"
     )
-
-
-def _in_address(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -111,10 +111,8 @@ class Commands:
         return f"{counted(len(messages), 'message')} written to {path}, as the body of a request"
 
     def retry(self, _argument: str) -> str:
-        question = self._dialogue.take_back()
-        if question is None:
-            raise PpserveError("there is no question to ask again")
-        self._dialogue.ask(question)
+        if not self._dialogue.ask_again():
+            return "nothing was answered: the question and the answer before stay"
         return "this answer takes the place of the one before"
 
     def undo(self, _argument: str) -> str:

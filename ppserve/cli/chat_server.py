@@ -82,7 +82,8 @@ class ChatServer:
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
         self.url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
         self._connect = partial(kind, url.hostname, url.port)
-        self._path = url.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._root = url.path.rstrip("/").removesuffix("/v1")
+        self._path = f"{self._root}/v1"
         self._headers = {"content-type": "application/json"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
@@ -128,6 +129,22 @@ class ChatServer:
                 raise Lost(f"{self.url}: {error}") from None
             except http.client.HTTPException as error:
                 raise Lost(self._no_http(error)) from None
+
+    def stages(self) -> list[dict[str, Any]]:
+        """What the server's page shows of each stage. Raises PpserveError where the server shows no page."""
+        try:
+            status, content = self._get(f"{self._root}/state.json")
+            if status in _NOT_ALLOWED:
+                raise PpserveError(f"{self.url}: {_problem(content)}")
+            stages: list[dict[str, Any]] = json.loads(content)["stages"]
+            return stages
+        except OSError as error:
+            raise PpserveError(f"{self.url}: {error}") from None
+        except http.client.HTTPException as error:
+            raise PpserveError(self._no_http(error)) from None
+        except (LookupError, TypeError, ValueError):
+            problem = "does not tell what its stages do; ppserve does, unless it was started with --no-page"
+            raise PpserveError(f"{self.url} {problem}") from None
 
     def _get(self, path: str) -> tuple[int, bytes]:
         """The status and content of a page."""

@@ -1,4 +1,4 @@
-"""A line of the ledger for `ppserve chat`: what each stage did in the last moment, by the live page's state."""
+"""A line of the ledger for `ppserve chat`: what each stage did in the last moment, by the page's state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ppserve.bench.top import ScrapeFailed, fetch_json
+from ppserve.cli.chat_server import ChatServer
 from ppserve.core.ledger.causes import BUSY, IDLE
+from ppserve.errors import PpserveError
 
 _EVERY_S = 0.5
 _CELLS = 10
@@ -19,16 +20,15 @@ Seconds = Mapping[str, Mapping[str, float]]
 class StagesLine:
     """Reads the state every half second, in a thread of its own, while it is shown."""
 
-    def __init__(self, metrics: str) -> None:
-        """metrics: HOST:PORT of the server's metrics port."""
-        self._metrics = metrics
+    def __init__(self, server: ChatServer) -> None:
+        self._server = server
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.text = ""
         """The line as it is now; empty while it is not shown."""
 
     def toggle(self) -> str:
-        """Show or hide the line, and say so. Raises ScrapeFailed where the metrics port gives no state."""
+        """Show or hide the line, and say so. Raises PpserveError where the server does not tell."""
         if self._thread is not None:
             self.close()
             return "the stages are not shown any more"
@@ -46,14 +46,13 @@ class StagesLine:
         self._thread, self.text = None, ""
 
     def _read(self) -> Seconds:
-        state = fetch_json(self._metrics, "/state.json", {"stages"}, timeout_s=2.0)
-        return {_name(stage): stage["time_s"] for stage in state["stages"]}
+        return {_name(stage): stage["time_s"] for stage in self._server.stages()}
 
     def _watch(self, before: Seconds) -> None:
         while not self._stop.wait(_EVERY_S):
             try:
                 now = self._read()
-            except (ScrapeFailed, LookupError, TypeError) as failure:
+            except (PpserveError, LookupError, TypeError) as failure:
                 self.text = f"stages: {failure}"
                 continue
             self.text = render_stages(before, now)

@@ -70,6 +70,14 @@ class WordWrap:
         return written
 
 
+class _Output(Vt100_Output):
+    """Has room for the line below the prompt without asking the terminal where the cursor is, which some terminals
+    do not answer."""
+
+    def get_rows_below_cursor_position(self) -> int:
+        return 1
+
+
 class Terminal:
     """Asks for messages and shows answers, on the terminal that standard input and output are."""
 
@@ -78,8 +86,7 @@ class Terminal:
         empty for none; it is asked for again and again."""
         self._console = Console(stderr=True, highlight=False)
         self._input = create_input(sys.stdin)
-        # Its size is known without asking the terminal where the cursor is, which some do not answer.
-        self._output = Vt100_Output(sys.stdout, _size, term=os.environ.get("TERM"), enable_cpr=False)
+        self._output = _Output(sys.stdout, _size, term=os.environ.get("TERM"), enable_cpr=False)
         self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,

@@ -74,8 +74,24 @@ class Dialogue:
 
     def ask(self, text: str) -> bool:
         """Show the answer as it arrives, up to a Ctrl-C. Return whether it ended without an error."""
+        return self._ask(text, self.history)
+
+    def ask_again(self) -> bool:
+        """Ask the last question again, and put the answer in place of the one before. Where the server refuses, or
+        nothing came up to a Ctrl-C, the answer before stays. Return whether the new answer took its place. Raise
+        PpserveError if there is no question."""
+        if not self.history:
+            raise PpserveError("there is no question to ask again")
+        *earlier, question, _ = self.history
+        before = self.history
+        self._ask(question["content"], earlier)
+        return self.history is not before
+
+    def _ask(self, text: str, earlier: list[dict[str, str]]) -> bool:
+        """Ask behind the messages `earlier`. They, the question and its answer become the history, unless nothing
+        was answered."""
         question = {"role": "user", "content": text}
-        answer = ReceivedAnswer({**self.settings, "messages": [*self.messages(), question]})
+        answer = ReceivedAnswer({**self.settings, "messages": [*self._instructions(), *earlier, question]})
         begun_s = time.monotonic()
         first_s: float | None = None
         problem: str | None = None
@@ -96,18 +112,20 @@ class Dialogue:
                     problem = str(error)
             if problem is not None:
                 self._screen.problem(problem)
-                if not answer.text:
-                    return False
-            self.history += [question, {"role": "assistant", "content": answer.text}]
             self._explain_end(answer, was_stopped)
+            if not answer.text and not answer.is_complete:
+                return problem is None
+            self.history = [*earlier, question, {"role": "assistant", "content": answer.text}]
             if self.shows_timings:
                 self._show_timings(answer.num_tokens, first_s or 0.0, time.monotonic() - begun_s)
         return problem is None
 
     def messages(self) -> list[dict[str, str]]:
         """All messages, with the system's before the others."""
-        instructions = [{"role": "system", "content": self.system}] if self.system else []
-        return [*instructions, *self.history]
+        return [*self._instructions(), *self.history]
+
+    def _instructions(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     def take_back(self) -> str | None:
         """Forget the last question with its answer, and return the question; None where there is none."""

@@ -33,7 +33,8 @@ class _ServeByDefault(click.Group):
         "fetch": "fetch",
         "chat": "chat",
         "plan": "plan",
-        **dict.fromkeys(("bench", "top"), "bench"),
+        "bench": "bench",
+        "top": "top",
     }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

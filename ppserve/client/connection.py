@@ -57,10 +57,15 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
     return library.secure_channel(target, tls.credentials(), options)
 
 
-def is_this_host(target: str) -> bool:
-    """Whether `target` is a loopback address or name. It is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`."""
+def host_of(target: str) -> str:
+    """The host of a target, which is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`; empty for others."""
     found = _TARGET.fullmatch(target)
-    host = (found["six"] or found["host"]).lower().rstrip(".") if found else ""
+    return found["six"] or found["host"] if found else ""
+
+
+def is_this_host(target: str) -> bool:
+    """Whether the host of `target` is a loopback address or name."""
+    host = host_of(target).lower().rstrip(".")
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host.partition("%")[0])
         address = getattr(address, "ipv4_mapped", None) or address

@@ -11,6 +11,18 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[round((len(ordered) - 1) * percent / 100)] if ordered else 0.0
 
 
+def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> float | None:
+    """Estimate a quantile as PromQL's histogram_quantile does, linearly in a bucket; None without observations.
+    counts: the number of values up to each bound, and last the number of all values."""
+    rank = q * counts[-1]
+    low_bound = low_count = 0.0
+    for bound, count in zip(bounds_s, counts, strict=False):
+        if count >= rank and count > low_count:
+            return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
+        low_bound, low_count = bound, count
+    return low_bound if counts[-1] > low_count else None
+
+
 def size(num_bytes: float) -> str:
     """A number of bytes with its unit: 1536 is `1.5 KiB`."""
     unit = min(int(max(1.0, num_bytes)).bit_length() - 1, 40) // 10

@@ -70,7 +70,7 @@ def test_a_sentence_concludes_the_run() -> None:
     summary = summarize(measurement(FIRST, SECOND, failed(2, 1.0, 1.1)))
     assert conclude(summary).startswith("2 of 3 requests were answered in ")
     assert " tokens a second in all, the first after " in conclude(summary)
-    assert conclude(summary) in render_table(summary)
+    assert render_table(summary).endswith(f"\n\n{conclude(summary)}")
     nothing = summarize(measurement(failed(0, 1.0, 2.0), duration_s=2.0))
     assert conclude(nothing) == "0 of 1 requests were answered in 2.0 s."
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 from tests.certificates import make_certificates, needs_openssl
 from tests.commands import run
@@ -47,11 +50,19 @@ SHORT = saying(event("end", [3], "stop"))
 
 
 @contextmanager
-def answering(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that gives these answers in turn: its address, and the bodies that it was sent."""
+def answering(
+    *answers: Answer,
+    tls: ssl.SSLContext | None = None,
+    pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that gives these answers in turn, and these pages: its address, and the bodies that it was sent."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path)
+            say(self, page() if page else b"nothing", status=200 if page else 404)
+
         def do_POST(self) -> None:
             bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             answers[len(bodies) - 1](self, bodies[-1])
@@ -147,6 +158,19 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
         wrong = run("chat", "--url", url)
         assert wrong.returncode == 2
         assert wrong.one_line.startswith("ppserve: error: Invalid value for '--url': ")
+
+
+@pytest.mark.parametrize("refused", [refusing(400, "too long"), refusing(401, "the key is unknown"), saying()])
+def test_an_answer_that_is_asked_for_again_and_refused_stays(refused: Answer) -> None:
+    with answering(SHORT, refused, SHORT, SHORT) as (url, bodies):
+        done = chat(url, "a\n/retry\nb\n/retry\n/show\n", "--retry", "0")
+    assert done.stdout.split() == ["end"] * 3
+    assert "nothing was answered: the question and the answer before stay" in done.stderr
+    assert "this answer takes the place of the one before" in done.stderr
+    assert "2 questions so far" in done.stderr
+    assert [m["content"] for m in bodies[2]["messages"]] == ["a", "end", "b"]
+    assert bodies[1]["messages"] == bodies[0]["messages"]
+    assert bodies[3]["messages"] == bodies[2]["messages"]
 
 
 def plain(**choice: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -189,7 +190,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("/save {home}/it.json", "File exists"),
     ("/undo", "forgotten, with its answer: hello"),
     ("/undo", "there is nothing to undo"),
-    ("/stages", "/state.json: "),
+    ("/stages", "does not tell what its stages do"),
     ("/system", "there is no system message now"),
     ("/reset", "0 questions forgotten"),
 ]
@@ -207,6 +208,26 @@ def test_each_command_says_what_it_did(tmp_path: Path) -> None:
     assert (bodies[0]["temperature"], bodies[1]["temperature"]) == (0.7, 0.5)
     saved = json.loads((tmp_path / "it.json").read_text())
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
+
+
+def test_the_last_line_shows_what_the_server_says_of_its_stages(tmp_path: Path) -> None:
+    seconds = itertools.count(1)
+
+    def state() -> bytes:
+        spent_s = next(seconds)
+        time_s = {"decode": 2 * spent_s, "host": spent_s, "idle": spent_s}
+        stages = [{"replica": 0, "stage": number, "time_s": time_s} for number in range(2)]
+        return json.dumps({"stages": stages}).encode()
+
+    with answering(SHORT, pages={"/state.json": state}) as (url, _), chatting(url, tmp_path, 100) as chat:
+        chat.type("/stages\r")
+        chat.until("the last line shows what the stages do")
+        chat.until("stage 0.1 █████░░░░░  50% busy, else host")
+        chat.type("hello\r")
+        chat.until("end")
+        chat.until(">")
+        chat.type("/stages\r")
+        chat.until("the stages are not shown any more")
 
 
 def test_the_stages_line_tells_the_time_between_two_readings() -> None:

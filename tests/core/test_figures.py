@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppserve.core.figures import percentile, size, table
+from ppserve.core.figures import percentile, quantile, size, table
 
 
 def test_a_percentile_is_a_value_that_occurred() -> None:
@@ -22,3 +22,9 @@ def test_sizes() -> None:
 def test_a_table_is_as_wide_as_its_cells() -> None:
     assert table(("a", "b"), ("10", "word")) == [" a     b", "10  word"]
     assert table(("a", "b"), ("10", "word"), left=1) == ["a      b", "10  word"]
+
+
+def test_quantiles_are_promql_s() -> None:
+    bounds_s = 1.0, 2.0, 4.0
+    assert [quantile(bounds_s, (1, 3, 4, 4), q) for q in (0.25, 0.5, 1.0)] == [1.0, 1.5, 4.0]
+    assert (quantile(bounds_s, (1, 3, 4, 5), 0.99), quantile(bounds_s, (0, 0, 0, 0), 0.5)) == (4.0, None)

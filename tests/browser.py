@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+AXE = os.environ.get("PPSERVE_AXE")
+"""The path of axe-core's axe.min.js (`npm pack axe-core`), which looks for what keeps people from using a page."""
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 _FLAGS = [
@@ -73,6 +75,13 @@ class Page:
             assert time.monotonic() < deadline, f"never true: {expression}; {self.complaints}"
             self.evaluate("new Promise((done) => setTimeout(done, 50))")
         return value
+
+    def violations(self) -> list[str]:
+        """What axe finds wrong with the page: its rule, and the element."""
+        assert AXE is not None
+        self.evaluate(Path(AXE).read_text("utf-8") + "; true")
+        found = self.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.nodes[0].html]))")
+        return [f"{rule}: {element}" for rule, element in found]
 
     def press(self, key: str, text: str = "") -> None:
         """Through the whole of the browser, as from a keyboard."""

@@ -94,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.model.cache", "ppserve.__version__", "ppserve.grammar.structured_output", "click"),
     },
     "ppserve.cli.chat_terminal": {"prompt_toolkit", "rich"},
+    "ppserve.cli.top": {"prompt_toolkit"},
     "parallel_state": {"ppserve.core.grid", "torch"},
 }
 
@@ -252,7 +253,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": 1_190,
+    "ppserve/*.py": 1_240,
     "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_250,
     "ppserve/core/ledger/*.py": 936,
@@ -262,7 +263,7 @@ BUDGET = {
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_500,
     "ppserve/head/api/**/*.py": 6_300,
-    "ppserve/head/observe/*.py": 920,
+    "ppserve/head/observe/*.py": 975,
     "ppserve/model/*.py": 2_000,
     "ppserve/model/compiled/*.py": 647,
     "ppserve/model/cpu/**/*.py": 3_933,
@@ -270,10 +271,10 @@ BUDGET = {
     "ppserve/model/checkpoint/*.py": 2_000,
     "ppserve/tokenizer/*.py": 960,
     "ppserve/grammar/*.py": 1_100,
-    "ppserve/library/*.py": 560,
-    "ppserve/client/*.py": 654,
-    "ppserve/bench/*.py": 824,
-    "ppserve/cli/*.py": 2_400,
+    "ppserve/library/*.py": 880,
+    "ppserve/client/*.py": 690,
+    "ppserve/bench/*.py": 850,
+    "ppserve/cli/*.py": 2_440,
     "tests/**/*.py": 38_600,
     "benchmarks/**/*.py": 3_350,
     "README.md": 200,
@@ -410,6 +411,7 @@ def test_files_stay_small() -> None:
 @pytest.mark.parametrize("path", [ROOT / "demo.py", *sorted((ROOT / "tour").glob("*.py"))], ids=str)
 def test_the_tour_uses_public_names_only(path: Path) -> None:
     import ppserve
+    import ppserve.library
 
-    public = {f"ppserve.{name}" for name in ppserve.__all__}
+    public = {f"{home.__name__}.{name}" for home in (ppserve, ppserve.library) for name in home.__all__}
     assert {name for name in imports(path) if name.startswith("ppserve")} <= public

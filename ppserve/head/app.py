@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ppserve.config import ServeConfig
-from ppserve.errors import ConfigError, StagesLost, UsageError
+from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
 from ppserve.head.api.auth import ApiKeys
-from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.chat_template import read_chat_template
 from ppserve.head.api.http.page import PageState
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.descriptions import ModelDescription, Topology, describe_model, describe_topology
@@ -26,6 +26,7 @@ from ppserve.head.engine.loop import build_engine
 from ppserve.head.engine.replica import StepObserver
 from ppserve.head.listener import Ports
 from ppserve.head.observe.banner import banner
+from ppserve.head.observe.history import EVERY_S, History, Moment
 from ppserve.head.observe.live import (
     RecentRequests,
     RecentSpans,
@@ -34,7 +35,7 @@ from ppserve.head.observe.live import (
     read_state,
 )
 from ppserve.head.observe.metrics import Metrics
-from ppserve.head.observe.pages import json_page
+from ppserve.head.observe.pages import MakePage, PageServer, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.starting import StartLine, WaitLimit, describe_start, find_missing
@@ -45,7 +46,6 @@ from ppserve.process.log import flush_streams, on_dropped, set_up_logging
 from ppserve.process.meeting import find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
-from ppserve.tokenizer import ChatFormat, Tokenizer
 
 log = logging.getLogger("ppserve.head")
 
@@ -73,17 +73,6 @@ def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: For
     os._exit(code)
 
 
-def read_chat_template(path: Path | None, own: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the operator's chat template, else the model's own, else None. Raise ConfigError."""
-    if path is not None:
-        return ChatTemplate.read(path, own.tokens, tokenizer.special_ids)
-    try:
-        return None if own.template is None else ChatTemplate(own.template, own.tokens, tokenizer.special_ids)
-    except ValueError as error:
-        log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
-        return None
-
-
 class HeadProcess:
     """Stage 0's keeper, the engine and the servers, in the running event loop."""
 
@@ -104,7 +93,9 @@ class HeadProcess:
         self._trace = Trace(grid, config.server.trace)
         self._spans = RecentSpans(grid.pipeline, grid.data)
         self._requests = RecentRequests(grid.data)
+        self._history = History()
         self._links: dict[str, str] = {}  # of the page's two views, once the servers are open
+        self._description: ModelDescription | None = None  # once the pipeline has formed
         observers: list[StepObserver] = [self._metrics.steps, self._trace, self._spans]
         if not config.server.no_page:
             observers.append(self._requests)
@@ -118,6 +109,7 @@ class HeadProcess:
             step_observers=observers,
         )
         self._members = tuple(replica.members for replica in self._engine.replicas)
+        self._pages = PageServer(self._make_pages())
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)
         self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
@@ -127,15 +119,18 @@ class HeadProcess:
     async def run(self) -> int:
         """Run until a signal, and return the exit code. Raise UsageError or StagesLost."""
         self._listen_to_signals()
+        settings = self._config.server
+        metrics_port = await self._pages.start(settings.host, settings.metrics_port)
         self._keeper_thread.start()
         self._engine.start()
         try:
             await self._await_pipeline()
             if self._formed.done() and not self._failed.done():
-                await self._serve()
+                await self._serve(metrics_port)
             if self._failed.done():
                 raise self._failed.result()
         finally:
+            await self._pages.stop()
             self._engine.stop()
             await self._end_stages()
             self._trace.stop()
@@ -152,21 +147,33 @@ class HeadProcess:
                 self._engine.give_up(reason)
         line.erase()
 
-    async def _serve(self) -> None:
+    async def _serve(self, metrics_port: int) -> None:
         """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""
         handler = self._make_handler()
         servers = self._make_servers(handler)
         self._on_reload(handler, servers)
-        await self._open(servers, handler)
+        await self._open(servers, handler, metrics_port)
+        history = asyncio.create_task(self._keep_history())
         await self._report_health(handler)
         await servers.close(self._begin_draining(), self._stop_now)
+        history.cancel()
         handler.close()
+
+    async def _keep_history(self) -> None:
+        """Note a point of the history every second, until this is cancelled."""
+        while True:
+            with suppress(Draining):  # the engine does not answer, or no more
+                readings = await asyncio.to_thread(self._engine.snapshot)
+                times = [times for reading in readings for times in reading.times]
+                self._history.add(Moment(readings[0].now_ns, self._metrics.read_load(), times))
+            await asyncio.sleep(EVERY_S)
 
     def _make_handler(self) -> RequestHandler:
         settings = self._config.server
-        description, tokenizer = describe_model(self._config, self._members)
+        self._description, tokenizer = describe_model(self._config, self._members)
+        description = self._description
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        template = read_chat_template(settings.chat_template, description.chat_format, tokenizer)
+        template = read_chat_template(settings.chat_template, description.chat_format, tokenizer.special_ids)
         on_refused = self._metrics.requests.on_refused
         return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 
@@ -187,23 +194,29 @@ class HeadProcess:
         self._engine.drain()
         return timeout_s
 
-    def _make_servers(self, handler: RequestHandler) -> Servers:
-        engine, metrics, spans, settings = self._engine, self._metrics, self._spans, self._config.server
-        metrics.read_ledger(lambda: tuple(reading.times for reading in engine.snapshot()))
-
-        def read() -> dict[str, Any]:
-            readings, load = engine.snapshot(), metrics.read_load()
-            return read_state(readings, handler.description, load, spans.recent(), self._links)
-
+    def _make_pages(self) -> dict[str, MakePage]:
+        """The metrics port's, which is open from the beginning."""
+        metrics = self._metrics
         pages = {"/metrics": metrics.page, "/load.json": json_page(metrics.read_load)}
-        shown = None if settings.no_page else PageState(read, self._requests.steps_of)
-        return Servers(settings, handler, metrics.http_answered, {**pages, **live_pages(read)}, shown)
+        return {**pages, **live_pages(self._read_state)}
 
-    async def _open(self, servers: Servers, handler: RequestHandler) -> None:
+    def _read_state(self) -> dict[str, Any]:
+        if self._description is None:
+            return {"status": "starting", "start": describe_start(self._members)}
+        readings, load, spans = self._engine.snapshot(), self._metrics.read_load(), self._spans.recent()
+        return read_state(readings, self._description, load, spans, self._links, self._history.points())
+
+    def _make_servers(self, handler: RequestHandler) -> Servers:
+        settings = self._config.server
+        self._metrics.read_ledger(lambda: tuple(reading.times for reading in self._engine.snapshot()))
+        shown = None if settings.no_page else PageState(self._read_state, self._requests.steps_of)
+        return Servers(settings, handler, self._metrics.http_answered, shown)
+
+    async def _open(self, servers: Servers, handler: RequestHandler, metrics_port: int) -> None:
         description = handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
         self._metrics.describe(description, topology)
-        ports = await servers.open()
+        ports = await servers.open(metrics_port)
         settings = self._config.server
         self._links = links_of(ports, not settings.no_page, settings.tls_cert is not None)
         # Searching what exists now, the collector would stop streams for 0.1 s.

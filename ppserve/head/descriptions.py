@@ -120,6 +120,11 @@ class Topology:
     advice: str = ""
     replicas: tuple[ReplicaReading, ...] = ()
 
+    @property
+    def status(self) -> str:
+        """The server's state in a word."""
+        return "serving" if all(reading.serves for reading in self.replicas) else "recovering"
+
 
 def nondeterministic_reasons(members: Iterable[Member]) -> list[str]:
     """Why tokens may depend on more than the request; empty if they do not."""

@@ -1,10 +1,10 @@
-"""What the server listens on: gRPC, HTTP and the metrics port, opened and closed as one."""
+"""What the server serves on: gRPC and HTTP, opened and closed as one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.grpc.server import GrpcServer
@@ -14,7 +14,6 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.api.vllm_grpc.service import VllmService
 from ppserve.head.listener import Ports
-from ppserve.head.observe.pages import MakePage, PageServer
 from ppserve.process.network import is_loopback
 
 log = logging.getLogger("ppserve.head")
@@ -31,10 +30,9 @@ class Servers:
         settings: ServerSettings,
         handler: RequestHandler,
         count_answer: Callable[[str, int], None],
-        pages: Mapping[str, MakePage],
         page_state: PageState | None = None,
     ) -> None:
-        """pages: the metrics port's. page_state: None where HTTP shows no page.
+        """page_state: None where HTTP shows no page.
 
         Raises ConfigError for wrong certificates. Call inside the event loop."""
         self._settings, self._handler = settings, handler
@@ -42,14 +40,14 @@ class Servers:
         self.certificates = read_certificates(settings)
         self._grpc = GrpcServer(handler, others, self.certificates)
         self._http = HttpServer(handler, count_answer, self.certificates, settings.cors_origin, page=page_state)
-        self._pages = PageServer(pages)
 
-    async def open(self) -> Ports:
-        """Bind and listen. Raises ConfigError for an address that cannot be bound."""
+    async def open(self, metrics_port: int) -> Ports:
+        """Bind and listen. metrics_port: where the metrics are. Raises ConfigError for an address that cannot be
+        bound."""
         settings, host = self._settings, self._settings.host
-        metrics = await self._pages.start(host, settings.metrics_port)
+        self._handler.metrics_port = metrics_port
         grpc = await self._grpc.start(host, settings.port)
-        ports = Ports(grpc, await self._http.start(host, settings.http_port), metrics)
+        ports = Ports(grpc, await self._http.start(host, settings.http_port), metrics_port)
         if self.certificates is None and not is_loopback(host):
             log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", host)
         return ports
@@ -69,4 +67,3 @@ class Servers:
 
     async def _stop(self) -> None:
         await asyncio.gather(self._grpc.stop(), self._http.stop())
-        await self._pages.stop()  # last: until then the figures can be read

@@ -8,10 +8,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "stop", "output", "resume", "urgency", "priority", "structured_output")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "stop", "output", "resume", "urgency", "priority", "structured_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +23,7 @@ class GenerateRequest(_message.Message):
     request_id: str
     text: str
     token_ids: TokenIds
+    chat: Chat
     sampling: SamplingParams
     stop: StopConditions
     output: OutputOptions
@@ -29,7 +31,7 @@ class GenerateRequest(_message.Message):
     urgency: int
     priority: int
     structured_output: StructuredOutput
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., urgency: _Optional[int] = ..., priority: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., urgency: _Optional[int] = ..., priority: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("kind", "source")
@@ -52,6 +54,19 @@ class StructuredOutput(_message.Message):
     kind: StructuredOutput.Kind
     source: str
     def __init__(self, kind: _Optional[_Union[StructuredOutput.Kind, str]] = ..., source: _Optional[str] = ...) -> None: ...
+
+class Chat(_message.Message):
+    __slots__ = ("messages",)
+    class Message(_message.Message):
+        __slots__ = ("role", "content")
+        ROLE_FIELD_NUMBER: _ClassVar[int]
+        CONTENT_FIELD_NUMBER: _ClassVar[int]
+        role: str
+        content: str
+        def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Chat.Message]
+    def __init__(self, messages: _Optional[_Iterable[_Union[Chat.Message, _Mapping]]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -349,20 +364,24 @@ class GetTopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTopologyResponse(_message.Message):
-    __slots__ = ("stages", "transport", "epoch", "microbatches", "advice", "replicas")
+    __slots__ = ("stages", "transport", "epoch", "microbatches", "advice", "replicas", "status", "metrics_port")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     stages: _containers.RepeatedCompositeFieldContainer[Stage]
     transport: str
     epoch: int
     microbatches: int
     advice: str
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
-    def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., advice: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+    status: str
+    metrics_port: int
+    def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., advice: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., status: _Optional[str] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("replica", "serves", "epoch", "microbatches", "running", "kv_usage")
@@ -393,7 +412,7 @@ class RestartReplicaResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "layers", "replica", "tensor", "ranks")
+    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "layers", "replica", "tensor", "ranks", "state")
     class BubbleSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +440,7 @@ class Stage(_message.Message):
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     host: str
@@ -441,10 +461,11 @@ class Stage(_message.Message):
     replica: int
     tensor: int
     ranks: _containers.RepeatedCompositeFieldContainer[StageRank]
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., layers: _Optional[str] = ..., replica: _Optional[int] = ..., tensor: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[StageRank, _Mapping]]] = ...) -> None: ...
+    state: str
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., layers: _Optional[str] = ..., replica: _Optional[int] = ..., tensor: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[StageRank, _Mapping]]] = ..., state: _Optional[str] = ...) -> None: ...
 
 class StageRank(_message.Message):
-    __slots__ = ("rank", "tensor", "host", "device", "num_parameters", "gather_seconds", "live", "restarts")
+    __slots__ = ("rank", "tensor", "host", "device", "num_parameters", "gather_seconds", "live", "restarts", "state")
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +474,7 @@ class StageRank(_message.Message):
     GATHER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     tensor: int
     host: str
@@ -461,4 +483,5 @@ class StageRank(_message.Message):
     gather_seconds: float
     live: bool
     restarts: int
-    def __init__(self, rank: _Optional[int] = ..., tensor: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., num_parameters: _Optional[int] = ..., gather_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ...) -> None: ...
+    state: str
+    def __init__(self, rank: _Optional[int] = ..., tensor: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., num_parameters: _Optional[int] = ..., gather_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import threading
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +23,7 @@ from ppserve.head.servers import Servers
 from ppserve.process.environment import RankEnvironment
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import FakeEngine, code_of, handler_of, stub_of
+from tests.ports import port_to_come_back_to
 
 SETTINGS = ServerSettings(port=0, http_port=0, metrics_port=0)
 WITHIN_S = 20.0
@@ -33,10 +38,43 @@ def test_a_keeper_that_fails_ends_the_server_with_the_reason(monkeypatch: pytest
 
     async def run() -> int:
         forks: Any = SimpleNamespace(fork=fork, close=int)
-        return await HeadProcess(ServeConfig(), RankEnvironment(0, 1, 0, 1), forks).run()
+        config = ServeConfig(server=SETTINGS)
+        return await HeadProcess(config, RankEnvironment(0, 1, 0, 1), forks).run()
 
     with pytest.raises(StagesLost, match="stage 0 cannot be kept alive: filedescriptor out of range"):
         asyncio.run(run())
+
+
+async def test_the_metrics_port_says_how_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test only")
+    looked = threading.Event()
+
+    def fork() -> None:
+        assert looked.wait(WITHIN_S)
+        raise ValueError("that is enough")
+
+    port = port_to_come_back_to()
+    config = ServeConfig(server=replace(SETTINGS, metrics_port=port))
+    head = HeadProcess(config, RankEnvironment(0, 1, 0, 1), cast(Any, SimpleNamespace(fork=fork, close=int)))
+
+    def ask(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
+        connection.request("GET", path)
+        with closing(connection), connection.getresponse() as answer:
+            return answer.status, answer.read().decode()
+
+    async def run() -> int:
+        return await head.run()
+
+    running = asyncio.create_task(run())
+    await asyncio.sleep(0)  # it listens
+    status, state = await asyncio.to_thread(ask, "/state.json")
+    assert (status, json.loads(state)["status"]) == (200, "starting")
+    assert json.loads(state)["start"].startswith("1 of 1 import")
+    assert (await asyncio.to_thread(ask, "/load.json"))[0] == 200
+    looked.set()
+    with pytest.raises(StagesLost, match="that is enough"):
+        await running
 
 
 @pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
@@ -44,8 +82,8 @@ async def test_listening_beyond_loopback_without_tls_is_said_once(
     host: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = replace(SETTINGS, host=host)
-    servers = Servers(settings, handler_of(FakeEngine(), settings), lambda path, status: None, {})
-    await servers.open()
+    servers = Servers(settings, handler_of(FakeEngine(), settings), lambda path, status: None)
+    await servers.open(0)
     await servers.close(0.0, asyncio.get_running_loop().create_future())
     assert sum("without TLS" in message for message in caplog.messages) == warns
 
@@ -57,8 +95,9 @@ async def test_two_signals_right_behind_the_start_close_the_servers_whatever_had
 ) -> None:
     """num_turns: of the event loop, between the two."""
     handler = handler_of(FakeEngine(halt_after=1), SETTINGS)
-    servers = Servers(SETTINGS, handler, lambda path, status: None, {})
-    ports = await servers.open()
+    servers = Servers(SETTINGS, handler, lambda path, status: None)
+    ports = await servers.open(9)
+    assert (handler.metrics_port, ports.metrics) == (9, 9)
     handler.set_serving(True)
     at_once = asyncio.get_running_loop().create_future()
     async with stub_of(f"127.0.0.1:{ports.grpc}") as stub:
@@ -83,9 +122,9 @@ async def test_streams_are_ended_once_also_where_a_server_does_not_close(
         await asyncio.sleep(WITHIN_S)
 
     handler = handler_of(FakeEngine(by_hand=True), SETTINGS)
-    servers = Servers(SETTINGS, handler, lambda path, status: None, {})
-    monkeypatch.setattr(servers._pages, "stop", partial(stop_late, servers._pages.stop))
-    await servers.open()
+    servers = Servers(SETTINGS, handler, lambda path, status: None)
+    monkeypatch.setattr(servers._http, "stop", partial(stop_late, servers._http.stop))
+    await servers.open(0)
     async with handler.generate(GenerationOptions(), "", Call.begin({}, b"", "", has_keys=False)):
         await servers.close(0.0, asyncio.get_running_loop().create_future())
     assert caplog.text.count("ended 1 streams") == 1

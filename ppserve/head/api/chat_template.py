@@ -9,25 +9,67 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ppserve.errors import ConfigError, InvalidRequest, Violation
+from ppserve.answers import Chat
+from ppserve.errors import ConfigError, InvalidRequest, Violation, refuse
 from ppserve.head.api.template_process import parse
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
+from ppserve.tokenizer import ChatFormat
+
+log = logging.getLogger(__name__)
 
 MAX_RENDERERS = 4
 MAX_REASON = 500
+MAX_MESSAGES = 1024
+NO_TEMPLATE = "this model has no chat template of its own, and none was given: see --chat-template"
+ASKS_FOR_ANSWER = {"add_generation_prompt": True}
+"""What a template is told when the answer is the next message."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Messages = Sequence[Mapping[str, Any]]
 """Each with one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
+
+
+def read_chat_template(path: Path | None, own: ChatFormat, special: Collection[str]) -> ChatTemplate | None:
+    """Return the template in this file, else the model's own, else None. special: the texts of all special tokens.
+    Raise ConfigError for the file."""
+    if path is not None:
+        return ChatTemplate.read(path, own.tokens, special)
+    try:
+        return None if own.template is None else ChatTemplate(own.template, own.tokens, special)
+    except ValueError as error:
+        log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
+        return None
+
+
+def template_for(field: str, chat: Chat, template: ChatTemplate | None) -> ChatTemplate:
+    """Return the template, if there is one and it can take this chat. Raises InvalidRequest for `field`."""
+    if template is None:
+        raise InvalidRequest([Violation(field, NO_TEMPLATE)])
+    refuse(_wrong_messages(field, chat, template.roles))
+    return template
+
+
+def _wrong_messages(field: str, chat: Chat, roles: Collection[str]) -> Iterator[Violation]:
+    if not 1 <= (count := len(chat.messages)) <= MAX_MESSAGES:
+        yield Violation(field, f"{count} messages; 1 to {MAX_MESSAGES} are allowed")
+    known = f"{', '.join(ROLES)}, nor one of the template's"
+    for place, (role, _) in enumerate(chat.messages):
+        if role not in roles:
+            yield Violation(f"{field}[{place}].role", f"not one of {known}")
+
+
+def as_messages(chat: Chat) -> Messages:
+    return [{"role": role, "content": content} for role, content in chat.messages]
 
 
 class ChatTemplate:
@@ -56,6 +98,10 @@ class ChatTemplate:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", error)
             raise ConfigError("--chat-template", f"{path} cannot be read as a Jinja template: {why}") from error
+
+    def render_at_once(self, messages: Messages, variables: Mapping[str, Any]) -> list[str]:
+        """Return what `render` returns. Blocks meanwhile."""
+        return self._render(messages, variables, continues=False)
 
     async def render(
         self, caller: str, messages: Messages, variables: Mapping[str, Any], continues: bool = False

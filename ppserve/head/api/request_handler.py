@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from ppserve.answers import Chat
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.chat_template import ASKS_FOR_ANSWER, ChatTemplate, as_messages, template_for
 from ppserve.head.api.forms import Forms
 from ppserve.head.api.requests import Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
@@ -67,6 +68,7 @@ class RequestHandler:
         self._idle.set()
         self._draining = False
         self.is_serving = False  # what health checks are told
+        self.metrics_port = 0  # of this server; 0 = none
         self.serving_changed = asyncio.Event()
         """Set with the next change of `is_serving`, and then replaced."""
 
@@ -184,6 +186,15 @@ class RequestHandler:
         return await run_in_thread_if_long(
             sum(map(len, texts)), lambda: encode(field, texts, self.tokenizer, self.description, surrounds)
         )
+
+    async def chat_prompt(self, field: str, chat: Chat, caller: str) -> list[int]:
+        """Return the tokens of what the chat template makes of the messages. Raises InvalidRequest for `field`."""
+        template = template_for(field, chat, self.template)
+        rendering = asyncio.ensure_future(template.render(caller, as_messages(chat), ASKS_FOR_ANSWER))
+        # Nobody hears of its error once the caller has gone.
+        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        parts = await asyncio.shield(rendering)
+        return await self.tokenize(field, *parts, surrounds=False)  # the template writes what surrounds a text
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """Return the text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""

@@ -17,6 +17,7 @@ from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.head.descriptions import ModelDescription, describe_topology
 from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.listener import Ports
+from ppserve.head.observe.history import Point
 from ppserve.head.observe.page import page_of
 from ppserve.head.observe.pages import MakePage, json_page
 
@@ -89,6 +90,7 @@ def read_state(
     load: dict[str, Any],
     spans: list[list[Settled]],
     links: Mapping[str, str],
+    history: Sequence[Point] = (),
 ) -> dict[str, Any]:
     """The state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`. links:
     those of `links_of`."""
@@ -103,10 +105,10 @@ def read_state(
             **{name: getattr(description, name) for name in ("name", "dtype", "deterministic", "version")},
         },
         **load,
-        **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice")},
+        **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice", "status")},
         "replicas": [{"replica": reading.replica, "serves": reading.serves} for reading in readings],
-        "status": "serving" if all(reading.serves for reading in readings) else "recovering",
         "links": links,
+        "history": history,
         "kinds": KINDS,
         "meanings": {kind: asdict(MEANINGS[kind]) for kind in KINDS},
         "stages": [

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from ppserve.errors import RequestError
 from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class PageServer(Listener):
                 return PlainTextResponse("there are too many connections\n", 503, headers)
             try:
                 page = await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            except RequestError as error:  # the engine does not serve yet, or no more
+                return PlainTextResponse(f"{error}\n", error.http_status, PAGE_HEADERS)
             except Exception:
                 log.exception("%s failed", path)
                 return PlainTextResponse("see the server's log\n", 500, PAGE_HEADERS)

@@ -7,6 +7,7 @@ import http.client
 import threading
 from collections.abc import Mapping
 
+from ppserve.errors import Draining
 from ppserve.head.observe.pages import MAX_CONNECTIONS, MakePage, Page, PageServer, json_page
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -63,6 +64,14 @@ def test_a_page_that_fails_fails_alone_and_tells_nothing() -> None:
     failed, served = asked({"/broken": broken, "/a": json_page(dict)}, ("GET", "/broken"), ("GET", "/a"))
     assert (failed[0], failed[2]) == (500, b"see the server's log\n")
     assert served[0] == 200
+
+
+def test_a_page_that_the_engine_cannot_tell_says_why() -> None:
+    def away() -> Page:
+        raise Draining("the server is not serving")
+
+    ((status, _, body),) = asked({"/a": away}, ("GET", "/a"))
+    assert (status, body) == (503, b"the server is not serving\n")
 
 
 async def test_one_connection_too_many_is_told_so() -> None:

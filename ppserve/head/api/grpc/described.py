@@ -58,7 +58,7 @@ def _limits_message(limits: Limits, max_context: int) -> pb.Limits:
     )
 
 
-def topology_message(topology: Topology) -> pb.GetTopologyResponse:
+def topology_message(topology: Topology, metrics_port: int = 0) -> pb.GetTopologyResponse:
     """GetTopology's answer."""
     return pb.GetTopologyResponse(
         stages=map(_stage_message, topology.stages),
@@ -67,6 +67,8 @@ def topology_message(topology: Topology) -> pb.GetTopologyResponse:
         microbatches=topology.microbatches,
         advice=topology.advice,
         replicas=map(_replica_message, topology.replicas),
+        status=topology.status,
+        metrics_port=metrics_port,
     )
 
 
@@ -102,6 +104,7 @@ def _stage_message(stage: StageDescription) -> pb.Stage:
         restarts=stage.restarts,
         replica=stage.replica,
         ranks=map(_rank_message, stage.ranks),
+        state=stage.state,
     )
 
 
@@ -115,4 +118,5 @@ def _rank_message(rank: RankDescription) -> pb.StageRank:
         gather_seconds=rank.gather_s,
         live=rank.live,
         restarts=rank.restarts,
+        state=rank.state,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from ppserve.answers import Timings
+from ppserve.answers import Chat, Timings
 from ppserve.core.request import Request
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.grammar.structured_output import KINDS, StructuredOutput
@@ -15,7 +15,7 @@ from ppserve.tokenizer import Tokenizer
 from ppserve.v1 import generation_pb2 as pb
 
 
-def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt]:
+def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt | Chat]:
     """Read the options that the message sets, and its prompt. Empty lists and flags that are false are absent."""
     sampling, stop, output, resume = message.sampling, message.stop, message.output, message.resume
     is_resumed = message.HasField("resume")
@@ -50,7 +50,18 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
         resume_index=resume.index if is_resumed else None,
         resume_ids=resume.generated_token_ids if is_resumed else None,
     )
-    return options, message.token_ids.ids if message.WhichOneof("prompt") == "token_ids" else message.text
+    return options, _prompt(message)
+
+
+def _prompt(message: pb.GenerateRequest) -> Prompt | Chat:
+    """The prompt of the message; an empty text where it has none."""
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return message.token_ids.ids
+        case "chat":
+            return Chat(tuple((each.role, each.content) for each in message.chat.messages))
+        case _:
+            return message.text
 
 
 def _form(message: pb.StructuredOutput) -> StructuredOutput:

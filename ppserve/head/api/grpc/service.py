@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from ppserve.answers import Chat
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.described import model_message, topology_message
@@ -24,6 +25,8 @@ class GenerationService:
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         with self._handler.counting_refusals():
             given, prompt = request_options(message)
+            if isinstance(prompt, Chat):
+                prompt = await self._handler.chat_prompt("chat.messages", prompt, call.caller)
         async with self._handler.generate(given, prompt, call) as stream:
             async for _, delta in deltas_of([stream]):
                 yield delta_message(delta, stream.request, call.request_id, self._handler.tokenizer)
@@ -43,7 +46,7 @@ class GenerationService:
         return model_message(self._handler.description)
 
     async def GetTopology(self, _message: pb.GetTopologyRequest, _call: Call) -> pb.GetTopologyResponse:
-        return topology_message(await self._handler.topology())
+        return topology_message(await self._handler.topology(), self._handler.metrics_port)
 
     async def RestartReplica(self, message: pb.RestartReplicaRequest, call: Call) -> pb.RestartReplicaResponse:
         if not call.is_local:

@@ -11,12 +11,10 @@ from typing import Any
 import msgspec
 
 from ppserve.errors import InvalidRequest, Violation, refuse
-from ppserve.head.api.chat_template import ROLES
+from ppserve.head.api.chat_template import MAX_MESSAGES, NO_TEMPLATE, ROLES
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import Prompt
-
-MAX_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,7 @@ class AskedChat:
         surrounds: whether the tokenizer's own tokens are put around that. As in vLLM, the template writes them.
         """
         if handler.template is None:
-            problem = "this model has no chat template, and the server was given none: see --chat-template"
-            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
+            raise HttpError(400, "NO_CHAT_TEMPLATE", NO_TEMPLATE)
         roles, known = handler.template.roles, f"{', '.join(ROLES)}, nor one of the template's"
         others = (message for message in self.messages if message.shown["role"] not in roles)
         refuse(Violation(f"{message.field}.role", f"not one of {known}") for message in others)

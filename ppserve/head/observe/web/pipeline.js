@@ -1,6 +1,6 @@
 // What the pipelines do: the schedule, where time went, the last minutes. It asks /state.json every second.
 
-const EVERY_MS = 1000, WHILE_ASKING_MS = 500, INTERVAL_S = 10, STALE_MS = 4000, HISTORY_S = 300, FRAME_MS = 60;
+const EVERY_MS = 1000, WHILE_ASKING_MS = 500, INTERVAL_S = 10, STALE_MS = 4000, FRAME_MS = 60;
 const BUSY = ["prefill", "decode", "mixed"];
 const GLYPHS = {fill_drain: "f", imbalance: "i", transfer: "x", token_return: "r", host: "h", gather: "g"};
 const NAMES = {fill_drain: "fill and drain", token_return: "token return"};
@@ -11,7 +11,6 @@ const nameOf = (kind) => isBusy(kind) ? `busy: ${kind}` : NAMES[kind] ?? kind;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 let readings = [];        // of the last INTERVAL_S, oldest first
-let history = [];         // figures of every second of the last HISTORY_S, oldest first
 let newest = null;        // the latest reading
 let shown = null;         // the reading whose schedule is drawn
 let paused = false, panS = 0, windowChosen = false;
@@ -68,7 +67,7 @@ function showTiles(state, change) {
   };
   const tiles = [
     ["Running", state.running], ["Waiting", state.waiting],
-    ["Lanes in flight", `${state.in_flight} of ${state.microbatches}`], ["KV cache used", percent(state.kv_usage)],
+    ["Microbatches in flight", `${state.in_flight} of ${state.microbatches}`], ["KV cache used", percent(state.kv_usage)],
     ["Tokens per second", rate("generated_tokens", 0)], ["Requests per second", rate("requests", 2)],
     ["TTFT p50 / p99, ms", pair("ttft")], ["ITL p50 / p99, ms", pair("itl")],
   ];
@@ -153,42 +152,31 @@ function showShares(state, change) {
 
 // ---- the last minutes ---------------------------------------------------------------------------------
 
+/** A point of the server's history: when it ended in seconds, and behind that the value of each line; null = none. */
 const LINES = [
-  {title: "Tokens per second", of: (point) => point.tokens, text: (value) => value.toFixed(0)},
-  {title: "Time to first token, ms", of: (point) => point.ttft, text: milliseconds},
-  {title: "Requests that wait", of: (point) => point.waiting, text: (value) => `${value}`},
-  {title: "Bubbles, of the time with work", of: (point) => point.bubbles, text: percent},
+  {title: "Tokens per second", text: (value) => value.toFixed(0)},
+  {title: "Time to first token, ms", text: milliseconds},
+  {title: "Requests that wait", text: (value) => `${value}`},
+  {title: "Bubbles, of the time with work", text: percent},
 ];
 
-/** Note the second that has passed. */
-function remember(previous, state) {
-  const change = difference(previous, state);
-  const idle = change.stages.reduce((sum, time) => sum + time.idle, 0), worked = change.stages.length - idle;
-  const busy = change.stages.reduce((sum, time) => sum + busyShare(time), 0);
-  history.push({
-    now_s: state.now_s,
-    tokens: change.counted("generated_tokens") / change.seconds,
-    ttft: quantile(change.latency("ttft"), 0.5),
-    waiting: state.waiting,
-    bubbles: worked > 0.001 ? Math.max(0, 1 - busy / worked) : 0,
-  });
-  history = history.filter((point) => state.now_s - point.now_s <= HISTORY_S);
-}
-
-function showHistory() {
-  if (!history.length) return;
-  const end = history.at(-1).now_s, longS = Math.max(30, Math.ceil((end - history[0].now_s) / 30) * 30);
+function showHistory(points) {
+  if (!points.length) return;
+  const end = points.at(-1)[0], longS = Math.max(30, Math.ceil((end - points[0][0]) / 30) * 30);
   byId("history-long").textContent = longS < 120 ? `(${longS} s)` : `(${+(longS / 60).toFixed(1)} min)`;
   const group = byId("history");
-  LINES.forEach(({title, of, text}, i) => {
-    if (!group.children[i]) group.append(newLine(title));
-    const [caption, picture] = group.children[i].children, values = history.map(of).filter((value) => value !== null);
-    const most = Math.max(...values, 0), now = of(history.at(-1));
-    caption.lastChild.textContent = values.length ? `${now === null ? "–" : text(now)}, at most ${text(most)}` : "–";
+  LINES.forEach(({title, text}, line) => {
+    if (!group.children[line]) group.append(newLine(title));
+    const [caption, picture] = group.children[line].children, now = points.at(-1)[line + 1];
+    const values = points.map((point) => point[line + 1]), most = Math.max(...values.filter((value) => value !== null), 0);
+    const isKnown = values.some((value) => value !== null);
+    caption.lastChild.textContent = isKnown ? `${now === null ? "–" : text(now)}, at most ${text(most)}` : "–";
     picture.setAttribute("aria-label", `${title}: now ${caption.lastChild.textContent}`);
-    const known = history.filter((point) => of(point) !== null);
-    const points = known.map((point) => `${(300 * (1 - (end - point.now_s) / longS)).toFixed(1)},${(49 - 47 * of(point) / (most || 1)).toFixed(1)}`);
-    picture.firstChild.setAttribute("points", points.join(" "));
+    picture.firstChild.setAttribute("d", points.map(([at], i) => {
+      if (values[i] === null) return "";
+      const place = `${(300 * (1 - (end - at) / longS)).toFixed(1)} ${(49 - 47 * values[i] / (most || 1)).toFixed(1)}`;
+      return i && values[i - 1] !== null ? `L${place}` : `M${place}h0`;  // a point alone is a dot
+    }).join(""));
   });
 }
 
@@ -196,7 +184,7 @@ function newLine(title) {
   const figure = element("figure"), caption = element("figcaption"), space = "http://www.w3.org/2000/svg";
   const picture = document.createElementNS(space, "svg");
   for (const [name, value] of Object.entries({viewBox: "0 0 300 50", preserveAspectRatio: "none", role: "img"})) picture.setAttribute(name, value);
-  picture.append(document.createElementNS(space, "polyline"));
+  picture.append(document.createElementNS(space, "path"));
   caption.append(element("span", title), element("span"));
   figure.append(caption, picture);
   return figure;
@@ -334,12 +322,8 @@ function take(state) {
   state.arrivedMs = performance.now();
   state.ownSteps = (state.own ?? []).map((steps) => new Set(steps));
   newest = state;
-  if (fresh) {
-    readings = [];
-    history = [];
-  }
+  if (fresh) readings = [];
   const isNewSecond = !readings.length || state.now_s - readings.at(-1).now_s >= 0.9;
-  if (isNewSecond && readings.length) remember(readings.at(-1), state);
   readings = readings.filter((r) => state.now_s - r.now_s <= INTERVAL_S);
   if (isNewSecond) readings.push(state);
   const change = difference(readings[0] === state ? null : readings[0], state);
@@ -356,7 +340,7 @@ function take(state) {
   showStages(state, change);
   showLegend(state);
   showShares(state, change);
-  showHistory();
+  showHistory(state.history);
   showLinks(state.links);
   showAway(state);
   if (!paused) { shown = state; panS = 0; }
@@ -387,7 +371,7 @@ function showLinks(links) {
   if (ASKS && !WANTS_KEY) byId("footer").append(" What is served here: ", element("a", "/openapi.json", {href: "/openapi.json"}), ".");
 }
 
-/** The server's own state: serving or recovering as it says, else what keeps it from saying. */
+/** The server's own state: serving, recovering or starting as it says, else what keeps it from saying. */
 function contact(text) {
   if (byId("contact").textContent !== text) byId("contact").textContent = text;
   document.body.classList.toggle("recovering", text !== "serving" && text !== "unreachable");
@@ -408,7 +392,9 @@ async function look() {
     if (answer.status === 503) return contact("stopping");
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const state = await answer.json();
-    take(state);
+    byId("start").textContent = state.start ?? "";
+    if (state.status === "starting") byId("pipeline").hidden = true;
+    else take(state);
     contact(state.status);
   } catch {
     contact("unreachable");

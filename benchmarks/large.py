@@ -41,7 +41,7 @@ def ask(target: str, callers: int) -> dict[str, Any]:
     prompt, wanted = "Once upon a time there was a " * 4, {"max_tokens": CALLERS[callers], "ignore_eos": True}
     with Client(target) as client, ThreadPoolExecutor(callers) as threads:
         begun_s = time.monotonic()
-        each = threads.map(lambda seed: client.generate(prompt, seed=seed, logprobs=1, **wanted), range(callers))
+        each = threads.map(lambda seed: client.complete(prompt, seed=seed, logprobs=1, **wanted), range(callers))
         answers = [[[token.id, token.logprob] for token in one.sequences[0].tokens] for one in each]
         rate = sum(map(len, answers)) / (time.monotonic() - begun_s)
     return {"answers": answers, "rate": round(rate, 2)}
@@ -139,7 +139,7 @@ def main() -> int:
     with running(["--stages", "1", "--force-cpu", "--model", str(model), *FLAGS]) as server:
         got = {callers: ask(server.grpc, callers) for callers in CALLERS}
         with Client(server.grpc) as client:
-            hurt = client.generate("Once upon a time", seed=7, max_tokens=HURT_TOKENS, ignore_eos=True).text
+            hurt = client.complete("Once upon a time", seed=7, max_tokens=HURT_TOKENS, ignore_eos=True).text
     rates = {f"rate_{callers}": each["rate"] for callers, each in got.items()}
     print("one host", json.dumps({"ready_s": round(server.ready_s, 1), **rates}), flush=True)
     figures = on_two_hosts(model, {callers: each["answers"] for callers, each in got.items()}, hurt)

@@ -18,7 +18,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tools are no package of the environment
 
 from ppserve import Pipeline
-from ppserve.library.pipeline import Settings
+from ppserve.library.settings import Settings
 from ppserve.model.checkpoint.opening import find_model
 from ppserve.tokenizer import load_tokenizer
 from tools.tiny_stories import story

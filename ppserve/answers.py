@@ -13,6 +13,9 @@ from ppserve.grammar.structured_output import StructuredOutput
 
 Prompt = str | Sequence[int]
 """A prompt is a text or token ids."""
+PromptOrChat = Prompt | Sequence[Mapping[str, str]]
+"""A prompt, or the messages of a chat, of which the model's chat template makes the prompt. Each message has a
+`role`, such as system, user or assistant, and a `content`."""
 Texts = str | Sequence[str]
 """One string or several."""
 
@@ -148,10 +151,34 @@ def _join(chunks: Sequence[Chunk]) -> Chunk:
 _KINDS = get_type_hints(Options)
 
 
-def read_prompt(given: Any) -> Prompt:
-    """Return the prompt as a text or a tuple of token ids, which may be an array. Raises TypeError for others."""
-    prompt: Prompt = _read("prompt", given, Prompt)
+class _RoleAndContent(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt that consists of messages: role and content of each."""
+
+    messages: tuple[tuple[str, str], ...]
+
+
+ReadPrompt = str | tuple[int, ...] | Chat
+"""A prompt in Python's own types."""
+
+
+def read_prompt(given: Any) -> ReadPrompt:
+    """Return the prompt in Python's own types. Token ids may be an array. Raises TypeError for others."""
+    if is_chat(given):
+        messages = _read("prompt", given, list[_RoleAndContent])
+        return Chat(tuple((each.role, each.content) for each in messages))
+    prompt: ReadPrompt = _read("prompt", given, str | Sequence[int])
     return prompt
+
+
+def is_chat(given: Any) -> bool:
+    """Whether a value is meant to be the messages of a chat."""
+    return isinstance(given, list | tuple) and any(isinstance(each, Mapping) for each in given)
 
 
 def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> dict[str, Any]:

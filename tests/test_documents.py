@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.cli.main import cli
 from ppserve.cli.serve import serve
 from ppserve.head.observe.metrics import Metrics
-from ppserve.library.pipeline import Settings
+from ppserve.library.settings import Settings
 from tests.core.artificial import account_of
 from tests.e2e.serving import Server
 from tools import make_command_line, make_dashboard
@@ -172,6 +172,32 @@ def test_an_example_runs_as_it_stands(
     source = source.replace("127.0.0.1:8000", shared_server.http)
     exec(compile(source, block.place, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out or "print" not in source
+
+
+_TYPES = """\
+[mypy]
+strict = true
+# The packages below ours are nobody's concern here, and reading them takes a minute.
+[mypy-torch.*,numba.*,llvmlite.*,transformers.*]
+follow_imports = skip
+ignore_missing_imports = true
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_strict_types_accept_every_example(tmp_path: Path) -> None:
+    """As a user's mypy reads them, who has installed the package: with a mistake of his own beside them."""
+    (tmp_path / "mypy.ini").write_text(_TYPES)
+    examples = [block for block in PYTHON if not (block.reason or "").startswith("needs ")]
+    assert len(examples) > 10
+    for number, block in enumerate(examples):
+        (tmp_path / f"example_{number}.py").write_text(f"# {block.place}\n{block.text}")
+    (tmp_path / "mistake.py").write_text("from ppserve import Client\n\nClient().complete(5)\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    problems = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert [line.partition(":")[0] for line in problems] == ["mistake.py"], done.stdout + done.stderr
 
 
 def test_every_setting_of_a_pipeline_is_in_its_table() -> None:

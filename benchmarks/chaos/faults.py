@@ -264,7 +264,7 @@ def isolate_poison(record: Record, short: bool) -> dict[str, Any]:
         record.note("fault")
         with Client(server.grpc, retry=RetryPolicy(max_attempts=1, resume=False)) as client:
             try:
-                client.generate("poison", seed=POISON_SEED, max_tokens=5)
+                client.complete("poison", seed=POISON_SEED, max_tokens=5)
             except CallFailed as failure:
                 ended.append(failure.code)
         for _ in range(3):

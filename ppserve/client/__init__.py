@@ -3,7 +3,7 @@
     from ppserve.client import Client
 
     with Client("127.0.0.1:50051") as client:
-        print(client.generate("Once upon a time", max_tokens=40).text)
+        print(client.complete("Once upon a time", max_tokens=40).text)
         for chunk in client.stream("Once upon a time", seed=7):
             print(chunk.text, end="", flush=True)
 
@@ -12,11 +12,24 @@ cannot be reached or its queue is full. When a stream breaks, they resume it: th
 text of an undisturbed stream. `RetryPolicy` bounds the retries; after the last one `CallFailed` is raised.
 """
 
-# mypy: implicit_reexport=True
-# ruff: noqa: F401
-
 from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage, completion_of
 from ppserve.client.calls import AsyncClient, Client
 from ppserve.client.connection import Tls
 from ppserve.client.conversation import RetryPolicy
 from ppserve.client.messages import CallFailed
+
+__all__ = [
+    "AsyncClient",
+    "CallFailed",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Finish",
+    "Options",
+    "RetryPolicy",
+    "Timings",
+    "Tls",
+    "Token",
+    "Usage",
+    "completion_of",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
@@ -16,7 +17,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, read_options
+from ppserve.answers import Chunk, Completion, Options, PromptOrChat, Token, completion_of, read_options
 from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel, refuse_other_kinds
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.messages import read_failure, read_tokens, to_message
@@ -66,13 +67,18 @@ class AsyncClient:
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(channel)
 
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+    async def complete(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Completion:
         """Wait for the whole answer. Raises CallFailed after the last attempt, and TypeError or ValueError for an
         argument that cannot be sent."""
         return completion_of([chunk async for chunk in self.stream(prompt, **options)])
 
-    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `generate`
+    def generate(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Coroutine[Any, Any, Completion]:
+        """The former name of `complete`."""
+        warnings.warn("generate is now called complete", DeprecationWarning, stacklevel=2)
+        return self.complete(prompt, **options)
+
+    async def stream(self, prompt: PromptOrChat, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `complete`
         raises."""
         asked = read_options(options)
         limit = TimeLimit(asked.get("timeout_s"))
@@ -90,7 +96,7 @@ class AsyncClient:
                 call.cancel()
 
     async def tokenize(self, text: str) -> tuple[Token, ...]:
-        """The tokens that `generate` would make of this text. Raises CallFailed."""
+        """The tokens that `complete` would make of this text. Raises CallFailed."""
         return read_tokens(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
 
     async def detokenize(self, ids: list[int]) -> str:
@@ -196,7 +202,7 @@ class Client:
     ) -> None:
         self._calls = _BlockingCalls(target, api_key=api_key, tls=tls, retry=retry)
 
-    generate = _blocking(AsyncClient.generate)
+    complete = _blocking(AsyncClient.complete)
     tokenize = _blocking(AsyncClient.tokenize)
     detokenize = _blocking(AsyncClient.detokenize)
     model_info = _blocking(AsyncClient.model_info)
@@ -205,8 +211,13 @@ class Client:
     is_serving = _blocking(AsyncClient.is_serving)
     close = _blocking(AsyncClient.close)
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
-        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `generate`
+    def generate(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Completion:
+        """The former name of `complete`."""
+        warnings.warn("generate is now called complete", DeprecationWarning, stacklevel=2)
+        return self.complete(prompt, **options)
+
+    def stream(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Iterator[Chunk]:
+        """Yield the answer as it is generated. Closing the iterator cancels the request. Raises what `complete`
         raises."""
         chunks = self._calls.stream(prompt, **options)
         try:

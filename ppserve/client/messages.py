@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, read_prompt
+from ppserve.answers import Chat, Chunk, Finish, PromptOrChat, Timings, Token, Usage, read_prompt
 from ppserve.errors import PpserveError, Violation
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.v1 import generation_pb2 as pb
@@ -43,15 +43,20 @@ class CallFailed(PpserveError):
         return f"{self.code}: {self.problem}{at_first}"
 
 
-def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+def to_message(prompt: PromptOrChat, options: Mapping[str, Any]) -> pb.GenerateRequest:
     """The message that asks for this. options: the result of `answers.read_options`.
     Raises ValueError for a value that its field cannot hold, TypeError for a prompt of another type."""
     request = pb.GenerateRequest()
-    asked = read_prompt(prompt)
-    if isinstance(asked, str):
-        _fill(request, "text", asked, "prompt")
-    else:
-        _fill(request.token_ids, "ids", asked, "prompt")
+    match read_prompt(prompt):
+        case str() as text:
+            _fill(request, "text", text, "prompt")
+        case Chat(messages):
+            for role, content in messages:
+                message = request.chat.messages.add()
+                _fill(message, "role", role, "prompt")
+                _fill(message, "content", content, "prompt")
+        case ids:
+            _fill(request.token_ids, "ids", ids, "prompt")
     # The request is searched last: its own `stop` and `token_ids` are messages, not these options.
     homes = (request.sampling, request.stop, request.output, request)
     for name, value in options.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ppserve.answers import Chunk, Completion, Finish, Token, Usage, completion_of
@@ -32,10 +32,11 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         tokenizer: Tokenizer,
         requests: Mapping[str, RequestStream],
         filters: Mapping[str, TokenFilter],
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """Queues the requests, under the names that their chunks have. Raises RequestError if one is refused, and
         ends the others. running: a pipeline's method, which must not end before its streams. filters: of the
-        requests' answers, by name."""
+        requests' answers, by name. on_news: is called in the engine's thread when `arrived` may have chunks."""
         self._running = running
         self._tokenizer = tokenizer
         self._open: dict[str, RequestStream] = {}
@@ -43,11 +44,12 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         self._ready: deque[Chunk | RequestError] = deque()
         self._reading = threading.Lock()
         self._engine = running()
+        self.names = tuple(requests)
         try:
             for name, pending in requests.items():
                 self._open[name] = pending
                 opened = OpenRequest(
-                    pending.request, _sink(name, self._news), tokenizer, token_filter=filters.get(name)
+                    pending.request, _sink(name, self._news, on_news), tokenizer, token_filter=filters.get(name)
                 )
                 self._engine.submit(opened).result()
         except BaseException:
@@ -56,10 +58,22 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
     def completions(self) -> list[Completion]:
         """Read to the end, and return a completion for each request, in their order."""
-        chunks: dict[str, list[Chunk]] = {name: [] for name in self._open}
-        for chunk in self:
-            chunks[chunk.request_id].append(chunk)
-        return [completion_of(of_one) for of_one in chunks.values()]
+        return completions_of(self.names, self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every chunk was read."""
+        return not (self._open or self._ready)
+
+    def arrived(self) -> Iterator[Chunk]:
+        """Yield the chunks that are there, without waiting for more. Raises what reading the stream raises."""
+        while True:
+            while self._ready:
+                yield self._read(self._ready.popleft())
+            try:
+                self._add_outputs(*self._news.get_nowait())
+            except queue.Empty:
+                return
 
     def close(self) -> None:
         """Cancel the requests that have not ended."""
@@ -75,6 +89,9 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
                     raise StopIteration
                 self._add_outputs(*self._news.get())
             ready = self._ready.popleft()
+        return self._read(ready)
+
+    def _read(self, ready: Chunk | RequestError) -> Chunk:
         if isinstance(ready, Draining | StagesLost):
             self._running()  # raises why: a program may know more than callers
         if isinstance(ready, RequestError):
@@ -126,6 +143,19 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         return Token(token_id, token_bytes(token_id), score.logprob, top)
 
 
-def _sink(name: str, news: _News) -> Sink:
+def completions_of(names: Iterable[str], chunks: Iterable[Chunk]) -> list[Completion]:
+    """A completion for each of the requests with these names, of all their chunks."""
+    of_each: dict[str, list[Chunk]] = {name: [] for name in names}
+    for chunk in chunks:
+        of_each[chunk.request_id].append(chunk)
+    return [completion_of(of_one) for of_one in of_each.values()]
+
+
+def _sink(name: str, news: _News, on_news: Callable[[], None]) -> Sink:
     """Make a sink that holds no stream, so that a stream which nobody reads ends."""
-    return lambda outputs: news.put((name, outputs))
+
+    def sink(outputs: Sequence[TokenOutput]) -> None:
+        news.put((name, outputs))
+        on_news()
+
+    return sink

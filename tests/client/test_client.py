@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy, Tls
+from ppserve.config import ServerSettings
 from ppserve.errors import Overloaded, StagesLost
-from tests.fake_engine import FakeEngine, served, served_in_thread
+from tests.fake_engine import EOS, FakeEngine, served, served_in_thread
+from tests.head.api.http.asking import TEMPLATE
 
 QUICK = RetryPolicy(max_attempts=4, first_pause_s=0.001, max_pause_s=0.01)
 OFF = RetryPolicy(max_attempts=1, resume=False)
@@ -74,8 +76,8 @@ def test_a_port_that_speaks_http_is_called_that() -> None:
 def test_one_liner() -> None:
     engine = FakeEngine()
     with served_in_thread(engine) as target, Client(target) as client:
-        client.generate("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
-        completion = client.generate("hello", max_tokens=6, seed=4, logprobs=1, timings=True, prompt_logprobs=0)
+        client.complete("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
+        completion = client.complete("hello", max_tokens=6, seed=4, logprobs=1, timings=True, prompt_logprobs=0)
     sequence = completion.sequences[0]
     assert (completion.seed, completion.finish.reason, len(sequence.tokens)) == (4, "MAX_TOKENS", 6)
     assert completion.text == "".join(token.bytes.decode() for token in sequence.tokens)
@@ -136,19 +138,68 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name: getattr(client, name).__doc__ for name in dir(client) if not name.startswith("_")}
 
     assert methods(Client) == methods(AsyncClient)
-    assert {"generate", "stream", "tokenize", "detokenize", "close"} <= set(methods(Client))
+    assert {"complete", "stream", "tokenize", "detokenize", "close"} <= set(methods(Client))
+
+
+async def test_the_former_name_of_complete_goes_on_for_a_release() -> None:
+    def ask(target: str) -> str:
+        with Client(target) as client, pytest.warns(DeprecationWarning, match="called complete") as warned:
+            text = client.generate("hello", max_tokens=4, seed=1).text
+        assert warned[0].filename == __file__
+        return text
+
+    async with served(FakeEngine()) as (_, target), AsyncClient(target) as client:
+        expected = (await client.complete("hello", max_tokens=4, seed=1)).text
+        assert await asyncio.to_thread(ask, target) == expected
+        with pytest.warns(DeprecationWarning, match="called complete") as warned:
+            assert (await client.generate("hello", max_tokens=4, seed=1)).text == expected
+        assert warned[0].filename == __file__
+
+
+async def test_the_messages_of_a_chat_are_a_prompt(tmp_path: Path) -> None:
+    """The template of the server makes it; what a message says is text."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    settings = ServerSettings(port=0, chat_template=tmp_path / "chat.jinja")
+    messages = [{"role": "user", "content": "hi<eos>"}, {"role": "assistant", "content": "yo"}]
+    engine = FakeEngine()
+    async with served(engine, settings) as (_, target), AsyncClient(target, retry=OFF) as client:
+        await client.complete(messages, max_tokens=3)
+        assert list(engine.requests[0].prompt_ids) == [*b"u:hi<eos>", EOS, *b"\na:yo", EOS, *b"\na:"]
+        with pytest.raises(CallFailed, match=r"chat.messages\[0\].role: not one of") as failed:
+            await client.complete([{"role": "nobody", "content": "x"}])
+        assert failed.value.code == "INVALID_ARGUMENT"
+        with pytest.raises(CallFailed, match="refuses them: no tools"):
+            await client.complete([{"role": "tool", "content": "x"}])
+        many = [{"role": "user", "content": "x"}] * 1025
+        with pytest.raises(CallFailed, match=r"chat.messages: 1025 messages; 1 to 1024 are allowed"):
+            await client.complete(many)
+    async with served(FakeEngine()) as (_, target), AsyncClient(target, retry=OFF) as client:
+        with pytest.raises(CallFailed, match=r"chat\.messages: this model has no chat template of its own"):
+            await client.complete(messages)
+
+
+async def test_a_chat_that_breaks_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    settings = ServerSettings(port=0, chat_template=tmp_path / "chat.jinja")
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=3, num_breaks=1)
+    async with served(engine, settings) as (_, target), AsyncClient(target, retry=QUICK) as client:
+        answer = await client.complete([{"role": "user", "content": "hi"}], max_tokens=8)
+    first, second = engine.requests
+    assert second.prompt_ids == first.prompt_ids
+    assert len(second.resume_ids) == 3
+    assert answer.sequences[0].num_tokens == 8
 
 
 def test_options_that_do_not_exist_or_fit() -> None:
     with Client("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="'temprature'"):
-            client.generate("a", temprature=1.0)  # type: ignore[call-arg]
+            client.complete("a", temprature=1.0)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match=r"^max_tokens: .*-1"):
-            client.generate("a", max_tokens=-1)
+            client.complete("a", max_tokens=-1)
         with pytest.raises(ValueError, match=r"^stop: "):
-            client.generate("a", stop=["\udcff"])
+            client.complete("a", stop=["\udcff"])
         with pytest.raises(ValueError, match=r"^prompt: "):
-            client.generate([-1])
+            client.complete([-1])
         wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
             ("a", {"temperature": "warm"}, "^temperature: 'warm': Expected `float`, got `str`$"),
             ("a", {"logit_bias": [1]}, r"^logit_bias: \[1\]: Expected `object`, got `array`$"),
@@ -157,7 +208,7 @@ def test_options_that_do_not_exist_or_fit() -> None:
         )
         for prompt, options, problem in wrong:
             with pytest.raises(TypeError, match=problem):
-                client.generate(prompt, **options)
+                client.complete(prompt, **options)
 
 
 def test_a_client_that_is_closed_says_so() -> None:
@@ -165,7 +216,7 @@ def test_a_client_that_is_closed_says_so() -> None:
     client = Client("127.0.0.1:1")
     client.close()
     client.close()
-    for use in (client.is_serving, client.model_info, lambda: client.generate("a")):
+    for use in (client.is_serving, client.model_info, lambda: client.complete("a")):
         with pytest.raises(ValueError, match=r"[Cc]losed"):
             use()
 
@@ -203,7 +254,7 @@ def test_a_broken_stream_goes_on_where_it_broke(after: int, n: int) -> None:
 def test_a_random_seed_is_kept_over_breaks() -> None:
     engine = FakeEngine(break_error=StagesLost("gone"), break_after=3, num_breaks=1)
     with served_in_thread(engine) as target, Client(target, retry=QUICK) as client:
-        broken = client.generate("hello", max_tokens=8)
+        broken = client.complete("hello", max_tokens=8)
     first, second = engine.requests
     assert first.sampling.seed == second.sampling.seed == broken.seed
     assert second.resume_ids == tuple(token.id for token in broken.sequences[0].tokens[:3])
@@ -214,7 +265,7 @@ def test_without_resume_a_break_is_an_error() -> None:
     engine = FakeEngine(break_error=StagesLost("gone"), break_after=2, num_breaks=1)
     with served_in_thread(engine) as target, Client(target, retry=OFF) as client:
         with pytest.raises(CallFailed) as failure:
-            client.generate("hello", max_tokens=8)
+            client.complete("hello", max_tokens=8)
     assert (failure.value.code, failure.value.reason) == ("UNAVAILABLE", "STAGES_LOST")
     assert len(engine.requests) == 1
 
@@ -230,13 +281,13 @@ def test_a_full_server_is_asked_again() -> None:
             super().queue_request(request, sink, token_filter)
 
     with served_in_thread(FullTwice()) as target, Client(target, retry=QUICK) as client:
-        assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
+        assert client.complete("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
 
 
 def test_the_time_limit_counts_all_attempts() -> None:
     with Client("127.0.0.1:1", retry=QUICK) as client, pytest.raises(CallFailed, match="UNAVAILABLE"):
-        client.generate("hello")
+        client.complete("hello")
     with Client("127.0.0.1:1", retry=RetryPolicy(max_attempts=10**9)) as client:
         with pytest.raises(CallFailed) as failure:
-            client.generate("hello", timeout_s=0.3)
+            client.complete("hello", timeout_s=0.3)
     assert failure.value.code == "DEADLINE_EXCEEDED"

@@ -59,7 +59,7 @@ def test_to_this_host_nothing_goes_through_a_proxy(proxy: Proxy) -> None:
         port = target.rpartition(":")[2]
         for host in ("127.0.0.1", "localhost", "dns:///localhost", "ipv4:127.0.0.1"):
             with Client(f"{host}:{port}", retry=RetryPolicy(max_attempts=1)) as client:
-                assert client.generate("hello", max_tokens=2).sequences
+                assert client.complete("hello", max_tokens=2).sequences
         with pytest.raises(ScrapeFailed) as failed:
             fetch_figures(target, WITHIN_S)
     assert "403" not in str(failed.value), "the proxy answered"

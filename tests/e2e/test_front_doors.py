@@ -182,7 +182,7 @@ def test_a_server_that_ends_lets_streams_finish_says_when_to_come_back_and_leave
     options = {"max_tokens": 400, "ignore_eos": True, "seed": 1, "n": 2, "token_ids": True}
     once = RetryPolicy(max_attempts=1, resume=False)
     with client_of(server) as client, Client(server.grpc, retry=once) as grpc_client:
-        undisturbed = grpc_client.generate(ASKED["prompt"], **options)
+        undisturbed = grpc_client.complete(ASKED["prompt"], **options)
         stream = client.completions.create(**asked, stream=True)
         parts = list(next(stream).choices)
         grpc_stream = grpc_client.stream(ASKED["prompt"], **options)
@@ -194,7 +194,7 @@ def test_a_server_that_ends_lets_streams_finish_says_when_to_come_back_and_leave
         status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
         assert (status, headers["retry-after"], said["error"]["code"]) == (503, "5", "draining")
         with pytest.raises(CallFailed) as refusal:
-            grpc_client.generate(ASKED["prompt"], max_tokens=1)
+            grpc_client.complete(ASKED["prompt"], max_tokens=1)
         assert (refusal.value.code, refusal.value.reason) == ("UNAVAILABLE", "DRAINING")
         parts += [choice for chunk in stream for choice in chunk.choices]
         assert len(comparable(parts)[0]) == 400

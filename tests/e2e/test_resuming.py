@@ -74,13 +74,13 @@ def check_client(server: Server, flags: tuple[str, ...]) -> None:
     failures: list[CallFailed] = []
     patient = RetryPolicy(first_pause_s=0.1, max_pause_s=0.5, max_attempts=300, on_retry=failures.append)
     with Client(server.grpc, retry=patient) as client, ThreadPoolExecutor(1) as pool:
-        whole = client.generate(PROMPT, **OPTIONS)
+        whole = client.complete(PROMPT, **OPTIONS)
         chunks: list[Chunk] = []
         stream = client.stream(PROMPT, **OPTIONS)
         while sum(chunk.num_tokens for chunk in chunks) < 40:
             chunks.append(next(stream))
         kill_head(server)
-        unbegun = pool.submit(client.generate, PROMPT, **OPTIONS)
+        unbegun = pool.submit(client.complete, PROMPT, **OPTIONS)
         wait_until(lambda: len(failures) >= 3)
         with serving(2, *flags, by=Forked):
             chunks += stream

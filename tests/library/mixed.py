@@ -26,7 +26,7 @@ def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> list[Completion]:
     """All at once: every request has been submitted before the first is read."""
-    streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
+    streams = [pipeline.stream(prompt, **options) for prompt, options in requests]
     return [stream.completions()[0] for stream in streams]
 
 

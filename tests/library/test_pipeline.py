@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import os
@@ -11,16 +12,19 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 import ppserve
-from ppserve import Decoder, InvalidRequest, Ledger, Pipeline, UsageError
+from ppserve import AsyncPipeline, ConfigError, InvalidRequest, Ledger, Pipeline, UsageError, library
 from ppserve.errors import Draining
+from ppserve.library import Decoder, read_architecture
 from tests.library.mixed import PROMPTS, tiny
 
 
@@ -34,7 +38,7 @@ def two_stages() -> Iterator[Pipeline]:
 
 
 def test_pieces_come_one_by_one_and_make_the_completion(two_stages: Pipeline) -> None:
-    pieces = list(two_stages.generate("Once upon a time", max_tokens=12, seed=3, ignore_eos=True))
+    pieces = list(two_stages.stream("Once upon a time", max_tokens=12, seed=3, ignore_eos=True))
     whole = two_stages.complete("Once upon a time", max_tokens=12, seed=3, ignore_eos=True)
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [piece.first_token for piece in pieces if piece.num_tokens] == list(range(12))
@@ -48,7 +52,7 @@ def test_pieces_come_one_by_one_and_make_the_completion(two_stages: Pipeline) ->
 
 
 def test_lists_run_together_and_pieces_name_their_place(two_stages: Pipeline) -> None:
-    pieces = list(two_stages.generate(list(PROMPTS), max_tokens=30, temperature=0, ignore_eos=True))
+    pieces = list(two_stages.stream(list(PROMPTS), max_tokens=30, temperature=0, ignore_eos=True))
     places = [piece.request_id for piece in pieces]
     assert set(places) == {"0", "1", "2", "3", "4"}
     assert places != sorted(places), "they ran one after the other"
@@ -73,9 +77,9 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_is_several(two_stages: Pipeli
 
 
 def test_a_stream_that_is_closed_early_or_dropped_frees_what_it_held(two_stages: Pipeline) -> None:
-    with two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1) as stream:
+    with two_stages.stream("Once upon a time", max_tokens=200, ignore_eos=True, seed=1) as stream:
         next(stream)
-    next(two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1))
+    next(two_stages.stream("Once upon a time", max_tokens=200, ignore_eos=True, seed=1))
     # Had it gone on, the pipeline would not be idle: the ledger's idle time grows only without work.
     two_stages.complete("The miller", max_tokens=2)
     assert all(stage.idle_s > 0 and stage.steps == 0 for stage in _next_moment(two_stages).stages)
@@ -106,7 +110,7 @@ def test_a_pipeline_that_nobody_holds_ends_and_gives_torch_its_threads_back() ->
     threads, torch_threads = set(threading.enumerate()), torch.get_num_threads()
     pipeline = tiny(2)
     assert set(threading.enumerate()) - threads, "those of tests before may end meanwhile"
-    stream = pipeline.generate("Once", max_tokens=5, seed=1)
+    stream = pipeline.stream("Once", max_tokens=5, seed=1)
     del pipeline
     assert [piece.finish is None for piece in stream][-1] is False, "a stream keeps its pipeline"
     del stream
@@ -132,6 +136,88 @@ def test_a_closed_pipeline_holds_no_weights() -> None:
         assert stages() == before
     finally:
         gc.enable()
+
+
+def test_the_former_name_of_stream_goes_on_for_a_release(two_stages: Pipeline) -> None:
+    with pytest.warns(DeprecationWarning, match="generate is now called stream") as warned:
+        pieces = list(two_stages.generate("Once", max_tokens=3, seed=1))
+    assert warned[0].filename == __file__
+    assert "".join(piece.text for piece in pieces) == two_stages.complete("Once", max_tokens=3, seed=1).text
+
+
+# ---- chats ------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "Tell of a fox."}, {"role": "assistant", "content": "Once<|endoftext|>"}]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}fox:"
+
+
+def test_the_messages_of_a_chat_are_a_prompt_by_the_template_and_their_texts_are_text(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    with tiny(2, chat_template=str(tmp_path / "chat.jinja")) as pipeline:
+        eos = pipeline.model.architecture.eos_id
+
+        def ids_of(text: str) -> list[int]:
+            (echoed,) = pipeline.complete_all([text], max_tokens=0, prompt_logprobs=0)
+            return [token.id for token in echoed.sequences[0].prompt_tokens]
+
+        parts = ["user: Tell of a fox.", "assistant: Once<|endoftext|>", "fox:"]
+        ids = [*ids_of(parts[0]), eos, *ids_of(parts[1]), eos, *ids_of(parts[2])]
+        assert ids.count(eos) == 2
+        expected = pipeline.complete(ids, max_tokens=9, seed=2)
+        answer = pipeline.complete(CHAT, max_tokens=9, seed=2)
+        assert answer.text == expected.text
+        assert answer.sequences[0].usage is not None
+        assert answer.sequences[0].usage.prompt_tokens == len(ids)
+        first, second = pipeline.complete_all([CHAT, "fox:"], max_tokens=9, seed=2)
+        assert (first.text, second.text) == (expected.text, pipeline.complete("fox:", max_tokens=9, seed=2).text)
+        with pytest.raises(InvalidRequest, match=r"^prompt\[1\]\.role: not one of system, "):
+            pipeline.complete([CHAT[0], {"role": "nobody", "content": "x"}])
+        wrong: Any = [{"role": "user"}], [{"role": "user", "content": "x", "name": "y"}], [CHAT[0], 5]
+        for chat in wrong:
+            with pytest.raises(TypeError, match=r"^prompt: \[{.*Object|^prompt: \[{.*Expected"):
+                pipeline.complete(chat)
+
+
+def test_a_model_without_a_template_has_no_chats(two_stages: Pipeline) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: this model has no chat template .* see chat_template$"):
+        two_stages.complete(CHAT)
+
+
+# ---- with an event loop -----------------------------------------------------------------------------------
+
+
+async def test_a_pipeline_may_be_awaited(two_stages: Pipeline) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "seed": 3, "ignore_eos": True}
+    expected = [two_stages.complete(prompt, **options).text for prompt in PROMPTS]
+    begun = threading.active_count()
+    async with AsyncPipeline("tiny", 2, dtype="float32", threads=1, max_model_len=256) as pipeline:
+        assert pipeline.model.name == "tiny"
+        # More at once than a loop has threads.
+        answers = await asyncio.gather(*(pipeline.complete(prompt, **options) for prompt in PROMPTS * 10))
+        assert [answer.text for answer in answers] == expected * 10
+        every = await pipeline.complete_all(PROMPTS, **options, request_id="x")
+        assert [(each.request_id, each.text) for each in every] == [(f"x-{i}", t) for i, t in enumerate(expected)]
+        assert await pipeline.complete_all([]) == []
+        pieces = [piece async for piece in pipeline.stream(PROMPTS[0], **options)]
+        assert len(pieces) > 1
+        assert "".join(piece.text for piece in pieces) == expected[0]
+        with pytest.raises(InvalidRequest, match=r"^temperature: "):
+            await pipeline.complete("Once", temperature=-1)
+        assert [stage.stage for stage in (await pipeline.topology()).stages] == [0, 1]
+        assert (await pipeline.ledger()).stages[0].steps > 0
+        endless = pipeline.stream("Once", max_tokens=200, ignore_eos=True)
+        await anext(endless)
+        await endless.aclose()
+        while (await pipeline.topology()).replicas[0].running:
+            await asyncio.sleep(0.01)
+        left = pipeline.stream("Once", max_tokens=200, ignore_eos=True)
+        await anext(left)
+    with pytest.raises(Draining, match="this pipeline is closed"):
+        async for _ in left:
+            pass
+    with pytest.raises(RuntimeError, match="async with AsyncPipeline"):
+        await AsyncPipeline("tiny").complete("Once")
+    assert threading.active_count() <= begun + 8, "those of the loop stay"
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------
@@ -160,7 +246,7 @@ def test_what_cannot_be_meant_is_refused_by_name_before_anything_runs(
 ) -> None:
     """A bias for token 1.5 once ended the pipeline."""
     with pytest.raises(TypeError, match=problem):
-        two_stages.generate(prompt, **options)
+        two_stages.stream(prompt, **options)
     assert two_stages.complete("Once", max_tokens=3, seed=1).text
 
 
@@ -188,16 +274,24 @@ def test_a_text_is_one_stop_string_and_none_says_nothing(two_stages: Pipeline) -
         (1, {"force_cpu": "no"}, "force_cpu: 'no': Expected `bool`"),
         (2, {"speculate": -1}, "speculate: -1: Expected `int` >= 0"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
-        (2, {"max_model_len": 100_000}, "max-model-len"),
-        (2, {"kv_cache_memory": 1}, "kv-cache-memory"),
+        (2, {"max_model_len": 100_000}, "^max_model_len: "),
+        (2, {"kv_cache_memory": 1}, "kv_cache_memory"),
+        (2, {"layers": [3, 3]}, "^layers: 3,3"),
+        (2, {"layers": [3.2, 4.8]}, "layers|3.2"),
+        (2, {"layers": ["3", "5"]}, r"^layers: \['3', '5'\]: Expected `float`"),
+        (2, {"microbatches": 9}, "^microbatches: "),
+        (1, {"tensor_parallel": 64}, "^tensor_parallel: "),
+        (1, {"chat_template": "no/such/file"}, "^chat_template: no/such/file cannot be read"),
     ],
 )
 def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
     stages: int, settings: dict[str, Any], problem: str
 ) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(UsageError, match=problem) as refused:
         tiny(stages, **settings)
+    assert "--" not in str(refused.value), "an argument is no flag"
+    assert not isinstance(refused.value, ConfigError) or str(refused.value).startswith(refused.value.name)
     assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
@@ -215,17 +309,17 @@ def test_a_model_that_is_not_there_is_named() -> None:
 
 def test_a_closed_pipeline_refuses_and_open_streams_end() -> None:
     pipeline = tiny(2)
-    stream = pipeline.generate("Once", max_tokens=100, ignore_eos=True)
+    stream = pipeline.stream("Once", max_tokens=100, ignore_eos=True)
     next(stream)
     pipeline.close()
     pipeline.close()
-    for use in (lambda: list(stream), lambda: pipeline.generate("Once"), pipeline.ledger, pipeline.topology):
+    for use in (lambda: list(stream), lambda: pipeline.stream("Once"), pipeline.ledger, pipeline.topology):
         with pytest.raises(Draining, match="this pipeline is closed"):
             use()
 
 
 def test_threads_that_read_one_stream_share_its_pieces_and_all_end(two_stages: Pipeline) -> None:
-    stream = two_stages.generate("Once", max_tokens=30, ignore_eos=True, seed=1)
+    stream = two_stages.stream("Once", max_tokens=30, ignore_eos=True, seed=1)
     with ThreadPoolExecutor(3) as readers:
         read = [readers.submit(lambda: list(stream)) for _ in range(3)]
         pieces = [piece for future in read for piece in future.result(60)]
@@ -262,7 +356,7 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
     assert [(rank.rank, rank.tensor, rank.live) for rank in ranks] == [(n, n % 2, True) for n in range(4)]
     assert all(rank.gather_s > 0 for rank in ranks)
     # Of all ranks together; both have all norms, two of each layer and the last.
-    arch = ppserve.read_architecture("tiny")
+    arch = read_architecture("tiny")
     norms = 2 * sum(layer.num_norm_params(arch.width) for layer in arch.layers)
     held_twice = arch.vocab_size * arch.width + norms + arch.final_norm.num_params(arch.width)
     assert sum(rank.num_parameters for rank in ranks) == arch.num_params + held_twice
@@ -274,6 +368,20 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         assert sum(gathered_s) / 2 == pytest.approx(stage.bubble_s["gather"], abs=1e-6 * stage.steps)
         assert 0 < stage.bubble_s["gather"] < ledger.wall_s
         assert stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s == pytest.approx(ledger.wall_s, abs=1e-9)
+
+
+def test_layers_are_numbers_or_a_text() -> None:
+    for layers in ([3.5, 4.5], "3.5,4.5", (3.5, 4.5), np.array([3.5, 4.5])):
+        with tiny(2, layers=layers) as pipeline:
+            assert [stage.layers for stage in pipeline.topology().stages] == ["0-3a", "3m-7"]
+
+
+def test_a_notebook_shows_the_ledger_as_a_table(two_stages: Pipeline) -> None:
+    ledger = replace(two_stages.ledger(), advice="fewer <stages> & more")
+    told = ElementTree.fromstring(f"<div>{ledger._repr_html_()}</div>")
+    rows = [" ".join(str(cell.text) for cell in row) for row in told.iter("tr")]
+    assert rows == [" ".join(line.split()) for line in repr(ledger).splitlines()[:3]]
+    assert [p.text for p in told.iter("p")][1] == "fewer <stages> & more"
 
 
 def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:
@@ -289,19 +397,14 @@ def test_the_ledger_can_be_read(two_stages: Pipeline) -> None:
 # ---- names ------------------------------------------------------------------------------------------------
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_names_that_users_use_are_these() -> None:
     assert ppserve.__all__ == [
-        *("Architecture", "AsyncClient", "BUSY", "CAUSES", "CallFailed", "Checkpoint", "Chunk", "Client"),
-        *("Completion", "Computed", "ConfigError", "Decoder", "DeviceSetup", "Draw", "Frames"),
-        *("GPT2Config", "IDLE"),
-        *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError"),
-        *("RequestError", "RetryPolicy"),
-        *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream"),
-        "StructuredOutput",
-        *("TensorPart", "Tls", "Transport", "UsageError", "balance", "between", "connect", "create_transport"),
-        *("decode_parts", "load_stage", "load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger"),
-        *("shares", "split_by_weight", "stage_layouts", "stage_params"),
+        *("AsyncClient", "AsyncPipeline", "CallFailed", "Chunk", "Client", "Completion", "ConfigError", "Finish"),
+        *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError", "RequestError"),
+        *("RetryPolicy", "Stream", "StructuredOutput", "Timings", "Tls", "Token", "Usage", "UsageError"),
     ]
+    assert {name: ppserve.__dict__["_HOME_OF"][name] for name in ppserve.__all__} == ppserve.__dict__["_HOME_OF"]
+    assert all(hasattr(library, name) for name in library.__all__)
     assert all(getattr(ppserve, name) is not None for name in ppserve.__all__)
     assert set(ppserve.__all__) <= set(dir(ppserve))
     assert (ppserve.Pipeline, ppserve.Ledger) == (Pipeline, Ledger)

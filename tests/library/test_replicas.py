@@ -20,7 +20,7 @@ def lose(pipeline: Pipeline, replica: int) -> None:
 def test_the_last_replica_that_is_lost_ends_the_pipeline() -> None:
     with tiny(replicas=2) as pipeline:
         lose(pipeline, 1)
-        stream = pipeline.generate("Once upon a time", **LONG)
+        stream = pipeline.stream("Once upon a time", **LONG)
         next(stream)
         lose(pipeline, 0)
         with pytest.raises(StagesLost, match="as the test wants"):

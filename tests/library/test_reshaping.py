@@ -33,7 +33,7 @@ def test_streams_go_on_with_the_same_tokens_over_other_layers_per_stage(splits: 
         expected = together(pipeline, requests)
     with tiny(2) as pipeline:
         for split in splits:
-            streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
+            streams = [pipeline.stream(prompt, **options) for prompt, options in requests]
             begun = next(streams[0])
             assert divide(pipeline, split) > 1, "streams were open"
             assert [stage.layers for stage in pipeline.topology().stages] != ["0-3", "4-7"]

@@ -102,7 +102,7 @@ def test_an_answer_is_the_same_however_it_is_computed(one_stage: Pipeline) -> No
 def test_what_is_refused_says_where(one_stage: Pipeline) -> None:
     def refusal(options: dict[str, Any]) -> str:
         with pytest.raises(InvalidRequest) as refused:
-            one_stage.generate("Once", **options)
+            one_stage.stream("Once", **options)
         return str(refused.value)
 
     nested = {"properties": {"a": {"not": {}}}}
@@ -111,4 +111,4 @@ def test_what_is_refused_says_where(one_stage: Pipeline) -> None:
     listed = {"structured_output": form({}), "ignore_eos": True, "min_tokens": 3}
     assert re.fullmatch("stop.ignore_eos: .*; stop.min_tokens: .*", refusal(listed))
     with pytest.raises(TypeError, match=r"structured_output: .*Invalid enum value"):
-        one_stage.generate("Once", structured_output={"kind": "xml", "source": ""})  # type: ignore[typeddict-item]
+        one_stage.stream("Once", structured_output={"kind": "xml", "source": ""})  # type: ignore[typeddict-item]

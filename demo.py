@@ -17,18 +17,18 @@ import os
 import socket
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 import parallel_state
-from ppserve import (
-    Architecture,
-    GPT2Config,
-    PpserveError,
+from ppserve import PpserveError
+from ppserve.library import (
     StepPlan,
     balance,
     decode_parts,
@@ -36,29 +36,21 @@ from ppserve import (
     open_checkpoint,
     read_architecture,
     split_by_weight,
-    stage_layouts,
-    stage_params,
 )
-from tour.dimensions import SHAPES, Travels, run_shape
+from tour.callers import show_callers
+from tour.dimensions import show_shapes
 from tour.errors import TourError, require
 from tour.generation import show_generation
 from tour.line import PRACTICE_MODEL, RandomWeights, TourStage, even_split, slice_of
-from tour.measure import decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
+from tour.measure import decode_in_rounds, measure_hop, practice_prompts, run_microbatches
+from tour.memory import memory
 from tour.pictures import Pictures
-from tour.ranks import Tour, num_cores, start_ranks
-from tour.schedule import Schedule
+from tour.ranks import Tour, busy_cores, num_cores, start_ranks
+from tour.rounds import ROUNDS
+from tour.schedule import Schedule, lesson
 
 PROMPT = "Once upon a time"
-NUM_PROMPTS, PROMPT_TOKENS = 8, 32
-MIB, GIB = 2**20, 2**30
-
-# GPT-2 medium, large and XL, and the 13B of the GPT-3 paper (table 2.1).
-LARGER_MODELS = {
-    "355M": GPT2Config(n_layer=24, n_embd=1024, n_head=16),
-    "774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
-    "1.5B": GPT2Config(n_layer=48, n_embd=1600, n_head=25),
-    "13B": GPT2Config(n_layer=40, n_embd=5120, n_head=40, n_positions=2048),
-}
+NUM_PROMPTS, PROMPT_TOKENS, NUM_MICROBATCHES = 8, 32, (1, 2, 4, 8)
 
 
 def forward_pass(tour: Tour) -> None:
@@ -125,76 +117,25 @@ def microbatches(tour: Tour) -> None:
     require(error <= 1e-4, f"the output depends on the number of microbatches, by {error}")
     if tour.pictures is not None:
         tour.say(f"  {tour.pictures.schedules(schedules)}")
-    one, several = schedules[0], min(schedules[1:], key=lambda schedule: schedule.wall)
-    tour.explain(
-        f"""Seen: with one microbatch the stages take turns, {one.wall / 1e6:.1f} ms; with several they work at
-        once, at best {several.wall / 1e6:.1f} ms (m = {several.m}); the result is the same."""
-    )
+    tour.explain(f"Seen: {lesson(schedules)} The result is the same for every m.")
 
 
 @cache
 def practise(tour: Tour) -> tuple[list[Schedule], float]:
-    """Schedules for m = 1, 2, 4, 8 over an even split, and how far their outputs are apart at most."""
+    """The median schedules for m = 1, 2, 4, 8 over an even split, and how far outputs are apart at most."""
     line = TourStage.of(tour, RandomWeights(PRACTICE_MODEL), even_split(PRACTICE_MODEL, tour.size))
     prompts = practice_prompts(NUM_PROMPTS, PROMPT_TOKENS, PRACTICE_MODEL.vocab_size)
-    runs = [run_microbatches(tour, line, prompts, m) for m in (1, 2, 4, 8)]
-    outputs = [hidden_TD for _, hidden_TD in runs if hidden_TD is not None]
+    runs: dict[int, list[Schedule]] = {m: [] for m in NUM_MICROBATCHES}
+    outputs = []
+    for number in range(1 + ROUNDS):  # the first is a warm-up
+        for m, of_m in runs.items():
+            tour.progress(f"round {number} of {ROUNDS}: m = {m}")
+            schedule, hidden_TD = run_microbatches(tour, line, prompts, m)
+            of_m += [schedule] * (number > 0)
+            outputs += [] if hidden_TD is None else [hidden_TD]
     error = max(((out_TD - outputs[0]).abs().max().item() for out_TD in outputs), default=0.0)
     line.close()
-    return [schedule for schedule, _ in runs], max(tour.tell(error))
-
-
-def memory(tour: Tour) -> None:
-    arch = PRACTICE_MODEL
-    split = split_by_weight(arch, tour.size)
-    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} layers as {split}, in float32:")
-    before = resident_bytes()
-    line = TourStage.of(tour, RandomWeights(arch), split)
-    grown = resident_bytes() - before
-    weights = f"{line.model.num_params / 1e6:5.1f} M parameters, {line.model.weight_bytes / MIB:5.1f} MiB"
-    tour.say_each(
-        f"stage {tour.rank}:  {weights}; keys and values {line.kv_bytes_per_token / 1024:4.1f} KiB per token;"
-        f" resident memory grew by {grown / MIB:5.1f} MiB"
-    )
-    stage_mib: list[float] = tour.tell(line.model.weight_bytes / MIB)
-    line.close()
-    del line
-    alone_mib = 0.0
-    if tour.rank == 0:
-        before = resident_bytes()
-        alone = TourStage.whole(tour, RandomWeights(arch))
-        grown = resident_bytes() - before
-        alone_mib = alone.model.weight_bytes / MIB
-        weights = f"{alone.model.num_params / 1e6:5.1f} M parameters, {alone_mib:5.1f} MiB"
-        tour.say(f"  together: {weights} in one process, which grew by {grown / MIB:5.1f} MiB")
-
-    stages = (1, 2, 4, 8)
-    tour.explain("The fullest stage of larger models, in bfloat16, with keys and values of 32 x 1,024 tokens:")
-    tour.say("  GiB  " + "".join(f"{f'{p} stage' + 's' * (p > 1):>11}" for p in stages))
-    needs = {
-        name: [fullest_stage_gib(larger.architecture(Path()), p) for p in stages]
-        for name, larger in LARGER_MODELS.items()
-    }
-    for name, gib in needs.items():
-        tour.say(f"  {name:5}" + "".join(f"{n:11.2f}" for n in gib))
-    if tour.pictures is not None:
-        tour.say(f"\n  {tour.pictures.memory(needs, stages)}")
-    tour.explain(
-        f"""Seen: the fullest of {tour.size} stages holds {max(stage_mib):.1f} MiB of weights, one process
-        {alone_mib:.1f} MiB; either way the embedding is held twice, to be read at the front and to be multiplied
-        by at the end."""
-    )
-
-
-def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
-    """Weights and caches, two bytes per number, of the stage that needs most."""
-    return (
-        max(
-            2 * stage_params(arch, layout) + 32 * 1024 * layout.kv_bytes_per_token(arch, 2)
-            for layout in stage_layouts(split_by_weight(arch, num_stages))
-        )
-        / GIB
-    )
+    return [tour.median(of_m, lambda run: run.wall) for of_m in runs.values()], max(tour.tell(error))
 
 
 def efficiency(tour: Tour) -> None:
@@ -217,8 +158,8 @@ def efficiency(tour: Tour) -> None:
     lines = {split: TourStage.of(tour, checkpoint, split) for split in splits}
     balances = []
     for split, line in lines.items():
-        decode(tour, line, NUM_PROMPTS, p, rounds=2)
-        run = decode(tour, line, NUM_PROMPTS, p, rounds=16)
+        tour.progress(f"layers {split}")
+        run = decode_in_rounds(tour, line, NUM_PROMPTS, p)
         steps = " ".join(f"{ms:6.2f}" for ms in run.step_ms)
         predicted, measured = balance(decode_parts(arch).costs(split)), balance(tuple(run.step_ms))
         balances.append(measured)
@@ -230,8 +171,10 @@ def efficiency(tour: Tour) -> None:
     )
     tour.say("  in flight   tokens/s   busy stages")
     line = lines[split_by_weight(arch, p)]
-    runs = [decode(tour, line, in_flight, in_flight, rounds=16) for in_flight in range(1, p + 2)]
-    for run in runs:
+    runs = []
+    for in_flight in range(1, p + 2):
+        tour.progress(f"{in_flight} in flight")
+        runs.append(run := decode_in_rounds(tour, line, in_flight, in_flight))
         tour.say(f"  {run.in_flight:9} {run.tokens_per_s:10.0f} {sum(run.busy):11.2f} of {p}")
     for line in lines.values():
         line.close()
@@ -264,6 +207,7 @@ def transports(tour: Tour) -> None:
     tour.say("            " + "".join(f"{f'T = {rows}':>24}" for rows in sizes))
     latencies = []
     for kind in kinds:
+        tour.progress(kind)
         hops = [measure_hop(tour, kind, rows, width) for rows in sizes]
         latencies += [f"{hop.latency_us:.0f} us by {kind}" for hop in hops[1:2] if hop is not None]
         cells = [f"{hop.latency_us:6.0f} us {hop.bytes_per_s / 1e6:7.0f} MB/s" for hop in hops if hop is not None]
@@ -277,53 +221,75 @@ def transports(tour: Tour) -> None:
 
 def three_dimensions(tour: Tour) -> None:
     if tour.rank == 0:
-        show_shapes(tour)
+        show_shapes(tour, PROMPT)
     tour.tell("all shapes were shown")
 
 
-def show_shapes(tour: Tour) -> None:
-    arch = read_architecture(tour.options.model)
-    tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
-    prompt = tokenizer.encode(PROMPT) or list(range(8))
-    tour.explain(
-        """Stages are one of three ways to divide a model's work. Tensor ranks share every layer of a stage: each
-        has some heads, and some outputs of every matrix, and they wait for each other four times a layer.
-        Replicas are whole pipelines, and share the callers. Four ranks, here threads of one process, in every
-        way; messages and bytes are those of one token of one sequence:"""
-    )
-    tour.say("  tensor x stages x replicas   messages      KiB   gathers   ms per token   tokens/s of 8 callers")
-    runs, travels = {}, {}
-    for shape in SHAPES:
-        tensor, stages, _ = shape
-        travels[shape] = Travels.of(arch, tensor, stages)
-        runs[shape] = run_shape(tour.options.model, prompt, *shape)
-        sent, run = travels[shape], runs[shape]
-        name = " x ".join(map(str, shape))
-        tour.say(
-            f"  {name:>26}{sent.messages:11}{sent.num_bytes / 1024:9.1f}{sent.gathers:10}"
-            f"{run.itl_ms:15.2f}{run.tokens_per_s:24.0f}"
-        )
-    equal = len({run.token_ids for run in runs.values()}) == 1
-    tour.say(f"\n  The same tokens in all shapes: {'yes' if equal else 'no'}")
-    require(equal, "the tokens depend on the shape")
-    deep, wide = travels[1, 4, 1], travels[4, 1, 1]
-    tour.explain(
-        f"""Seen: a token crosses between four stages in {deep.messages} messages of
-        {deep.num_bytes / deep.messages / 1024:.1f} KiB, and between four tensor ranks in {wide.messages}, with
-        {wide.num_bytes / deep.num_bytes:.0f} times the bytes; replicas send nothing to each other. Tensor ranks
-        are for fast links, stages for slow ones, replicas for models that fit on one rank. No sum is ever
-        divided among ranks, so all of them draw the same tokens."""
-    )
+def callers(tour: Tour) -> None:
+    if tour.rank == 0:
+        show_callers(tour)
+    tour.tell("all callers have their answers")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the tour: what it shows, the files with its code, and what to try next."""
+
+    title: str
+    show: Callable[[Tour], None]
+    code: str
+    exercise: str
 
 
 PARTS = {
-    1: ("Forward pass through the stages", forward_pass),
-    2: ("Microbatches", microbatches),
-    3: ("Memory", memory),
-    4: ("Efficiency", efficiency),
-    5: ("Generation", generation),
-    6: ("Transports", transports),
-    7: ("Three dimensions", three_dimensions),
+    1: Part(
+        "Forward pass through the stages",
+        forward_pass,
+        "tour/line.py ppserve/stage/step.py ppserve/model/decoder.py",
+        "With --stages 4 --only 1, where are the embeddings and the LM head, and who speaks to whom?",
+    ),
+    2: Part(
+        "Microbatches",
+        microbatches,
+        "tour/schedule.py tour/measure.py",
+        "With --stages 3 --only 2, predict the clocks of m = 4 before you look. Which m is the quickest, and why?",
+    ),
+    3: Part(
+        "Memory",
+        memory,
+        "tour/memory.py ppserve/core/partition.py ppserve/core/kv_memory.py",
+        "How many stages does 13B need on GPUs of 24 GiB? Add a model of 70B to LARGER_MODELS in tour/memory.py.",
+    ),
+    4: Part(
+        "Efficiency",
+        efficiency,
+        "ppserve/core/partition.py ppserve/core/scheduling/scheduler.py",
+        "With --stages 3 --only 4, which stage has the fewest layers, and how many sequences fill all three?",
+    ),
+    5: Part(
+        "Generation",
+        generation,
+        "tour/generation.py ppserve/core/ledger/causes.py ppserve/head/engine/replica.py",
+        "Start ppserve serve --stages 2, ask on its page, and kill a stage yourself: pkill -9 -n -x ppserve.stage",
+    ),
+    6: Part(
+        "Transports",
+        transports,
+        "ppserve/stage/transport/shm.py ppserve/stage/transport/point_to_point.py",
+        "By each of these ways, how many stages may one token cross in a millisecond?",
+    ),
+    7: Part(
+        "Three dimensions",
+        three_dimensions,
+        "tour/dimensions.py ppserve/core/grid.py",
+        "Which shape would you take for two hosts of two GPUs each, with a slow network between the hosts?",
+    ),
+    8: Part(
+        "Where a pipeline wins",
+        callers,
+        "tour/callers.py tour/gain.py",
+        "Change CALLERS in tour/callers.py: from how many callers on is the pipeline ahead on your machine?",
+    ),
 }
 
 
@@ -333,10 +299,21 @@ def take_the_tour(options: argparse.Namespace) -> None:
     tour.say(f"A tour of pipeline parallelism: {tour.size} stages on {on}; between them {tour.transport}.")
     if tour.device.type == "cpu" and num_cores() < tour.size:
         tour.explain("There are fewer cores than stages: they take turns on them, which no schedule can hide.")
-    for number in [options.only] if options.only else sorted(PARTS):
-        title, part = PARTS[number]
-        tour.title(number, title)
-        part(tour)
+    if tour.rank == 0 and (busy := busy_cores()):
+        tour.explain(
+            f"""Other programs keep {busy:.1f} of this machine's {os.cpu_count()} cores busy. The tour works, but
+            its times are not those of a quiet machine."""
+        )
+    numbers = [options.only] if options.only else sorted(PARTS)
+    for number in numbers:
+        part = PARTS[number]
+        tour.title(number, part.title)
+        part.show(tour)
+        tour.warn_if_rough()
+        tour.say(f"  The code: {part.code.replace(' ', ', ')}")
+        tour.say(textwrap.indent(textwrap.fill(f"To try: {part.exercise}", 98), "  "))
+        if options.pause and number != numbers[-1]:
+            tour.pause()
     tour.close()
 
 
@@ -365,6 +342,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stages", type=int, help="ranks to start (2), where torchrun has not started them")
     parser.add_argument("--model", default="tiny", help="what `ppserve serve --model` takes (tiny)")
     parser.add_argument("--only", type=int, choices=sorted(PARTS), metavar="N", help="one part of the tour")
+    parser.add_argument("--pause", action="store_true", help="wait for Enter after each part")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures (needs matplotlib)")
     parser.add_argument("--port", type=int, default=0, help="of the server in part 5 (any free one)")
     options = parser.parse_args(arguments)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from ppserve import Architecture, Options, Pipeline
+from ppserve.library import Architecture, Pipeline, Settings, load_tokenizer, read_architecture
+from tour.callers import CallersRun, run_callers
 from tour.errors import require
+from tour.ranks import Tour
+from tour.rounds import ROUNDS
 
 # Tensor ranks, stages, replicas.
 SHAPES = ((1, 1, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2))
@@ -46,20 +48,55 @@ class ShapeRun:
     tokens_per_s: float
 
 
-def run_shape(model: str, prompt: list[int], tensor: int, stages: int, replicas: int) -> ShapeRun:
+def run_shape(tour: Tour, prompt: list[int], shape: tuple[int, int, int]) -> ShapeRun:
     """Ranks are threads of this process."""
-    with Pipeline(
-        model, stages, tensor_parallel=tensor, replicas=replicas, dtype="float32", threads=1, force_cpu=True
-    ) as pipeline:
-        asked: Options = {"max_tokens": _NUM_TOKENS, "seed": 7, "ignore_eos": True}
-        pipeline.complete(prompt, **asked)  # a warm-up
-        began = time.monotonic()
-        alone = pipeline.complete(prompt, **asked)
-        alone_s = time.monotonic() - began
-        began = time.monotonic()
-        together = pipeline.complete_all([prompt] * _CALLERS, **asked)
-        together_s = time.monotonic() - began
-    ids = tuple(token.id for token in alone.sequences[0].tokens)
-    others = {tuple(token.id for token in each.sequences[0].tokens) for each in together}
-    require(others == {ids}, f"{tensor}x{stages}x{replicas}: tokens depend on who else is served")
-    return ShapeRun(ids, 1e3 * alone_s / _NUM_TOKENS, _CALLERS * _NUM_TOKENS / together_s)
+    tensor, stages, replicas = shape
+    settings: Settings = {"tensor_parallel": tensor, "replicas": replicas, "dtype": "float32", "threads": 1}
+    with Pipeline(tour.options.model, stages, **settings, force_cpu=True) as pipeline:
+        run_callers(pipeline, [prompt], _NUM_TOKENS)  # a warm-up
+        alone = [run_callers(pipeline, [prompt], _NUM_TOKENS) for _ in range(ROUNDS)]
+        together = [run_callers(pipeline, [prompt] * _CALLERS, _NUM_TOKENS) for _ in range(ROUNDS)]
+    ids = {ids for run in (*alone, *together) for ids in run.token_ids}
+    require(len(ids) == 1, f"{tensor}x{stages}x{replicas}: tokens depend on who else is served")
+    itl_s, each_s = (tour.median(runs, _seconds).seconds / _NUM_TOKENS for runs in (alone, together))
+    return ShapeRun(ids.pop(), 1e3 * itl_s, _CALLERS / each_s)
+
+
+def show_shapes(tour: Tour, prompt_text: str) -> None:
+    arch = read_architecture(tour.options.model)
+    tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
+    prompt = tokenizer.encode(prompt_text) or list(range(8))
+    tour.explain(
+        """Stages are one of three ways to divide a model's work. Tensor ranks share every layer of a stage: each
+        has some heads, and some outputs of every matrix, and they wait for each other four times a layer.
+        Replicas are whole pipelines, and share the callers. Four ranks, here threads of one process, in every
+        way; messages and bytes are those of one token of one sequence:"""
+    )
+    tour.say("  tensor x stages x replicas   messages      KiB   gathers   ms per token   tokens/s of 8 callers")
+    runs, travels = {}, {}
+    for shape in SHAPES:
+        tensor, stages, _ = shape
+        name = " x ".join(map(str, shape))
+        tour.progress(name)
+        travels[shape] = Travels.of(arch, tensor, stages)
+        runs[shape] = run_shape(tour, prompt, shape)
+        sent, run = travels[shape], runs[shape]
+        tour.say(
+            f"  {name:>26}{sent.messages:11}{sent.num_bytes / 1024:9.1f}{sent.gathers:10}"
+            f"{run.itl_ms:15.2f}{run.tokens_per_s:24.0f}"
+        )
+    equal = len({run.token_ids for run in runs.values()}) == 1
+    tour.say(f"\n  The same tokens in all shapes: {'yes' if equal else 'no'}")
+    require(equal, "the tokens depend on the shape")
+    deep, wide = travels[1, 4, 1], travels[4, 1, 1]
+    tour.explain(
+        f"""Seen: a token crosses between four stages in {deep.messages} messages of
+        {deep.num_bytes / deep.messages / 1024:.1f} KiB, and between four tensor ranks in {wide.messages}, with
+        {wide.num_bytes / deep.num_bytes:.0f} times the bytes; replicas send nothing to each other. Tensor ranks
+        are for fast links, stages for slow ones, replicas for models that fit on one rank. No sum is ever
+        divided among ranks, so all of them draw the same tokens."""
+    )
+
+
+def _seconds(run: CallersRun) -> float:
+    return run.seconds

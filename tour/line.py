@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ppserve import (
+from ppserve.library import (
     Architecture,
     Checkpoint,
     Computed,

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ppserve import Frames, Slice, StepPlan, Transport, connect
+from ppserve.library import Frames, Slice, StepPlan, Transport, connect
 from tour.line import TourStage, microbatches, slice_of
 from tour.ranks import Tour
+from tour.rounds import ROUNDS
 from tour.schedule import Schedule
 
-_REPEATS = 3
 _HOPS = 60
 
 
@@ -38,23 +38,16 @@ def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> li
 def run_microbatches(
     tour: Tour, line: TourStage, prompts: list[list[int]], m: int
 ) -> tuple[Schedule, torch.Tensor | None]:
-    """The quickest of a few runs, and the last stage's hidden states of all tokens (T, D)."""
+    """One run, and on the last stage the hidden states of all tokens (T, D)."""
     plans = microbatches(prompts, m)
-    best: Schedule | None = None
-    hidden_TD = None
-    for _ in range(_REPEATS):
-        tour.tell("ready")
-        passes = line.run(plans)
-        if tour.is_last:
-            hidden_TD = torch.cat([done.hidden_TD for done in passes])
-        spans = [(at.begun, at.ended) for at in (done.result.stamps for done in passes)]
-        stages: list[list[tuple[int, int]]] = tour.tell(spans)
-        start = min(begun for stage in stages for begun, _ in stage)
-        schedule = Schedule(m, [[(begun - start, ended - start) for begun, ended in stage] for stage in stages])
-        if best is None or schedule.wall < best.wall:
-            best = schedule
-    assert best is not None
-    return best, hidden_TD
+    tour.tell("ready")
+    passes = line.run(plans)
+    hidden_TD = torch.cat([done.hidden_TD for done in passes]) if tour.is_last else None
+    spans = [(at.begun, at.ended) for at in (done.result.stamps for done in passes)]
+    stages: list[list[tuple[int, int]]] = tour.tell(spans)
+    start = min(begun for stage in stages for begun, _ in stage)
+    schedule = Schedule(m, [[(begun - start, ended - start) for begun, ended in stage] for stage in stages])
+    return schedule, hidden_TD
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +58,13 @@ class Decoding:
     tokens_per_s: float
     step_ms: list[float]
     busy: list[float]
+
+
+def decode_in_rounds(tour: Tour, line: TourStage, num_sequences: int, in_flight: int) -> Decoding:
+    """The median of several runs, behind a warm-up."""
+    decode(tour, line, num_sequences, in_flight, rounds=2)
+    runs = [decode(tour, line, num_sequences, in_flight, rounds=16) for _ in range(ROUNDS)]
+    return tour.median(runs, lambda run: run.tokens_per_s)
 
 
 def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, rounds: int) -> Decoding:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tour.errors import TourError
+from tour.gain import Gain
 from tour.schedule import Schedule
 from tour.server import WatchedStream
 
@@ -16,6 +17,11 @@ _STRETCH_US = 40_000
 _COLOURS = ("#2f6f9f", "#d98c2b", "#4f9a5b", "#b04a4a", "#7a62a8", "#8a6d4f", "#5a8f8f", "#999999")
 _KINDS = {"compute": "#2f6f9f", "fill_drain": "#d9d3c7", "imbalance": "#e0a35a", "transfer": "#c4574f"}
 _KINDS |= {"token_return": "#8fb59a", "host": "#9c8bbd"}
+
+
+def _schedule_title(schedule: Schedule, first: Schedule) -> str:
+    what = f"{schedule.m} microbatch{'es' * (schedule.m > 1)}: {schedule.wall / 1e6:.0f} ms"
+    return what if schedule is first else f"{what}, {schedule.wall / first.wall:.0%} of the time of one"
 
 
 class Pictures:
@@ -47,7 +53,7 @@ class Pictures:
                     panel.text((begun + ended) / 2e6, stage, str(k), color="white", ha="center", va="center")
             panel.set_yticks(range(schedule.num_stages), [f"stage {s}" for s in range(schedule.num_stages)])
             panel.invert_yaxis()
-            panel.set_title(f"{schedule.m} microbatch{'es' * (schedule.m > 1)}", loc="left", fontsize=10)
+            panel.set_title(_schedule_title(schedule, schedules[0]), loc="left", fontsize=10)
             panel.set_facecolor("#eeeae2")
             panel.set_xlim(0, max(s.wall for s in schedules) / 1e6)
         panels[-1].set_xlabel("milliseconds")
@@ -67,7 +73,10 @@ class Pictures:
         panel.set_yticks((1, 3, 10, 30), ("1", "3", "10", "30"))
         panel.minorticks_off()
         panel.set_ylabel("GiB on the fullest stage")
-        panel.set_title("weights, keys and values of 32 x 1,024 tokens, bfloat16", loc="left", fontsize=10)
+        name, needs_gib = list(models.items())[-1]
+        alone, most = needs_gib[0], needs_gib[-1]
+        message = f"{name} needs {alone:.0f} GiB on one device, and at most {most:.1f} on each of {stages[-1]}"
+        panel.set_title(f"{message} (bfloat16, 32 x 1,024 tokens)", loc="left", fontsize=10)
         panel.legend(frameon=False)
         return self._save(figure, "memory.png")
 
@@ -82,12 +91,15 @@ class Pictures:
         left.set_xlabel("microbatches")
         left.set_ylabel("bubble, % of all stages' time")
         left.set_ylim(0)
-        left.set_title("microbatches of a prompt", loc="left", fontsize=10)
+        waits = f"{schedules[0].bubble:.0%} with one microbatch, {schedules[-1].bubble:.0%} with {m[-1]}"
+        left.set_title(f"Stages stand still: {waits}", loc="left", fontsize=10)
         left.legend(frameon=False)
         right.bar([str(n) for n in in_flight], list(in_flight.values()), color=_COLOURS[1])
         right.set_xlabel("sequences in flight")
         right.set_ylabel("tokens/s")
-        right.set_title(f"decoding on {schedules[0].num_stages} stages", loc="left", fontsize=10)
+        p = schedules[0].num_stages
+        message = f"{p} sequences on {p} stages: {in_flight[p] / in_flight[1]:.1f} times the tokens of one"
+        right.set_title(message, loc="left", fontsize=10)
         return self._save(figure, "efficiency.png")
 
     def timeline(self, streams: dict[str, WatchedStream], trace: Path) -> Path:
@@ -95,6 +107,8 @@ class Pictures:
         figure, [top, bottom] = self._figure(2, (9.0, 6.0))
         for (label, stream), colour in zip(streams.items(), (_COLOURS[7], _COLOURS[3]), strict=True):
             top.plot(stream.arrivals, range(1, len(stream.arrivals) + 1), ".-", ms=3, color=colour, label=label)
+        pause = max(stream.longest_pause for stream in streams.values())
+        top.set_title(f"A killed stage costs a pause of {pause:.1f} s, and no token", loc="left", fontsize=10)
         top.set_xlabel("seconds since the request")
         top.set_ylabel("tokens received")
         top.legend(frameon=False)
@@ -104,8 +118,26 @@ class Pictures:
         if steps:
             begun_us = steps[len(steps) // 2]["ts"]
             self._draw_stretch(bottom, events, begun_us, begun_us + _STRETCH_US)
-            bottom.set_title("what the stages did while several streams ran", loc="left", fontsize=10)
+            bottom.set_title("With several streams the stages take turns at them", loc="left", fontsize=10)
         return self._save(figure, "timeline.png")
+
+    def callers(self, gains: Sequence[Gain], num_stages: int) -> Path:
+        """Tokens a second from one stage and from several, by the number of callers."""
+        figure, [panel] = self._figure(1, _WIDE)
+        places = range(len(gains))
+        one = panel.bar([at - 0.2 for at in places], [gain.of_one for gain in gains], 0.4, color=_COLOURS[7])
+        every = panel.bar([at + 0.2 for at in places], [gain.of_all for gain in gains], 0.4, color=_COLOURS[0])
+        one.set_label("1 stage")
+        every.set_label(f"{num_stages} stages")
+        panel.bar_label(every, [f"{gain.ratio:.2f} x" for gain in gains])
+        panel.set_xticks(places, [str(gain.callers) for gain in gains])
+        panel.set_xlabel("callers")
+        panel.set_ylabel("tokens/s")
+        best = max(gains, key=lambda gain: gain.ratio)
+        message = f"{best.callers} callers get {best.ratio:.1f} times the tokens from {num_stages} stages"
+        panel.set_title(f"{message}; one caller {gains[0].ratio:.1f} times", loc="left", fontsize=10)
+        panel.legend(frameon=False)
+        return self._save(figure, "callers.png")
 
     def _draw_stretch(self, panel: Any, events: list[dict[str, Any]], start_us: float, end_us: float) -> None:
         labelled = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,23 +12,36 @@ import sys
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import parallel_state
-from ppserve import Frames, Transport, create_transport
+from ppserve.library import Frames, Transport, create_transport
 from tour.pictures import Pictures
+from tour.rounds import ROUGH, median, spread
 
-_TIMEOUT = timedelta(seconds=300)
+_TIMEOUT, _PAUSE_WITHIN = timedelta(seconds=300), timedelta(days=1)
+_LOOK_S = 0.5
+_BUSY = 0.15
+
+R = TypeVar("R")
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_cores() -> float:
+    """How many cores other programs keep busy, of the whole machine. Takes a moment, in which nobody may compute
+    here; 0 where they leave it in peace."""
+    share = psutil.cpu_percent(_LOOK_S) / 100
+    return share * (psutil.cpu_count() or 1) if share >= _BUSY else 0.0
 
 
 def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
@@ -79,7 +93,7 @@ class Tour:
             int(os.environ["MASTER_PORT"]),
             is_master=self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             wait_for_workers=False,
-            timeout=_TIMEOUT,
+            timeout=_PAUSE_WITHIN if options.pause else _TIMEOUT,
         )
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -92,6 +106,8 @@ class Tour:
         )
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.size)
         self._num_told = 0
+        self._spreads: list[float] = []
+        self._has_progress = False
         self.pictures = Pictures(options.plot) if options.plot is not None and self.rank == 0 else None
 
     @property
@@ -100,8 +116,47 @@ class Tour:
 
     def say(self, text: str = "") -> None:
         """Rank 0 speaks for all."""
+        self.write(f"{text}\n")
+
+    def write(self, text: str) -> None:
+        """Rank 0 writes this, and ends no line."""
         if self.rank == 0:
-            print(text, flush=True)
+            self._erase_progress()
+            print(text, end="", flush=True)
+
+    def progress(self, text: str) -> None:
+        """What is measured at the moment, on a line that the next text replaces; a terminal alone shows it."""
+        if self.rank == 0 and sys.stderr.isatty():
+            self._erase_progress()
+            self._has_progress = True
+            print(f"  ... {text}", end="", file=sys.stderr, flush=True)
+
+    def _erase_progress(self) -> None:
+        if self._has_progress:
+            self._has_progress = False
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def median(self, runs: Sequence[R], figure_of: Callable[[R], float]) -> R:
+        """The median run of several rounds. How far the rounds are apart is remembered until `warn_if_rough`."""
+        self._spreads.append(spread([figure_of(run) for run in runs]))
+        return median(runs, figure_of)
+
+    def warn_if_rough(self) -> None:
+        """Say so where the rounds of a part differ much."""
+        worst, self._spreads = max(self._spreads, default=0.0), []
+        if worst > ROUGH:
+            self.explain(
+                f"""Take these figures as rough: rounds of the same differ by up to {worst:.0%}, as they do where
+                other programs run on this machine."""
+            )
+
+    def pause(self) -> None:
+        """Wait for Enter. Where nobody can press it, go on."""
+        if self.rank == 0:
+            self.write("\n[Enter goes on]")
+            with contextlib.suppress(EOFError):
+                input()
+        self.tell("on")
 
     def explain(self, text: str) -> None:
         """A paragraph, wrapped."""

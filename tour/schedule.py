@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_SLOWER = 1.05
+"""From this ratio on, one schedule is called slower than another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,12 @@ class Schedule:
     @property
     def bubble(self) -> float:
         """The share of all stages' time in which they stood still."""
-        busy = sum(ended - begun for stage in self.spans for begun, ended in stage)
-        return 1 - busy / (self.num_stages * self.wall)
+        return 1 - self.busy / (self.num_stages * self.wall)
+
+    @property
+    def busy(self) -> int:
+        """The time that all stages computed."""
+        return sum(ended - begun for stage in self.spans for begun, ended in stage)
 
     @property
     def ideal_bubble(self) -> float:
@@ -41,3 +49,24 @@ class Schedule:
                 row[first : max(last, first + 1)] = str(k) * max(last - first, 1)
             rows.append("".join(row[:columns]))
         return rows
+
+
+def lesson(schedules: Sequence[Schedule]) -> str:
+    """What schedules of the same work say, and nothing that they do not say. The first has one microbatch."""
+    one, best, last = schedules[0], min(schedules, key=lambda schedule: schedule.wall), schedules[-1]
+    if best is one:
+        return (
+            f"here one microbatch is the quickest, {_ms(one)}: several save less in waiting than they cost, for"
+            " every step has costs of its own, and every stage needs a core of its own."
+        )
+    said = f"with one microbatch the stages take turns, {_ms(one)}; with {best.m} they work at once, {_ms(best)}."
+    if last.wall <= best.wall * _SLOWER:
+        return said
+    why = f"its stages stand still for {last.bubble:.0%} of the time, not {best.bubble:.0%}"
+    if last.busy > best.busy:
+        why = f"its smaller steps compute for {last.busy / best.busy - 1:.0%} longer in all"
+    return f"{said} More is not always better: m = {last.m} takes {_ms(last)}, because {why}."
+
+
+def _ms(schedule: Schedule) -> str:
+    return f"{schedule.wall / 1e6:.1f} ms"

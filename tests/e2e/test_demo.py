@@ -8,17 +8,22 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import demo
 from tests.forking import ForkedLauncher
-from tour.pictures import read_trace
+from tour.gain import Gain
+from tour.gain import lesson as gain_lesson
+from tour.pictures import Pictures, read_trace
 from tour.ranks import start_ranks
-from tour.schedule import Schedule
+from tour.rounds import median, spread
+from tour.schedule import Schedule, lesson
+from tour.server import WatchedStream
 
 ROOT = Path(demo.__file__).parent
-TITLES = [f"{number}. {title}" for number, (title, _) in demo.PARTS.items()]
+TITLES = [f"{number}. {part.title}" for number, part in demo.PARTS.items()]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -34,14 +39,14 @@ def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
     assert [line for line in told.splitlines() if line in TITLES] == TITLES
     assert "Largest difference from the same model in one process: 0.0\n" in told
     assert "Largest difference between the outputs for any two m: 0.0\n" in told
-    assert told.count("\nSeen: ") == len(TITLES)
+    assert told.count("\nSeen: ") == told.count("  To try: ") == told.count("  The code: ") == len(TITLES)
     assert "The same tokens in all shapes: yes\n" in told
     assert "[kill -9 stage 1]" in told
     # On a busy machine the reader may be so late that the stage dies after the answer: the tour says so.
     was_late = "epoch 1 of the pipeline" in told and "this machine is busy" in " ".join(told.split())
     assert "epoch 2 of the pipeline" in told or was_late, told[told.index("[kill -9 stage 1]") :]
     pictures = sorted(path.name for path in tmp_path.iterdir())
-    assert pictures == ["efficiency.png", "memory.png", "schedule.png", "timeline.png"]
+    assert pictures == ["callers.png", "efficiency.png", "memory.png", "schedule.png", "timeline.png"]
     assert pictures == sorted(path.name for path in (ROOT / "docs/pictures").iterdir())
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -113,6 +118,84 @@ def test_a_perfect_schedule_has_the_ideal_bubble_and_is_drawn_to_scale() -> None
     assert PERFECT.wall == 60
     assert PERFECT.bubble == pytest.approx(PERFECT.ideal_bubble) == pytest.approx(2 / 6)
     assert PERFECT.rows(12) == ["00112233....", "..00112233..", "....00112233"]
+
+
+def stretched(m: int, step: int, wait: int) -> Schedule:
+    """Two stages that compute m steps each, with a wait between steps."""
+    each = step + wait
+    return Schedule(m, [[(k * each + stage, k * each + stage + step) for k in range(m)] for stage in range(2)])
+
+
+def test_what_schedules_teach_is_what_they_show() -> None:
+    """The quickest m is named, and why the largest is slower: for its computing, or else for its waiting."""
+    ms = 1_000_000
+    one, two, four = stretched(1, 100 * ms, 0), stretched(2, 40 * ms, 0), stretched(4, 30 * ms, 0)
+    assert "with 2 they work at once, 80.0 ms. More is not always better: m = 4 takes 120.0 ms" in lesson(
+        [one, two, four]
+    )
+    assert lesson([one, two, four]).endswith("because its smaller steps compute for 50% longer in all.")
+    waits = stretched(4, 20 * ms, 10 * ms)
+    assert "because its stages stand still for" in lesson([one, two, waits])
+    assert lesson([one, two]).endswith("with 2 they work at once, 80.0 ms.")
+    assert lesson([two, stretched(4, 30 * ms, 0)]).startswith("here one microbatch is the quickest, 80.0 ms")
+
+
+def test_what_callers_teach_is_what_they_show() -> None:
+    gains = [Gain(1, 100, 90), Gain(8, 200, 300), Gain(32, 300, 600)]
+    assert gain_lesson(gains, 2).startswith("32 callers get 2.0 times as many tokens from 2 stages as from one, ")
+    assert "one caller gets no more" in gain_lesson(gains, 2)
+    assert "one caller gets 1.2 times as many" in gain_lesson([Gain(1, 100, 120), *gains[1:]], 2)
+    assert gain_lesson([Gain(1, 100, 150), Gain(8, 200, 210)], 2) == (
+        "one caller gets 1.5 times as many tokens from 2 stages as from one."
+    )
+    slow = gain_lesson([Gain(1, 100, 80), Gain(8, 200, 210)], 4)
+    assert slow.startswith("4 stages were nowhere faster than one (1.05 times at best)")
+
+
+def test_a_median_is_a_run_and_a_spread_a_share_of_it() -> None:
+    assert (median([3, 1, 2], float), median(["ccc", "a", "bb"], len)) == (2, "bb")
+    assert (spread([1.0, 2.0, 1.5]), spread([0.0, 0.0, 0.0])) == (pytest.approx(2 / 3), 0)
+
+
+def test_every_part_leads_to_its_code() -> None:
+    for part in demo.PARTS.values():
+        assert [path for path in part.code.split() if not (ROOT / path).is_file()] == []
+        for path in re.findall(r"\S+/\S+\.py", part.exercise):
+            assert (ROOT / path).is_file(), part.exercise
+        assert set(re.findall(r"--[a-z-]+", part.exercise)) <= {"--stages", "--only"}
+
+
+def test_the_pictures_say_what_they_show(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    said: list[str] = []
+
+    class Noting(Pictures):
+        def _save(self, figure: Any, name: str) -> Path:
+            said.extend(panel.get_title(loc="left") for panel in figure.axes)
+            return super()._save(figure, name)
+
+    ms = 1_000_000
+    schedules = [stretched(1, 100 * ms, 0), stretched(2, 30 * ms, 0)]
+    pictures = Noting(tmp_path)
+    pictures.schedules(schedules)
+    pictures.memory({"1B": [8.0, 4.0], "13B": [50.0, 25.5]}, (1, 2))
+    pictures.efficiency(schedules, {1: 100.0, 2: 190.0, 3: 200.0})
+    pictures.callers([Gain(1, 100, 90), Gain(32, 300, 600)], 2)
+    (tmp_path / "trace").write_text("[]")
+    streams = {"undisturbed": WatchedStream("", [0.1, 0.2, 0.3]), "hurt": WatchedStream("", [0.1, 1.6, 1.7])}
+    pictures.timeline(streams, tmp_path / "trace")
+    assert said[:7] == [
+        "1 microbatch: 100 ms",
+        "2 microbatches: 60 ms, 60% of the time of one",
+        "13B needs 50 GiB on one device, and at most 25.5 on each of 2 (bfloat16, 32 x 1,024 tokens)",
+        "Stages stand still: 0% with one microbatch, 0% with 2",
+        "2 sequences on 2 stages: 1.9 times the tokens of one",
+        "32 callers get 2.0 times the tokens from 2 stages; one caller 0.9 times",
+        "A killed stage costs a pause of 1.5 s, and no token",
+    ]
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"{name}.png" for name in ("schedule", "memory", "efficiency", "callers", "timeline")
+    }
 
 
 def test_a_trace_that_broke_off_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from ppserve import Options
-from ppserve.library import Architecture, Pipeline
+from ppserve.library import Architecture, Pipeline, Settings
 from tour.errors import require
 from tour.gain import Gain, lesson
 from tour.line import PRACTICE_MODEL, RandomWeights
@@ -55,11 +56,11 @@ def show_callers(tour: Tour) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tour.progress("writing the model")
         write_checkpoint(RandomWeights(arch), Path(folder))
-        runs = {stages: _measure(tour, folder, stages, prompts) for stages in (1, p)}
+        runs = _measure(tour, folder, prompts)
     tour.say(f"  callers   tokens/s of one stage   of {p} stages   times")
     gains = []
     for callers in CALLERS:
-        one, every = (tour.median(runs[stages][callers], lambda run: run.tokens_per_s) for stages in (1, p))
+        one, every = (tour.median(runs[stages, callers], lambda run: run.tokens_per_s) for stages in (1, p))
         require(one.token_ids == every.token_ids, "the tokens depend on the number of stages")
         gains.append(Gain(callers, one.tokens_per_s, every.tokens_per_s))
         last = gains[-1]
@@ -69,17 +70,21 @@ def show_callers(tour: Tour) -> None:
     tour.explain(f"Seen: {lesson(gains, p)} The tokens are the same.")
 
 
-def _measure(
-    tour: Tour, folder: str, stages: int, prompts: Sequence[Sequence[int]]
-) -> dict[int, list[CallersRun]]:
-    """Runs of each number of callers, in rounds."""
-    runs: dict[int, list[CallersRun]] = {callers: [] for callers in CALLERS}
-    with Pipeline(folder, stages, threads=1, dtype="float32", force_cpu=True) as pipeline:
-        run_callers(pipeline, prompts, 2)  # a warm-up
+def _measure(tour: Tour, folder: str, prompts: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[CallersRun]]:
+    """Runs of each number of stages and callers, by turns: what disturbs a round disturbs both pipelines."""
+    logging.getLogger("ppserve").setLevel(logging.ERROR)  # the model has no tokenizer, and needs none
+    settings: Settings = {"threads": 1, "dtype": "float32", "force_cpu": True}
+    runs: dict[tuple[int, int], list[CallersRun]] = {
+        (p, callers): [] for p in (1, tour.size) for callers in CALLERS
+    }
+    with Pipeline(folder, 1, **settings) as one, Pipeline(folder, tour.size, **settings) as several:
+        pipelines = {1: one, tour.size: several}
+        for pipeline in pipelines.values():
+            run_callers(pipeline, prompts, 2)  # a warm-up
         for number in range(ROUNDS):
-            for callers in CALLERS:
+            for (stages, callers), of_both in runs.items():
                 tour.progress(f"round {number + 1} of {ROUNDS}: {callers} callers, {stages} of {tour.size} stages")
-                runs[callers].append(run_callers(pipeline, prompts[:callers], _NEW_TOKENS))
+                of_both.append(run_callers(pipelines[stages], prompts[:callers], _NEW_TOKENS))
     return runs
 
 

@@ -34,8 +34,9 @@ def lesson(gains: Sequence[Gain], num_stages: int) -> str:
     wins = f"{who} {best.ratio:.1f} times as many tokens from {num_stages} stages as from one"
     if best is alone:
         return f"{wins}."
-    one = "one caller gets no more" if alone.ratio < _WINS else f"one caller gets {alone.ratio:.1f} times as many"
+    if alone.ratio >= _WINS:
+        return f"{wins}, and one caller gets {alone.ratio:.1f} times as many."
     return (
-        f"{wins}, and {one}. A step of many sequences takes longer on one device, so a pipeline that divides its"
-        " layers wins; a single sequence is in one stage at a time."
+        f"{wins}, and one caller gets no more. A step of many sequences takes longer on one device, so a pipeline that"
+        " divides its layers wins; a single sequence is in one stage at a time."
     )

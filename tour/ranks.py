@@ -145,10 +145,8 @@ class Tour:
         """Say so where the rounds of a part differ much."""
         worst, self._spreads = max(self._spreads, default=0.0), []
         if worst > ROUGH:
-            self.explain(
-                f"""Take these figures as rough: rounds of the same differ by up to {worst:.0%}, as they do where
-                other programs run on this machine."""
-            )
+            self.say(f"  Take these figures as rough: rounds of the same differ by up to {worst:.0%}, as they do")
+            self.say("  where other programs run on this machine.\n")
 
     def pause(self) -> None:
         """Wait for Enter. Where nobody can press it, go on."""

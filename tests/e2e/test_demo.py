@@ -144,7 +144,7 @@ def test_what_callers_teach_is_what_they_show() -> None:
     gains = [Gain(1, 100, 90), Gain(8, 200, 300), Gain(32, 300, 600)]
     assert gain_lesson(gains, 2).startswith("32 callers get 2.0 times as many tokens from 2 stages as from one, ")
     assert "one caller gets no more" in gain_lesson(gains, 2)
-    assert "one caller gets 1.2 times as many" in gain_lesson([Gain(1, 100, 120), *gains[1:]], 2)
+    assert gain_lesson([Gain(1, 100, 120), *gains[1:]], 2).endswith("and one caller gets 1.2 times as many.")
     assert gain_lesson([Gain(1, 100, 150), Gain(8, 200, 210)], 2) == (
         "one caller gets 1.5 times as many tokens from 2 stages as from one."
     )

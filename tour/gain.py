@@ -37,6 +37,6 @@ def lesson(gains: Sequence[Gain], num_stages: int) -> str:
     if alone.ratio >= _WINS:
         return f"{wins}, and one caller gets {alone.ratio:.1f} times as many."
     return (
-        f"{wins}, and one caller gets no more. A step of many sequences takes longer on one device, so a pipeline that"
-        " divides its layers wins; a single sequence is in one stage at a time."
+        f"{wins}, and one caller gets no more. A step of many sequences takes longer on one device, so a pipeline"
+        " that divides its layers wins; a single sequence is in one stage at a time."
     )

@@ -232,7 +232,7 @@ def callers(tour: Tour) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartOfTour:
     """A part of the tour: what it shows, the files with its code, and what to try next."""
 
     title: str
@@ -242,49 +242,49 @@ class Part:
 
 
 PARTS = {
-    1: Part(
+    1: PartOfTour(
         "Forward pass through the stages",
         forward_pass,
         "tour/line.py ppserve/stage/step.py ppserve/model/decoder.py",
         "With --stages 4 --only 1, where are the embeddings and the LM head, and who speaks to whom?",
     ),
-    2: Part(
+    2: PartOfTour(
         "Microbatches",
         microbatches,
         "tour/schedule.py tour/measure.py",
         "With --stages 3 --only 2, predict the clocks of m = 4 before you look. Which m is the quickest, and why?",
     ),
-    3: Part(
+    3: PartOfTour(
         "Memory",
         memory,
         "tour/memory.py ppserve/core/partition.py ppserve/core/kv_memory.py",
         "How many stages does 13B need on GPUs of 24 GiB? Add a model of 70B to LARGER_MODELS in tour/memory.py.",
     ),
-    4: Part(
+    4: PartOfTour(
         "Efficiency",
         efficiency,
         "ppserve/core/partition.py ppserve/core/scheduling/scheduler.py",
         "With --stages 3 --only 4, which stage has the fewest layers, and how many sequences fill all three?",
     ),
-    5: Part(
+    5: PartOfTour(
         "Generation",
         generation,
         "tour/generation.py ppserve/core/ledger/causes.py ppserve/head/engine/replica.py",
         "Start ppserve serve --stages 2, ask on its page, and kill a stage yourself: pkill -9 -n -x ppserve.stage",
     ),
-    6: Part(
+    6: PartOfTour(
         "Transports",
         transports,
         "ppserve/stage/transport/shm.py ppserve/stage/transport/point_to_point.py",
         "By each of these ways, how many stages may one token cross in a millisecond?",
     ),
-    7: Part(
+    7: PartOfTour(
         "Three dimensions",
         three_dimensions,
         "tour/dimensions.py ppserve/core/grid.py",
         "Which shape would you take for two hosts of two GPUs each, with a slow network between the hosts?",
     ),
-    8: Part(
+    8: PartOfTour(
         "Where a pipeline wins",
         callers,
         "tour/callers.py tour/gain.py",

@@ -187,7 +187,7 @@ ignore_missing_imports = true
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_strict_types_accept_every_example(tmp_path: Path) -> None:
-    """As a user's mypy reads them, who has installed the package: with a mistake of his own beside them."""
+    """A user's mypy reads them, beside a mistake that it finds."""
     (tmp_path / "mypy.ini").write_text(_TYPES)
     examples = [block for block in PYTHON if not (block.reason or "").startswith("needs ")]
     assert len(examples) > 10

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WINS = 1.1
-"""From this ratio on, one is called faster than the other."""
+"""The least ratio at which one is called faster than the other."""
 
 
 @dataclass(frozen=True, slots=True)

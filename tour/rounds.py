@@ -7,7 +7,7 @@ from typing import TypeVar
 
 ROUNDS = 3
 ROUGH = 0.3
-"""From this spread on, figures are called rough."""
+"""The least spread at which figures are called rough."""
 
 R = TypeVar("R")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SLOWER = 1.05
-"""From this ratio on, one schedule is called slower than another."""
+"""The least ratio of times at which one schedule is called slower than another."""
 
 
 @dataclass(frozen=True, slots=True)

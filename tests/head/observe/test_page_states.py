@@ -36,7 +36,7 @@ STARTING = {"status": "starting", "start": "2 of 2 import, compile"}
 
 
 def state(*, has_work: bool = True, is_away: bool = False) -> dict[str, Any]:
-    """Of one stage, which computes and waits in turn."""
+    """The state of one stage, which computes and waits in turn."""
     spans = []
     for step in range(has_work * 20):
         spans += [Settled(0, Span(step * 10 * MS, (step * 10 + 8) * MS, "decode"), step)]
@@ -123,7 +123,7 @@ async def test_a_stage_that_is_away_is_named_with_those_who_wait_for_it() -> Non
 @pytest.mark.skipif(browser.AXE is None, reason="needs axe-core: PPSERVE_AXE names its axe.min.js")
 @pytest.mark.parametrize("stops", [False, True])
 async def test_nothing_keeps_people_from_using_it(stops: bool) -> None:
-    """In every state, in both schemes, on a phone and on a wide screen."""
+    """Every state, in both schemes, on a phone and on a wide screen."""
 
     def look(page: browser.Page, shown: dict[str, Any]) -> None:
         for (name, of), scheme, width in product(STATES.items(), ("light", "dark"), (390, 1600)):

@@ -34,10 +34,12 @@ from ppserve.model.inputs import Gather
 from ppserve.model.sampling_kernels import (
     allowed_ids,
     draw,
+    forbid,
     greatest,
     is_finite,
     log_normalizer,
     most_likely,
+    num_allowed,
 )
 
 Floats = NDArray[np.float32]
@@ -47,6 +49,8 @@ GREATEST = float(np.finfo(np.float32).max)
 
 _MASK = (1 << 64) - 1
 
+_FEW_OF = 8
+"""Fewer ids than the vocabulary divided by this are drawn from alone."""
 _MANY = 64
 """More likely tokens than these are found by sorting all."""
 
@@ -189,12 +193,20 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
 
 
 def _candidates(scores_v: Floats, mask: bytes | None, first: int = 0) -> tuple[NDArray[np.int64] | None, Floats]:
-    """The ids that a mask allows, None for all, and their scores, which draw as all do where the others' are -inf:
-    in id order nothing that is added up changes. Of few ids, a draw is fast."""
+    """Return the scores to draw from, where a mask forbids some, and their ids; None for all from `first` on.
+
+    Few of them are drawn from alone, which is faster. The token is that of all ids with -inf for the others: in id
+    order nothing that is added up changes.
+    """
     if mask is None:
         return None, scores_v
-    ids_n = allowed_ids(np.frombuffer(mask, np.uint8), first, first + len(scores_v))
-    return ids_n, scores_v[ids_n - first]
+    mask_B = np.frombuffer(mask, np.uint8)
+    if num_allowed(mask_B) * _FEW_OF < len(scores_v):
+        ids_n = allowed_ids(mask_B, first, first + len(scores_v))
+        return ids_n, scores_v[ids_n - first]
+    masked_v = scores_v.copy()
+    forbid(masked_v, mask_B, first)
+    return None, masked_v
 
 
 def unpacked_ids(packed: bytes) -> NDArray[np.int64]:

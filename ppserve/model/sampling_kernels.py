@@ -48,6 +48,32 @@ def allowed_ids(mask_B: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.i
     return ids[:held].copy()
 
 
+@kernel
+def num_allowed(mask_B: NDArray[np.uint8]) -> int:
+    """Return how many bits of a mask are set: a byte's bits are added in pairs, then in fours, then all."""
+    count = 0
+    for bits in mask_B:
+        pairs = np.uint32(bits) - ((np.uint32(bits) >> np.uint32(1)) & np.uint32(0x55))
+        fours = (pairs & np.uint32(0x33)) + ((pairs >> np.uint32(2)) & np.uint32(0x33))
+        count += (fours + (fours >> np.uint32(4))) & np.uint32(0x0F)
+    return count
+
+
+@kernel
+def forbid(scores_V: Floats, mask_B: NDArray[np.uint8], first: int) -> None:
+    """Give -inf to the scores that a mask forbids, byte by byte. scores_V: those of ids from `first` on."""
+    i = 0
+    while i < len(scores_V):
+        place, bit = (first + i) // 8, (first + i) % 8
+        count = min(8 - bit, len(scores_V) - i)
+        bits = mask_B[place] if place < len(mask_B) else np.uint8(0)
+        if bits != 255:
+            for j in range(count):
+                if not (bits >> (bit + j)) & 1:
+                    scores_V[i + j] = _LEAST
+        i += count
+
+
 @inlined
 def _load_or(array, i, other):
     """array[i : i + 16], with `other` beyond its end."""

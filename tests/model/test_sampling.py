@@ -16,7 +16,7 @@ from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.model import sampling
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.sampling import ReadRow, draw_token, token_logprobs, uniform
-from ppserve.model.sampling_kernels import draw, is_finite
+from ppserve.model.sampling_kernels import allowed_ids, draw, forbid, is_finite, num_allowed
 from tests.draws import a_draw
 from tests.model.pipelines import GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -190,17 +190,41 @@ def test_banned_ids_are_banned_at_every_position_before_the_bound_and_at_no_othe
     assert Draws.from_rows(rows, VOCABULARY).adjustments["adjusted_rows"].tolist() == [0, 1]
 
 
-def test_a_mask_leaves_what_transformers_leaves_without_the_other_ids() -> None:
+@pytest.mark.parametrize("num_allowed", [1, 5, VOCABULARY // 9, VOCABULARY // 3, VOCABULARY - 2, VOCABULARY])
+def test_a_mask_leaves_what_transformers_leaves_without_the_other_ids(num_allowed: int) -> None:
     """Equal to a ban of all other ids, with and without options, and where the mask ends early."""
-    logits, chance = scores(5), np.random.default_rng(1)
-    for number, params in enumerate([GREEDY, SamplingParams(seed=3, temperature=1.5, top_k=20, top_p=0.9)] * 20):
-        bound = 8 if number % 3 == 0 else VOCABULARY
-        allowed = chance.choice(bound, 5, replace=False).tolist()
+    logits, chance = scores(5), np.random.default_rng(num_allowed)
+    every = [
+        GREEDY,
+        SamplingParams(seed=3, temperature=1.5, top_k=20, top_p=0.9),
+        SamplingParams(seed=4, top_p=0.5, min_p=0.01),
+        SamplingParams(seed=5, top_k=VOCABULARY - 1),
+        SamplingParams(seed=6),
+    ]
+    for number, params in enumerate(every * 8):
+        bound = max(num_allowed, 8) if number % 3 == 0 else VOCABULARY
+        allowed = chance.choice(bound, num_allowed, replace=False).tolist()
         banned = tuple(set(range(VOCABULARY)).difference(allowed))
         found = token(logits, Draw(params, mask=packed_mask(allowed, bound)), number)
         assert found == token(logits, Draw(params, banned=banned), number)
         assert found in allowed
     assert token(logits, Draw(GREEDY, mask=b"")) is None
+    assert token(logits, Draw(SamplingParams(), mask=bytes(200))) is None
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 500])
+def test_masks_are_read_from_any_id_on(first: int) -> None:
+    """A tensor rank has the scores of its own ids."""
+    chance = np.random.default_rng(first)
+    for size in (1, 7, 8, 9, 300, 509):
+        allowed = np.flatnonzero(chance.random(VOCABULARY) < 0.5)
+        mask_B = np.frombuffer(packed_mask(allowed.tolist(), VOCABULARY), np.uint8)
+        here = allowed[(allowed >= first) & (allowed < first + size)]
+        assert allowed_ids(mask_B, first, first + size).tolist() == here.tolist()
+        masked = np.zeros(size, np.float32)
+        forbid(masked, mask_B, first)
+        assert np.flatnonzero(masked == 0).tolist() == (here - first).tolist()
+        assert num_allowed(mask_B) == len(allowed)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

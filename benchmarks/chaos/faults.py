@@ -130,10 +130,11 @@ def kill_stages(record: Record, short: bool, kills: int = 200, model: str = "tin
     return {**told, "met": verdict.is_clean and is_soon and not told["others_reloaded"]}
 
 
-def kill_under_forms(record: Record, short: bool) -> dict[str, Any]:
-    """15: kill -9 of any stage while all answers have a form and draft tokens are sent, with 1, 2 and 3 stages."""
+def kill_under_forms(record: Record, short: bool, kills: int = 67) -> dict[str, Any]:
+    """15: kill -9 of any stage while all answers have a form and draft tokens are sent: so often with 1, 2 and 3
+    stages."""
     record.close()
-    number, chance, found = 2 if short else 67, random.Random(0), {}
+    number, chance, found = 2 if short else kills, random.Random(0), {}
     for stages in (1, 2, 3):
 
         def hurt(crowd: Crowd, stages: int = stages) -> None:

@@ -133,9 +133,9 @@ class Pictures:
         panel.set_xticks(places, [str(gain.callers) for gain in gains])
         panel.set_xlabel("callers")
         panel.set_ylabel("tokens/s")
-        best = max(gains, key=lambda gain: gain.ratio)
-        message = f"{best.callers} callers get {best.ratio:.1f} times the tokens from {num_stages} stages"
-        panel.set_title(f"{message}; one caller {gains[0].ratio:.1f} times", loc="left", fontsize=10)
+        times = ", ".join(f"{gain.ratio:.1f} for {gain.callers}" for gain in gains)
+        message = f"{num_stages} stages beside one: times the tokens, {times} callers"
+        panel.set_title(message, loc="left", fontsize=10)
         panel.legend(frameon=False)
         return self._save(figure, "callers.png")
 

@@ -47,7 +47,7 @@ def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
     assert "epoch 2 of the pipeline" in told or was_late, told[told.index("[kill -9 stage 1]") :]
     pictures = sorted(path.name for path in tmp_path.iterdir())
     assert pictures == ["callers.png", "efficiency.png", "memory.png", "schedule.png", "timeline.png"]
-    assert pictures == sorted(path.name for path in (ROOT / "docs/pictures").iterdir())
+    assert {path.name for path in (ROOT / "docs/pictures").iterdir()} <= set(pictures)
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 5_000
@@ -190,7 +190,7 @@ def test_the_pictures_say_what_they_show(tmp_path: Path) -> None:
         "13B needs 50 GiB on one device, and at most 25.5 on each of 2 (bfloat16, 32 x 1,024 tokens)",
         "Stages stand still: 0% with one microbatch, 0% with 2",
         "2 sequences on 2 stages: 1.9 times the tokens of one",
-        "32 callers get 2.0 times the tokens from 2 stages; one caller 0.9 times",
+        "2 stages beside one: times the tokens, 0.9 for 1, 2.0 for 32 callers",
         "A killed stage costs a pause of 1.5 s, and no token",
     ]
     assert {path.name for path in tmp_path.glob("*.png")} == {

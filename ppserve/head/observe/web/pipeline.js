@@ -392,7 +392,7 @@ async function look() {
     if (answer.status === 503) return contact("stopping");
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const state = await answer.json();
-    byId("start").textContent = state.start ?? "";
+    byId("start").textContent = state.start ? `Ranks: ${state.start}` : "";
     if (state.status === "starting") byId("pipeline").hidden = true;
     else take(state);
     contact(state.status);

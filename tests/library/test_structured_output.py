@@ -109,6 +109,6 @@ def test_what_is_refused_says_where(one_stage: Pipeline) -> None:
     assert refusal({"structured_output": form(nested)}).startswith("structured_output: at /properties/a/not: ")
     assert refusal({"structured_output": StructuredOutput("json_object", "{}")}).startswith("structured_output: ")
     listed = {"structured_output": form({}), "ignore_eos": True, "min_tokens": 3}
-    assert re.fullmatch("stop.ignore_eos: .*; stop.min_tokens: .*", refusal(listed))
+    assert re.fullmatch("ignore_eos: .*; min_tokens: .*", refusal(listed))
     with pytest.raises(TypeError, match=r"structured_output: .*Invalid enum value"):
         one_stage.stream("Once", structured_output={"kind": "xml", "source": ""})  # type: ignore[typeddict-item]

@@ -117,6 +117,9 @@ class ServerSettings:
     chat_template: Path | None = None
     max_logprobs: int = 20
     """The most likely tokens that a request may ask for with each token; -1 = the whole vocabulary."""
+    tool_format: str = "auto"
+    """The format of calls of tools in answers; `auto` = what the chat template shows."""
+    reasoning_format: str = "auto"
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0
     start_timeout_s: float = 1800.0

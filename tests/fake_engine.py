@@ -25,6 +25,7 @@ from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import InvalidRequest, RequestError, Violation
+from ppserve.head.api.answer_parts.formats import FormatNames
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.grpc.server import GrpcServer
@@ -235,7 +236,9 @@ def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> Re
     key_file = settings.api_key_file if settings else None
     keys = ApiKeys(key_file) if key_file else None
     chats = settings.chat_template if settings else None
-    template = ChatTemplate.read(chats, CARD.chat_format.tokens, ByteCodec.special_ids) if chats else None
+    formats = FormatNames(settings.tool_format, settings.reasoning_format) if settings else FormatNames()
+    tokens = CARD.chat_format.tokens
+    template = ChatTemplate.read(chats, tokens, ByteCodec.special_ids, formats) if chats else None
     return RequestHandler(engine, engine.description, tokenizer, keys, engine.refused.append, template)
 
 

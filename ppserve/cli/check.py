@@ -31,7 +31,7 @@ def check(config: ServeConfig, world_size: int) -> None:
     if server.api_key_file is not None:
         ApiKeys(server.api_key_file)
     if server.chat_template is not None:
-        ChatTemplate.read(server.chat_template, {}, ())
+        ChatTemplate.read(server.chat_template, {}, {})
     check_dtype(config)
     arch = _architecture(config.model.path)
     if arch is not None:

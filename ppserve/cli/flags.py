@@ -24,6 +24,7 @@ from ppserve.cli.types import (
     Number,
     auto_or,
 )
+from ppserve.head.api.answer_parts.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
 
 
 class _PortOption(click.Option):
@@ -105,6 +106,14 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             " in Q4_0 or Q4_1 (with --dtype auto), as the file has it; none for others.",
         ),
         _flag("--chat-template", "Jinja template for chats. Default: the model's own.", FILE),
+        _choice(
+            "--tool-format", TOOL_FORMAT_NAMES, "auto",
+            "How the model writes calls of tools. auto: as the chat template shows.",
+        ),
+        _choice(
+            "--reasoning-format", REASONING_FORMAT_NAMES, "auto",
+            "How the model writes its reasoning. auto: as the chat template shows; none: answers keep it as text.",
+        ),
     ),
     "Pipeline": (
         _flag("--stages", "Pipeline stages; from a plain shell, torchrun is started for them.", COUNT),

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, Draining, StagesLost, UsageError
+from ppserve.head.api.answer_parts.formats import FormatNames
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.chat_template import read_chat_template
 from ppserve.head.api.http.page import PageState
@@ -173,7 +174,9 @@ class HeadProcess:
         self._description, tokenizer = describe_model(self._config, self._members)
         description = self._description
         keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        template = read_chat_template(settings.chat_template, description.chat_format, tokenizer.special_ids)
+        formats = FormatNames(settings.tool_format, settings.reasoning_format)
+        special_ids = tokenizer.special_ids
+        template = read_chat_template(settings.chat_template, description.chat_format, special_ids, formats)
         on_refused = self._metrics.requests.on_refused
         return RequestHandler(self._engine, description, tokenizer, keys, on_refused, template)
 

@@ -20,12 +20,14 @@ from typing import Any
 
 from ppserve.answers import Chat
 from ppserve.errors import ConfigError, InvalidRequest, Violation, refuse
+from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.template_process import parse
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
 from ppserve.tokenizer import ChatFormat
 
 log = logging.getLogger(__name__)
 
+AUTOMATIC = FormatNames()
 MAX_RENDERERS = 4
 MAX_REASON = 500
 MAX_MESSAGES = 1024
@@ -39,13 +41,15 @@ Messages = Sequence[Mapping[str, Any]]
 """Each with one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
 
 
-def read_chat_template(path: Path | None, own: ChatFormat, special: Collection[str]) -> ChatTemplate | None:
-    """Return the template in this file, else the model's own, else None. special: the texts of all special tokens.
-    Raise ConfigError for the file."""
+def read_chat_template(
+    path: Path | None, own: ChatFormat, special: Mapping[str, int], formats: FormatNames = AUTOMATIC
+) -> ChatTemplate | None:
+    """Return the template in this file, else the model's own, else None. special: the ids of all special tokens, by
+    their texts. Raise ConfigError for the file."""
     if path is not None:
-        return ChatTemplate.read(path, own.tokens, special)
+        return ChatTemplate.read(path, own.tokens, special, formats)
     try:
-        return None if own.template is None else ChatTemplate(own.template, own.tokens, special)
+        return None if own.template is None else ChatTemplate(own.template, own.tokens, special, formats)
     except ValueError as error:
         log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
         return None
@@ -75,14 +79,18 @@ def as_messages(chat: Chat) -> Messages:
 class ChatTemplate:
     """A template, and its rendering processes, each started when all others have a chat.
 
-    tokens: texts of special tokens, by their names in templates. special: all of them. A template may name the day
-    (`strftime_now`): then the same messages are another prompt tomorrow.
+    tokens: texts of special tokens, by their names in templates. special: the ids of all, by their texts. A
+    template may name the day (`strftime_now`): then the same messages are another prompt tomorrow.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], special: Collection[str]) -> None:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], special: Mapping[str, int], formats: FormatNames = AUTOMATIC
+    ) -> None:
         """Raises ValueError for what is no template."""
         parse(source)
         self.source = source
+        self.answers = answer_format(source, special, formats)
+        """How the model writes its answers, as far as the template shows it."""
         begin = json.dumps([source, [*special], {**tokens}])
         self._processes = LimitedProcesses(parse.__module__, begin)
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
@@ -91,10 +99,12 @@ class ChatTemplate:
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
-    def read(cls, path: Path, tokens: Mapping[str, str], special: Collection[str]) -> ChatTemplate:
+    def read(
+        cls, path: Path, tokens: Mapping[str, str], special: Mapping[str, int], formats: FormatNames = AUTOMATIC
+    ) -> ChatTemplate:
         """The template that the operator gives. Raises ConfigError."""
         try:
-            return cls(path.read_text("utf-8"), tokens, special)
+            return cls(path.read_text("utf-8"), tokens, special, formats)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", error)
             raise ConfigError("--chat-template", f"{path} cannot be read as a Jinja template: {why}") from error

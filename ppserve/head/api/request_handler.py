@@ -122,6 +122,7 @@ class RequestHandler:
             opened = await run_in_thread_if_long(
                 length, lambda: OpenRequest(request, stream.push, self.tokenizer, eos_ids, token_filter)
             )
+            stream.held_text = opened.held_text
             await asyncio.wrap_future(self._engine.submit(opened))
 
     def _close(self, stream: RequestStream) -> None:

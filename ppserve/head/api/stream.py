@@ -65,6 +65,8 @@ class RequestStream:
         self.request = request
         self.news = news or asyncio.Event()
         """Set when there may be deltas."""
+        self.held_text = ""
+        """The text of the tokens that the caller of a resumed answer holds, once the request is submitted."""
         self._echo, self._deadline_is_error = echo, deadline_is_error
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else request.indices[0]

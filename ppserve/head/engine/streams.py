@@ -107,13 +107,16 @@ class OpenRequest:
         self._busy_s: Callable[[], tuple[float, ...]] = tuple
         self._busy_at_arrival_s: tuple[float, ...] = ()
         self._held_end: tuple[FinishReason | None, int | str | None] = None, None  # of the tokens of the caller
+        self.held_text = ""
+        """The text of the tokens that the caller of a resumed answer holds."""
         self._read_held(request.resume_ids, eos_ids)
 
     def _read_held(self, token_ids: Sequence[int], eos_ids: tuple[int, ...]) -> None:
         progress = self.progress(self.request.resume_index or 0)
         for count, token_id in enumerate(token_ids, 1):
-            finish, matched, _ = progress.read(self.request.end_after(count, token_id, eos_ids), token_id)
+            finish, matched, text = progress.read(self.request.end_after(count, token_id, eos_ids), token_id)
             self._held_end = finish, matched
+            self.held_text += text
             if finish is not None and count < len(token_ids):
                 problem = f"token {count - 1} of these ends the answer: nothing can follow it"
                 raise InvalidRequest([Violation("resume.generated_token_ids", problem)])

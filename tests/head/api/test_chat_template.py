@@ -17,10 +17,11 @@ from ppserve.errors import InvalidRequest
 from ppserve.head.api.chat_template import ChatTemplate
 
 FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
-SPECIAL = (
+SPECIAL_TEXTS = (
     *re.findall(r"<[|｜][\w▁-]+[|｜]>|<\w+_of_turn>", "".join(path.read_text() for path in FILES)),
     *("[INST]", "[/INST]", "[gMASK]", "<sop>", "<s>", "</s>"),
 )
+SPECIAL = {text: token_id for token_id, text in enumerate(dict.fromkeys(SPECIAL_TEXTS))}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATS = {
     "begun": [("user", "hi "), ("assistant", "Once upon a ")],
@@ -141,7 +142,7 @@ def test_a_refusal_is_one_short_printable_line(refusal: str, told: str) -> None:
 
 
 def test_many_chats_at_once() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {}, ())
+    template = ChatTemplate("{{ messages[0].content }}", {}, {})
     texts = list(map(str, range(64)))
 
     async def main() -> list[list[str]]:
@@ -172,7 +173,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 )
 @pytest.mark.slow
 def test_a_template_takes_neither_much_time_nor_much_memory(source: str) -> None:
-    template = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}fine", {}, ())
+    template = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}fine", {}, {})
     messages = messages_of([("user", "a"), ("assistant", "b")])
 
     async def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ppserve.head.api.answer_parts.answer_format import AnswerFormat, ReasoningFormat
@@ -18,19 +19,28 @@ TOOL_FORMATS: Sequence[ToolFormat] = (CHANNELS, Hermes(), Mistral(), Mistral11()
 REASONING_FORMATS: Sequence[ReasoningFormat] = (CHANNELS, THINK)
 
 AUTO, NONE = "auto", "none"
+TOOL_FORMAT_NAMES = (AUTO, NONE, *(each.name for each in TOOL_FORMATS))
+REASONING_FORMAT_NAMES = (AUTO, NONE, *(each.name for each in REASONING_FORMATS))
+
+
+@dataclass(frozen=True, slots=True)
+class FormatNames:
+    """The formats that the operator wants: by their names, or `auto` for what the template shows."""
+
+    tools: str = AUTO
+    reasoning: str = AUTO
 
 
 F = TypeVar("F", bound=ToolFormat | ReasoningFormat)
 
 
 def answer_format(
-    template: str, special_ids: Mapping[str, int], tools: str = AUTO, reasoning: str = AUTO
+    template: str, special_ids: Mapping[str, int], names: FormatNames = FormatNames()
 ) -> AnswerFormat:
-    """Return the format of a model's answers. tools, reasoning: names of formats; `auto`: what the template
-    shows."""
+    """Return the format of a model's answers. special_ids: of its special tokens, by their texts."""
     return AnswerFormat(
-        tools=_chosen(TOOL_FORMATS, tools, template),
-        reasoning=_chosen(REASONING_FORMATS, reasoning, template),
+        tools=_chosen(TOOL_FORMATS, names.tools, template),
+        reasoning=_chosen(REASONING_FORMATS, names.reasoning, template),
         fallback=BARE_JSON,
         special_ids=special_ids,
     )

@@ -14,7 +14,7 @@ from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import FormRefused
 from ppserve.grammar.translating import translate
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
-from ppserve.head.api.answer_parts.formats import answer_format
+from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
 from tests.grammar.words import PADDING, drawn, fits, library
@@ -50,7 +50,7 @@ TEXT = dict.fromkeys(ONE, "Hello {there}") | {"channels": "<|channel|>final<|mes
 
 
 def plan_of(name: str, tooling: Tooling, reasoning: str = "none", prompt: str = "") -> AnswerPlan:
-    return answer_format("", {}, name, reasoning).plan(tooling, prompt)
+    return answer_format("", {}, FormatNames(name, reasoning)).plan(tooling, prompt)
 
 
 def grammar_of(plan: AnswerPlan) -> Grammar:
@@ -145,14 +145,14 @@ def test_what_is_thought_may_precede_a_call_that_is_required() -> None:
 
 def test_a_special_token_is_drawn_as_such_and_not_spelled() -> None:
     """A vocabulary has them without bytes, so that no text is one."""
-    form = answer_format("", {"[TOOL_CALLS]": PADDING}, "mistral").plan(Tooling(TOOLS, REQUIRED), "")
+    form = answer_format("", {"[TOOL_CALLS]": PADDING}, FormatNames("mistral")).plan(Tooling(TOOLS, REQUIRED), "")
     assert form.shows_special
     rest = [*ONE["mistral"].removeprefix("[TOOL_CALLS]").encode()]
     drawn_by = GrammarFilter(grammar_of(form))
     assert drawn_by.accepts([], [PADDING, *rest]) == len(rest) + 1
     assert drawn_by.is_complete([PADDING, *rest])
     assert drawn_by.accepts([], [*ONE["mistral"].encode()]) == 0
-    strict = answer_format("", {"[TOOL_CALLS]": PADDING}, "mistral").plan(Tooling(STRICT), "")
+    strict = answer_format("", {"[TOOL_CALLS]": PADDING}, FormatNames("mistral")).plan(Tooling(STRICT), "")
     drawn_by = GrammarFilter(grammar_of(strict))
     assert drawn_by.accepts([], [*b"Hi", PADDING, *rest]) == len(rest) + 3
     assert drawn_by.accepts([], [*b"Hi [TOOL_CALLS] "]) == 16
@@ -209,7 +209,7 @@ def test_a_template_shows_its_format() -> None:
         found = answer_format(template, {})
         assert (found.tools.name if found.tools else None) == name
         assert (found.reasoning.name if found.reasoning else None) == ("channels" if name == "channels" else None)
-        assert answer_format(template, {}, "none", "none").tools is None
-        assert answer_format(template, {}, "mistral", "think").reasoning is not None
+        assert answer_format(template, {}, FormatNames("none", "none")).tools is None
+        assert answer_format(template, {}, FormatNames("mistral", "think")).reasoning is not None
     assert answer_format("{{ content.split('</think>') }}", {}).reasoning is not None
     assert BY_FORMAT.keys() == {*SHOWN, "json"} - {None}

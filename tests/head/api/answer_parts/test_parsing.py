@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
-from ppserve.head.api.answer_parts.formats import TOOL_FORMATS, answer_format
+from ppserve.head.api.answer_parts.formats import TOOL_FORMATS, FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import (
     AnswerText,
     CallArguments,
@@ -28,7 +28,7 @@ REQUEST = Request("r", (1, 2), StopConditions(9))
 
 
 def plan_of(tools: str, reasoning: str = "none", prompt: str = "", tooling: Tooling = TOOLING) -> AnswerPlan:
-    return answer_format("", {}, tools, reasoning).plan(tooling, prompt)
+    return answer_format("", {}, FormatNames(tools, reasoning)).plan(tooling, prompt)
 
 
 PLANS = {

@@ -184,7 +184,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
     )
     shown = [message | {"content": "s"} for message in messages]
     ((expected,), _) = render_jinja_template([shown], chat_template=source)
-    template = ChatTemplate(source, {}, ())
+    template = ChatTemplate(source, {}, {})
     assert asyncio.run(template.render("one", shown, {})) == [expected]
     template.close()
 
@@ -241,5 +241,5 @@ def test_files_that_are_no_template(tmp_path: Path, content: bytes | None) -> No
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as refusal:
-        ChatTemplate.read(path, {}, ())
+        ChatTemplate.read(path, {}, {})
     assert refusal.value.name == "--chat-template"

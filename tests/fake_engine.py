@@ -21,7 +21,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import TokenLogprobs
-from ppserve.core.request import Request
+from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import InvalidRequest, RequestError, Violation
@@ -123,16 +123,20 @@ def drawn_token(request: Request, index: int, offset: int) -> int:
     return ord("a") + mix(request.sampling.seed, index, offset, *request.prompt_ids) % 26
 
 
-def generation(request: Request, index: int) -> list[TokenOutput]:
-    """All outputs of one sequence; those of a resumed one are the rest of the same sequence."""
+def generation(request: Request, index: int, said: bytes | None = None) -> list[TokenOutput]:
+    """All outputs of one sequence; those of a resumed one are the rest of the same sequence. said: what it says,
+    where its draws do not matter."""
     begin = len(request.resume_ids)
     scores: tuple[TokenLogprobs, ...] = ()
     if request.output.prompt_logprobs is not None and index == (request.resume_index or 0):
         scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
     reason = request.length_end
     outputs = []
-    for offset in range(begin, request.stop.max_tokens):
-        token_id = drawn_token(request, index, offset)
+    length = request.stop.max_tokens if said is None else min(request.stop.max_tokens, len(said))
+    if said is not None and length == len(said):
+        reason = FinishReason.EOS
+    for offset in range(begin, length):
+        token_id = drawn_token(request, index, offset) if said is None else said[offset]
         top = tuple((token_id + i, -0.5 - i) for i in range(request.output.logprobs or 0))
         logprobs = None if request.output.logprobs is None else TokenLogprobs(-0.5, top)
         outputs.append(TokenOutput(index, offset, token_id, chr(token_id), logprobs))
@@ -148,7 +152,8 @@ class FakeEngine:
     """Delivers every sequence's tokens, one step a loop turn, or what a test pushes by hand.
 
     by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end with this
-    error after so many tokens of their own, this many times. halt_after: streams stand still there.
+    error after so many tokens of their own, this many times. halt_after: streams stand still there. said: what
+    every answer says, in ASCII.
     """
 
     description: ModelDescription = CARD
@@ -158,6 +163,7 @@ class FakeEngine:
     break_after: int = 0
     num_breaks: int = 0
     halt_after: int | None = None
+    said: bytes | None = None
     requests: list[Request] = field(default_factory=list)
     filters: list[TokenFilter | None] = field(default_factory=list)
     refused: list[RequestError] = field(default_factory=list)
@@ -216,7 +222,7 @@ class FakeEngine:
     async def _run(self, request: Request, sink: Sink) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else [resumed]
-        sequences = [generation(request, index) for index in indices]
+        sequences = [generation(request, index, self.said) for index in indices]
         breaks = self.num_breaks > 0
         self.num_breaks -= breaks
         for _ in range(3):

@@ -44,8 +44,8 @@ Messages = Sequence[Mapping[str, Any]]
 def read_chat_template(
     path: Path | None, own: ChatFormat, special: Mapping[str, int], formats: FormatNames = AUTOMATIC
 ) -> ChatTemplate | None:
-    """Return the template in this file, else the model's own, else None. special: the ids of all special tokens, by
-    their texts. Raise ConfigError for the file."""
+    """Return the template in this file, else the model's own, else None. special: the ids of all special tokens,
+    by their texts. Raise ConfigError for the file."""
     if path is not None:
         return ChatTemplate.read(path, own.tokens, special, formats)
     try:

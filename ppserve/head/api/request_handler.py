@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ppserve.answers import Chat
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
+from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.chat_template import ASKS_FOR_ANSWER, ChatTemplate, as_messages, template_for
@@ -92,9 +93,10 @@ class RequestHandler:
         call: Call,
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
+        plan: AnswerPlan | None = None,
     ) -> AsyncIterator[RequestStream]:
         """Open a new request's stream, to be read in the block; leaving that early ends the request.
-        news, deadline_is_error: see `RequestStream`. Raises RequestError if the request is refused."""
+        news, deadline_is_error, plan: see `RequestStream`. Raises RequestError if the request is refused."""
         with self.counting_refusals():
             surrounds = given.add_special_tokens is not False
             prompt_ids = (
@@ -104,7 +106,7 @@ class RequestHandler:
             token_filter = await self._forms.filter_of(given, request.resume_ids, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error)
+        stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error, plan)
         self._streams[stream] = call
         self._idle.clear()
         try:

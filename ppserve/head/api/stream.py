@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
+from ppserve.head.api.answer_parts.answer_format import AnswerParser, AnswerPlan
+from ppserve.head.api.answer_parts.parts import Part
 from ppserve.head.engine.streams import TokenOutput
 from ppserve.head.limits import MAX_COUNT
 
@@ -44,6 +46,8 @@ class Delta:
     text: str  # what the tokens complete; on a first delta after the prompt's text, if `echo`
     is_first: bool  # whether it is its sequence's first
     prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; on one delta of the request
+    parts: tuple[Part, ...]  # of the text, as far as they are certain; none without a plan
+    has_called: bool  # whether the sequence has called a tool so far
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 
     @property
@@ -56,22 +60,28 @@ class RequestStream:
     """One request's outputs from `push` until its reader takes them. For one thread.
 
     echo: the prompt's text, to be sent back. news: one event for streams that are read together.
-    deadline_is_error: for protocols without a word for an end at the deadline.
+    deadline_is_error: for protocols without a word for an end at the deadline. plan: how its answers are read.
     """
 
     def __init__(
-        self, request: Request, echo: str, news: asyncio.Event | None = None, deadline_is_error: bool = False
+        self,
+        request: Request,
+        echo: str,
+        news: asyncio.Event | None = None,
+        deadline_is_error: bool = False,
+        plan: AnswerPlan | None = None,
     ) -> None:
         self.request = request
         self.news = news or asyncio.Event()
         """Set when there may be deltas."""
         self.held_text = ""
         """The text of the tokens that the caller of a resumed answer holds, once the request is submitted."""
-        self._echo, self._deadline_is_error = echo, deadline_is_error
+        self._echo, self._deadline_is_error, self._plan = echo, deadline_is_error, plan
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else request.indices[0]
         self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in request.indices}
         self._begun: set[int] = set()
+        self._parsers: dict[int, AnswerParser] = {}
         self._error: RequestError | None = None
 
     @property
@@ -130,8 +140,17 @@ class RequestStream:
             text=self._echo + text if is_first else text,
             is_first=is_first,
             prompt_tokens=self._prompt_tokens(outputs) if is_first and index == self._scored_index else (),
+            parts=self._parts(index, text, outputs[-1].finish),
+            has_called=index in self._parsers and self._parsers[index].has_called,
             last=outputs[-1],
         )
+
+    def _parts(self, index: int, text: str, finish: FinishReason | None) -> tuple[Part, ...]:
+        if self._plan is None:
+            return ()
+        if (parser := self._parsers.get(index)) is None:
+            parser = self._parsers[index] = self._plan.parser(self.request, index, self.held_text)
+        return tuple(parser.parts(text, finish))
 
     def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
         """The prompt's tokens with their scores; none when the request ended before its prompt was scored."""

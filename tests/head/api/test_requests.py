@@ -15,7 +15,8 @@ from ppserve.errors import MAX_VIOLATIONS, InvalidRequest
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.anthropic_messages import MessagesBody
-from ppserve.head.api.http.bodies import ChoicesBody, CompletionBody, GenerationBody, Resume
+from ppserve.head.api.http.asked import Resume
+from ppserve.head.api.http.bodies import ChoicesBody, CompletionBody, GenerationBody
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.http.openai_responses import ResponsesBody
 from ppserve.head.api.requests import check_ids, encode, to_request
@@ -185,6 +186,7 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
         "add_generation_prompt",
     }
     chats |= {"chat_template_kwargs", "documents", "reasoning_effort"}
+    chats |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
     assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
     shared = set(GenerationBody.__struct_fields__)
     assert shared - set(NAMES) == {"model", "stream", "request_id"}

@@ -132,7 +132,8 @@ class AnswerParser:
     def __init__(self, read: Reader, calls: Calls, max_calls: int | None = None) -> None:
         """max_calls: further calls are left out."""
         self._source = Source()
-        self._reading = self._read(read, calls)
+        self._calls = calls
+        self._reading = self._read(read)
         self._max_calls = max_calls
 
     def parts(self, text: str, finish: FinishReason | None) -> list[Part]:
@@ -150,8 +151,13 @@ class AnswerParser:
             if index is None or self._max_calls is None or index < self._max_calls:
                 yield part
 
-    def _read(self, read: Reader, calls: Calls) -> Parsing[None]:
+    @property
+    def has_called(self) -> bool:
+        """Whether a call of a tool has begun."""
+        return self._calls.count > 0
+
+    def _read(self, read: Reader) -> Parsing[None]:
         try:
-            yield from read(self._source, calls)
+            yield from read(self._source, self._calls)
         except AnswerEnds:
             yield from self._source.release()

@@ -21,27 +21,27 @@ class Calls:
         """new_id: makes the id of the call with a number. names: those of the tools that are offered."""
         self.names = names
         self._new_id = new_id
-        self._index = -1
+        self.count = 0
         self.has_arguments = False
         """Whether the latest call has any."""
 
     def begin(self, source: Source, name: str) -> CallBegin:
         """Begin a call. What is held is no text."""
         source.let_go()
-        self._index += 1
+        self.count += 1
         self.has_arguments = False
-        return CallBegin(self._index, self._new_id(self._index), name)
+        return CallBegin(self.count - 1, self._new_id(self.count - 1), name)
 
     def arguments(self, text: str) -> CallArguments:
         """Return a piece of the latest call's arguments."""
         self.has_arguments = True
-        return CallArguments(self._index, text)
+        return CallArguments(self.count - 1, text)
 
     def end(self) -> Iterator[Part]:
         """End the latest call. One without arguments has an empty object."""
         if not self.has_arguments:
             yield self.arguments("{}")
-        yield CallEnd(self._index)
+        yield CallEnd(self.count - 1)
 
 
 def read_calls(source: Source, calls: Calls, any_name: bool = True) -> Parsing[None]:

@@ -92,3 +92,6 @@ class Tooling:
             yield Violation("tool_choice", "only with tools")
         elif self.choice.name is not None and self.choice.name not in names:
             yield Violation("tool_choice", f"there is no tool {self.choice.name[:100]!r}")
+
+
+NO_TOOLS = Tooling()

@@ -19,7 +19,8 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.bodies import ChoicesBody, GenerationBody, StreamOptions
+from ppserve.head.api.http.asked import StreamOptions
+from ppserve.head.api.http.bodies import ChoicesBody, GenerationBody
 from ppserve.head.api.http.responses import encode, error_json, event
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score, ScoredToken

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ppserve.core.request import FinishReason
 from ppserve.errors import RequestError, Violation
 from ppserve.head.api.http.answers import Json
+from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, to_messages
@@ -21,7 +22,6 @@ from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.responses import JsonResponse, encode, event
 from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 from ppserve.head.options import GenerationOptions
 
@@ -180,8 +180,8 @@ class MessagesBody(GenerationBody, kw_only=True):
             if shown:
                 yield shown
 
-    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        return [await self.conversation.prompt(handler, caller)]
+    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
+        return await self.conversation.asked(handler, caller, self.options())
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens, stop=self.stop)
@@ -204,7 +204,7 @@ def _only_texts(place: str, blocks: Sequence[ContentBlock]) -> Iterator[Violatio
 async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(request, MessagesBody, handler)
-    (prompt,) = await body.prompts(handler, request.state.call.caller)
+    (prompt,) = (await body.asked(handler, request.state.call.caller)).prompts
     return JsonResponse({"input_tokens": len(prompt)})
 
 

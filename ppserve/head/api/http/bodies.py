@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from ppserve.errors import InvalidRequest, Violation, refuse
+from ppserve.head.api.http.asked import Asked, Resume, StreamOptions
 from ppserve.head.api.http.forms import (
     AskedForm,
     JsonValue,
@@ -48,7 +49,7 @@ _GZIP = ("gzip", "x-gzip")
 # Templates show what is in these, as it is, and so do answers what is in a schema.
 _SHOWN = (
     *("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json"),
-    *("input", "tools", "text", "output_config", "metadata"),
+    *("input", "tools", "functions", "text", "output_config", "metadata"),
 )
 _PATH = re.compile(r"\$\.?([^`]*)`$")
 _FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
@@ -68,25 +69,6 @@ class Body(msgspec.Struct, kw_only=True):
 
     def keep(self, given: dict[str, Any]) -> None:
         """Keep what types do not name."""
-
-
-class Resume(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence whose stream broke, and its tokens that the caller holds."""
-
-    token_ids: list[int]
-    index: int = 0
-
-
-class StreamOptions(msgspec.Struct):
-    """Which events of a stream tell the usage."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-    @property
-    def asks(self) -> bool:
-        """Whether any event is to tell it."""
-        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class GenerationBody(Body, kw_only=True, dict=True):
@@ -124,8 +106,8 @@ class GenerationBody(Body, kw_only=True, dict=True):
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
 
-    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        """Return the prompts that are asked for. Raises RequestError."""
+    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
+        """Return what is to be generated. Raises RequestError."""
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
@@ -153,7 +135,7 @@ class GenerationBody(Body, kw_only=True, dict=True):
     @property
     def names(self) -> dict[str, str]:
         """The names of this body's fields by the proto's names, where they are not the part after its dot."""
-        return {"token_ids.ids": "prompt", "structured_output": self.forms[0].field if self.forms else ""}
+        return {"token_ids.ids": "prompt", "structured_output": self.forms[0].field if self.forms else "tools"}
 
 
 class ChoicesBody(GenerationBody, kw_only=True):
@@ -282,7 +264,10 @@ class CompletionBody(ChoicesBody, kw_only=True):
         prompt_scores = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
         return {**super().names, "output.prompt_logprobs": prompt_scores}
 
-    async def prompts(self, _handler: RequestHandler, _caller: str) -> list[Prompt]:
+    async def asked(self, _handler: RequestHandler, _caller: str) -> Asked:
+        return Asked(self._prompts(), self.options())
+
+    def _prompts(self) -> list[Prompt]:
         given = "" if self.prompt is None else self.prompt
         kinds = {type(part) for part in given}
         if isinstance(given, str) or kinds == {int}:

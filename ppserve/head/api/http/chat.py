@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from ppserve.core.request import Request
 from ppserve.errors import Violation
+from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
-from ppserve.head.api.http.bodies import ChoicesBody
+from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.conversation import AskedChat, ShownMessage, parsed_arguments
+from ppserve.head.api.http.tools import ToolBody, message_of
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -22,7 +24,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Other fields than `chat_template_kwargs` that templates get.
 _OTHER_FIELDS = {
     *("messages", "add_generation_prompt", "continue_final_message"),
-    *("bos_token", "eos_token", "pad_token", "unk_token"),
+    *("tools", "bos_token", "eos_token", "pad_token", "unk_token"),
 }
 
 
@@ -53,12 +55,13 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
     audio: Any = None
     given: Any = msgspec.field(default=None, name="")
     """The message as the caller gave it: templates show other fields too."""
 
     def violations(self, place: str) -> Iterator[Violation]:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.function_call is None:
             yield Violation(f"{place}.content", "missing")
         if self.audio:
             yield Violation(f"{place}.audio", "not served")
@@ -67,6 +70,8 @@ class ChatMessage(msgspec.Struct):
         for number, call in enumerate(self.tool_calls or ()):
             if call.function.parsed is None:
                 yield Violation(f"{place}.tool_calls[{number}].function.arguments", "not a JSON object")
+        if self.function_call is not None and self.function_call.parsed is None:
+            yield Violation(f"{place}.function_call.arguments", "not a JSON object")
 
     def for_template(self) -> dict[str, Any]:
         """Return what transformers and vLLM give a template: null is absent, also as a part, the arguments of
@@ -83,12 +88,15 @@ class ChatMessage(msgspec.Struct):
             ]
         else:
             message.pop("tool_calls", None)
+        if self.function_call is not None:  # OpenAI's older form
+            called = message.pop("function_call") | {"arguments": self.function_call.parsed}
+            message.setdefault("tool_calls", [{"type": "function", "function": called}])
         if (reasoning := next((message[name] for name in REASONING if name in message), None)) is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
 
 
-class ChatBody(ChoicesBody, kw_only=True):
+class ChatBody(ToolBody, kw_only=True):
     """The body of /v1/chat/completions."""
 
     unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_CHATS}
@@ -117,9 +125,9 @@ class ChatBody(ChoicesBody, kw_only=True):
         # Here, as a long body is read in a thread.
         _ = self.conversation
 
-    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
+    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
         surrounds = bool(self.add_special_tokens)
-        return [await self.conversation.prompt(handler, caller, surrounds)]
+        return await self.conversation.asked(handler, caller, self.options(), surrounds)
 
     @cached_property
     def conversation(self) -> AskedChat:
@@ -131,6 +139,7 @@ class ChatBody(ChoicesBody, kw_only=True):
             ],
             variables=self.template_variables(),
             continues=bool(self.continue_final_message),
+            tooling=self.tooling,
         )
 
     def template_variables(self) -> dict[str, Any]:
@@ -161,6 +170,10 @@ class ChatAnswers(ChoiceAnswers):
     id_prefix: ClassVar[str] = "chatcmpl-"
     _is_first = True
 
+    def __init__(self, call: Call, body: ChatBody, requests: Sequence[Request], handler: RequestHandler) -> None:
+        super().__init__(call, body, requests, handler)
+        self._has_functions = bool(body.functions)
+
     def opening(self, _first: Delta) -> Iterator[bytes]:
         """Yield a role for each sequence, in their order, and nothing else.
 
@@ -175,8 +188,13 @@ class ChatAnswers(ChoiceAnswers):
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
         has_scores = self._num_top is not None
         logprobs = prompt.writers[delta.index].chat(delta.tokens) if has_scores else None
-        message = {"role": "assistant", "content": delta.text} if is_whole else {"content": delta.text}
-        return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
+        message = message_of(delta.parts, is_whole, self._has_functions)
+        if is_whole:
+            message = {"role": "assistant", **message}
+        choice = {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
+        if delta.has_called and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "function_call" if self._has_functions else "tool_calls"
+        return choice
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
         """Make a record; as in vLLM, whole answers and a stream's first event have the prompt's tokens."""

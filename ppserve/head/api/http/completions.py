@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,10 +13,11 @@ from starlette.responses import Response
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
+from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, renamed
+from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
 
 
@@ -30,17 +31,17 @@ async def generate(
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
         try:
-            prompts = await body.prompts(handler, call.caller)
+            asked = await body.asked(handler, call.caller)
         except InvalidRequest as error:
             raise renamed(error, body.names) from None
-    return await unless_hung_up(request, _answer(handler, call, body, prompts, form))
+    return await unless_hung_up(request, _answer(handler, call, body, asked, form))
 
 
 async def _answer(
-    handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt], form: type[Answers]
+    handler: RequestHandler, call: Call, body: GenerationBody, asked: Asked, form: type[Answers]
 ) -> Response:
     async with AsyncExitStack() as stack:
-        streams = await _open_streams(stack, handler, call, body, prompts)
+        streams = await _open_streams(stack, handler, call, body, asked)
         answers = form(call, body, [stream.request for stream in streams], handler)
         if not body.stream:
             whole = [pair async for pair in ordered_deltas_of(streams)]
@@ -54,16 +55,18 @@ async def _answer(
 
 
 async def _open_streams(
-    stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, prompts: Sequence[Prompt]
+    stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, asked: Asked
 ) -> list[RequestStream]:
     """Open a stream for each prompt. All of the prompts run, or none does."""
-    given, news, streams = body.options(), asyncio.Event(), []
-    for place, prompt in enumerate(prompts):
-        stream = handler.generate(given, prompt, call, news, deadline_is_error=True)
+    news, streams = asyncio.Event(), []
+    for place, prompt in enumerate(asked.prompts):
+        stream = handler.generate(asked.options, prompt, call, news, deadline_is_error=True, plan=asked.plan)
         try:
             streams.append(await stack.enter_async_context(stream))
         except InvalidRequest as error:
-            which = {} if len(prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
+            which = (
+                {} if len(asked.prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
+            )
             raise renamed(error, body.names | which) from None
     return streams
 

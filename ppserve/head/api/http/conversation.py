@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import msgspec
 
 from ppserve.errors import InvalidRequest, Violation, refuse
+from ppserve.head.api.answer_parts.answer_format import AnswerPlan
+from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
 from ppserve.head.api.chat_template import MAX_MESSAGES, NO_TEMPLATE, ROLES
+from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt
+from ppserve.head.options import GenerationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class AskedChat:
     messages: Sequence[ShownMessage]
     variables: Mapping[str, Any]  # of the template, beside the messages
     continues: bool = False  # whether the answer is the rest of the last message
+    tooling: Tooling = NO_TOOLS
     field: str = "messages"  # where the body has the messages
 
     def __post_init__(self) -> None:
@@ -97,8 +101,11 @@ class AskedChat:
             problem = f"{len(self.messages)} messages; 1 to {MAX_MESSAGES} are allowed"
             raise InvalidRequest([Violation(self.field, problem)])
 
-    async def prompt(self, handler: RequestHandler, caller: str, surrounds: bool = False) -> Prompt:
-        """Return the tokens of what the chat template makes of it. Raises RequestError.
+    async def asked(
+        self, handler: RequestHandler, caller: str, options: GenerationOptions, surrounds: bool = False
+    ) -> Asked:
+        """Return the tokens of what the chat template makes of it, and how its answers are generated and read.
+        Raises RequestError.
 
         surrounds: whether the tokenizer's own tokens are put around that. As in vLLM, the template writes them.
         """
@@ -109,7 +116,24 @@ class AskedChat:
         refuse(Violation(f"{message.field}.role", f"not one of {known}") for message in others)
         shown = [message.shown for message in self.messages]
         variables = {"add_generation_prompt": not self.continues, **self.variables}
+        if self.tooling.offered:
+            variables["tools"] = [tool.for_template() for tool in self.tooling.offered]
         rendering = asyncio.ensure_future(handler.template.render(caller, shown, variables, self.continues))
         # Nobody hears of its error once the caller has gone.
         rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await handler.tokenize(self.field, *await asyncio.shield(rendering), surrounds=surrounds)
+        parts = await asyncio.shield(rendering)
+        # Only the template's own words begin a reasoning.
+        plan = handler.template.answers.plan(self.tooling, parts[-1] if variables["add_generation_prompt"] else "")
+        prompt = await handler.tokenize(self.field, *parts, surrounds=surrounds)
+        return Asked([prompt], planned(options, plan), plan)
+
+
+def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
+    """Return the options with what a plan needs. Raises InvalidRequest where the answer would have two forms."""
+    if plan.shows_special:
+        options = replace(options, skip_special_tokens=False)
+    if plan.form is None:
+        return options
+    if options.structured_output is not None:
+        raise InvalidRequest([Violation("structured_output", "not together with tools that must be called")])
+    return replace(options, structured_output=plan.form)

@@ -15,6 +15,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
+from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, parsed_arguments, to_messages
@@ -22,7 +23,6 @@ from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.responses import encode, event
 from ppserve.head.api.http.unserved import OF_RESPONSES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.requests import Prompt
 from ppserve.head.api.stream import Delta
 from ppserve.head.options import GenerationOptions
 
@@ -156,8 +156,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
         variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return AskedChat(messages=to_messages(turns), variables=variables, field="input")
 
-    async def prompts(self, handler: RequestHandler, caller: str) -> list[Prompt]:
-        return [await self.conversation.prompt(handler, caller)]
+    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
+        return await self.conversation.asked(handler, caller, self.options())
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens)

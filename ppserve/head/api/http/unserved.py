@@ -25,6 +25,7 @@ OF_BOTH: Mapping[str, Neutral] = {
 """Refused by completions and chats."""
 
 SERVED: Mapping[str, Neutral] = {
+    **dict.fromkeys(("function_call", "functions", "tool_choice", "tools"), NOTHING),
     "allowed_token_ids": NOTHING,
     "bad_words": NOTHING,
     "guided_choice": NOTHING,
@@ -49,11 +50,7 @@ OF_CHATS: Mapping[str, Neutral] = {
     "audio": NOTHING,
     "chat_template": NOTHING,
     "echo": NOTHING,
-    "function_call": _ANY_OF_NONE,
-    "functions": NOTHING,
     "modalities": (*NOTHING, ["text"]),
-    "tool_choice": _ANY_OF_NONE,
-    "tools": NOTHING,
     "web_search_options": (False, "", []),  # {} asks for a search
 }
 

@@ -29,7 +29,6 @@ def called(arguments: object) -> dict[str, Any]:
 
 
 UNSERVED: dict[str, object] = {
-    "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
     "guided_whitespace_pattern": "x", "modalities": ["audio"],
     "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
 }  # fmt: skip
@@ -165,6 +164,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
     body = parse_body(json.dumps({"messages": given}).encode(), ChatBody)
     assert not [*body.violations()]
     function = {"name": "f", "arguments": {"a": [1, "é"]} if arguments else {}}
+    older: dict[str, Any] = {"name": "g", "arguments": {}}
     messages = [message.for_template() for message in body.messages]
     assert messages == [
         {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "Ada", "given": 5},
@@ -176,7 +176,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
             "tool_calls": [{"id": "c", "type": "function", "function": function}],
         },
         {"role": "tool", "content": "c", "tool_call_id": "c"},
-        {"role": "assistant", "content": "d", "function_call": {"name": "g"}},
+        {"role": "assistant", "content": "d", "tool_calls": [{"type": "function", "function": older}]},
     ]
     source = (
         "{% for m in messages %}{{ m | dictsort | tojson }}"

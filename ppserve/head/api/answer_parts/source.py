@@ -17,6 +17,8 @@ T = TypeVar("T")
 Parsing = Generator[Part | None, None, T]
 
 _WORD = re.compile(r"[\w.:/-]*", re.ASCII)
+_STRUCTURE = re.compile(r'["{}\[\]<,:;\s]')
+_STRING_END = re.compile(r'["\\]')
 
 
 class AnswerEnds(PpserveError):
@@ -183,17 +185,17 @@ class _JsonEnd:
 
     def length(self, text: str) -> tuple[int, bool]:
         """How many characters of the text belong to it, and whether it ends there."""
-        for place, char in enumerate(text):
+        at = 0
+        while at < len(text):
             if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._in_string = False
-                    if not self._depth:
-                        return place + 1, True
-            elif char == '"':
+                at = self._string_end(text, at)
+                if not self._in_string and not self._depth:
+                    return at, True
+                continue
+            if (found := _STRUCTURE.search(text, at)) is None:
+                break
+            at, char = found.end(), found[0]
+            if char == '"':
                 self._in_string, self.is_plain = True, False
             elif char in "{[":
                 self._depth += 1
@@ -201,13 +203,29 @@ class _JsonEnd:
             elif char in "}]" and self._depth:
                 self._depth -= 1
                 if not self._depth:
-                    return place + 1, True
+                    return at, True
             elif char == "<":
                 self.is_broken = True
-                return place, False
-            elif not self._depth and (char in "}],:;" or char.isspace()):
-                return place, True
+                return at - 1, False
+            elif not self._depth:
+                return at - 1, True
         return len(text), False
+
+    def _string_end(self, text: str, at: int) -> int:
+        """The place behind the string's end, or the text's."""
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            if (found := _STRING_END.search(text, at)) is None:
+                break
+            at = found.end()
+            if found[0] == '"':
+                self._in_string = False
+                return at
+            self._is_escaped = True
+        return len(text)
 
 
 def _begun(word: str, text: str) -> int:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken
 
+from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import FormRefused
 from ppserve.grammar.translating import translate
+from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
-from tests.grammar.words import PADDING, drawn, fits, library
+from ppserve.head.api.http.conversation import planned
+from ppserve.head.engine.streams import SequenceProgress
+from ppserve.head.options import GenerationOptions
+from tests.grammar.words import PADDING, allowed, drawn, fits, library
 from tests.head.api.answer_parts.cases import BY_FORMAT, CUT
 from tests.head.api.answer_parts.test_parsing import REQUEST, understood
+from tests.tokenizer.made_up import loaded, made_up
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -157,6 +165,34 @@ def test_a_special_token_is_drawn_as_such_and_not_spelled() -> None:
     assert drawn_by.accepts([], [*b"Hi", PADDING, *rest]) == len(rest) + 3
     assert drawn_by.accepts([], [*b"Hi [TOOL_CALLS] "]) == 16
     assert drawn_by.accepts([], [*b"Hi", PADDING, *rest[:-3], ord("x")]) == len(rest)
+
+
+def test_a_tokenizer_s_special_tokens_are_drawn_shown_and_read_back(tmp_path: Path) -> None:
+    """An answer is drawn under the masks of its form, becomes text and then a valid call; where the text is without
+    the marker's name, there is none."""
+    marker, end = AddedToken("[TOOL_CALLS]", special=True), AddedToken("<end>", special=True)
+    tokenizer = loaded(made_up("bytes", marker, end), tmp_path)
+    special_ids = tokenizer.special_ids
+    plan = answer_format("", special_ids, FormatNames("mistral")).plan(
+        Tooling(TOOLS, ToolChoice("required", "f")), ""
+    )
+    assert plan.form is not None
+    options = planned(GenerationOptions(), plan)
+    assert (options.skip_special_tokens, options.structured_output) == (False, plan.form)
+    vocabulary = Vocabulary.of(tokenizer.text_bytes, tokenizer.vocab_size, [special_ids["<end>"]])
+    drawn_by = GrammarFilter(Grammar(translate(plan.form), vocabulary.for_library(), 0))
+    rng, ids = random.Random(3), list[int]()
+    assert allowed(drawn_by.allowed([])) == [special_ids["[TOOL_CALLS]"]]
+    while special_ids["<end>"] not in (may := allowed(drawn_by.allowed(ids))):
+        ids.append(rng.choice(may))
+    for skips, num_calls in ((False, 1), (True, 0)):
+        output = OutputOptions(skip_special_tokens=skips)
+        progress = SequenceProgress(Request("r", (1,), StopConditions(999), output=output), tokenizer)
+        text = "".join(progress.read(None, token_id)[2] for token_id in ids) + progress.end()
+        calls = understood(plan.parser(REQUEST, 0).parts(text, CUT), CUT).calls
+        assert len(calls) == num_calls
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
 def test_names_of_tools_that_begin_alike_are_told_apart() -> None:

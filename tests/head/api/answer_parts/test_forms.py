@@ -168,8 +168,8 @@ def test_a_special_token_is_drawn_as_such_and_not_spelled() -> None:
 
 
 def test_a_tokenizer_s_special_tokens_are_drawn_shown_and_read_back(tmp_path: Path) -> None:
-    """An answer is drawn under the masks of its form, becomes text and then a valid call; where the text is without
-    the marker's name, there is none."""
+    """An answer is drawn under the masks of its form, becomes text and then a valid call. Where its text
+    is without the marker's name, there is none."""
     marker, end = AddedToken("[TOOL_CALLS]", special=True), AddedToken("<end>", special=True)
     tokenizer = loaded(made_up("bytes", marker, end), tmp_path)
     special_ids = tokenizer.special_ids

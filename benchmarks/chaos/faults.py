@@ -130,23 +130,26 @@ def kill_stages(record: Record, short: bool, kills: int = 200, model: str = "tin
     return {**told, "met": verdict.is_clean and is_soon and not told["others_reloaded"]}
 
 
-def kill_under_forms(record: Record, short: bool, kills: int = 67) -> dict[str, Any]:
-    """15: kill -9 of any stage while all answers have a form and draft tokens are sent: so often with 1, 2 and 3
-    stages."""
+def kill_under_forms(record: Record, short: bool, kills: int = 50) -> dict[str, Any]:
+    """15: kill -9 of any rank's stage while all answers have a form and draft tokens are sent: so often with 1, 2
+    and 3 stages, and with one of two tensor ranks."""
     record.close()
     number, chance, found = 2 if short else kills, random.Random(0), {}
-    for stages in (1, 2, 3):
+    for ranks, tensor in ((1, 1), (2, 1), (3, 1), (2, 2)):
+        shape = f"{ranks // tensor} stages, tensor {tensor}"
 
-        def hurt(crowd: Crowd, stages: int = stages) -> None:
-            for _ in range(number):
+        def hurt(crowd: Crowd, ranks: int = ranks, shape: str = shape) -> None:
+            for done in range(number):
                 time.sleep(chance.uniform(0.0, 1.0))
-                lose(server, crowd.record, crowd, lambda: kill([server.stage_pid(chance.randrange(stages))]))
+                lose(server, crowd.record, crowd, lambda: kill([server.stage_pid(chance.randrange(ranks))]))
+                if (done + 1) % 10 == 0:
+                    print(f"{shape}: {done + 1} kills of {number}", flush=True)
 
-        own = Record(record.path.with_suffix(f".{stages}.jsonl"))
-        with serving(stages, "--speculate", "4") as server:
-            found[stages] = run_under_streams(server, own, hurt, schemas=SCHEMAS)
-    told = {f"{stages} stages": verdict.figures() for stages, verdict in found.items()}
-    return {"kills": 3 * number, **told, "met": all(verdict.is_clean for verdict in found.values())}
+        own = Record(record.path.with_suffix(f".{ranks // tensor}x{tensor}.jsonl"))
+        with serving(ranks, "--tensor-parallel", str(tensor), "--speculate", "4") as server:
+            found[shape] = run_under_streams(server, own, hurt, schemas=SCHEMAS)
+    told = {shape: verdict.figures() for shape, verdict in found.items()}
+    return {"kills": len(found) * number, **told, "met": all(verdict.is_clean for verdict in found.values())}
 
 
 def kill_several(record: Record, short: bool) -> dict[str, Any]:

@@ -59,6 +59,9 @@ class LoadedPart:
     model: LoadedModel
     cached: CachedModel | None = None
     """The model with its KV cache, once an epoch has told the number of blocks. It outlives the epoch."""
+    num_blocks: int = 0
+    """The number of blocks in that cache. Where other stages get other layers, this part may stay, and its cache
+    not."""
 
 
 class StageLoop:
@@ -207,8 +210,10 @@ class StageLoop:
         assert part is not None, "an epoch is of loaded stages"
         model = part.model
         assert model.layout == form.layout, "an epoch is of the layers that are loaded"
-        if part.cached is None:
-            part.cached = self._with_cache(model, form.num_blocks)
+        if part.cached is None or part.num_blocks != form.num_blocks:
+            part.cached = None
+            gc.collect()  # first: there may be no memory for two caches
+            part.cached, part.num_blocks = self._with_cache(model, form.num_blocks), form.num_blocks
         frames = Frames(
             width=model.arch.width,
             dtype=model.backend.precision.hidden,

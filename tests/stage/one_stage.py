@@ -85,11 +85,11 @@ class OneStage:
         assert isinstance(message, wire.Loaded), message
         return message
 
-    def form(self, epoch: int) -> None:
-        self.tell(wire.Form(epoch, self.layout, NUM_BLOCKS, MAX_ROWS, "local", "", store_port=1, address=""))
+    def form(self, epoch: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.tell(wire.Form(epoch, self.layout, num_blocks, MAX_ROWS, "local", "", store_port=1, address=""))
 
-    def enter(self, epoch: int) -> None:
-        self.form(epoch)
+    def enter(self, epoch: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.form(epoch, num_blocks)
         assert self.hear(wire.Ready).epoch == epoch
 
 

@@ -19,8 +19,9 @@ from ppserve.core.plan import DRAWN, LATER, Draw, StepMasks, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.errors import CheckpointError, TransportError
-from ppserve.model.backend import AnyBackend, Computing, StageModel
+from ppserve.model.backend import AnyBackend, CachedModel, Computing, StageModel
 from ppserve.model.checkpoint import WHOLE, TensorPart
+from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.stage.connecting import ThreadConnector
@@ -248,6 +249,45 @@ def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, connecto
     assert transport.closed
     assert "served" not in last.told, "no step was yet"
     assert serve(last, connector, epoch=2, step_id=2).result.step_id == 2
+
+
+class CountingBackend(CpuBackend):
+    """made: the numbers of blocks of the caches of epochs. latest: what computes with the last of them."""
+
+    made: list[int]
+    latest: weakref.ref[Any]
+
+    def with_cache(self, model: Any, num_blocks: int, *rest: Any, **options: Any) -> CachedModel:
+        assert not self.made or self.latest() is None, "there may be no memory for two caches"
+        CountingBackend.made = [*self.made, num_blocks]
+        cached = super().with_cache(model, num_blocks, *rest, **options)
+        CountingBackend.latest = weakref.ref(cached.prepare)
+        return cached
+
+
+class Counts(DeviceSetup):
+    def backend(self) -> AnyBackend:
+        return CountingBackend("float32", 1)
+
+
+def test_a_cache_is_kept_while_epochs_have_as_many_blocks_and_else_made_anew(connector: ByHand) -> None:
+    """Also where the stage's own layers stay: others may hold more or less, so a block table may name other
+    blocks."""
+    CountingBackend.made = []
+    with ThreadPoolExecutor(1) as threads:
+        compute = Counts(torch.device("cpu"), "float32", 1)
+        stage = start(threads, 0, 1, connector, RandomCheckpoint(architecture()), compute)
+        stage.hear(wire.Hello)
+        stage.load(StageLayout(0, 1, 0, 4))
+        drawn = []
+        for epoch, num_blocks in enumerate((8, 8, 12, 4, 4), 1):
+            stage.enter(epoch, num_blocks)
+            last = replace(plan(epoch, epoch).slices[0], block_table=(num_blocks - 1,))
+            stage.tell(wire.Plan(replace(plan(epoch, epoch), slices=(last,))))
+            drawn += stage.hear(wire.Result).result.drawn
+        stage.tell(wire.Shutdown())
+    assert CountingBackend.made == [8, 12, 4]
+    assert len({one.token_id for one in drawn}) == 1, "in whichever block its keys are"
 
 
 def test_an_epoch_that_is_lost_while_it_forms(connector: ByHand) -> None:

@@ -82,6 +82,10 @@ class Members:
     def ranks_in_use(self) -> tuple[int, ...]:
         return self.ranks[: len(self.in_use)]
 
+    def uses(self, rank: int) -> bool:
+        """Whether this rank computes in the present shape."""
+        return self._place[rank] < len(self.in_use)
+
     @property
     def first(self) -> Member:
         """The first stage's rank, which opens each epoch's store."""
@@ -156,7 +160,7 @@ class Members:
         if not self.epoch:
             return None
         self._update(rank, restarts=member.restarts + 1)
-        if not self._is_in_use(member):
+        if not self.uses(member.rank):
             return None
         # For its keeper, a process that never finishes a step does not die.
         return self._lose_epoch(
@@ -185,7 +189,7 @@ class Members:
     def _check_absence(self, member: Member, now_ns: int) -> None:
         # Before the first epoch a rank may download for long; its keeper says if it dies.
         patience_ns = patience.REJOIN_WHILE_DRAINING_NS if self._draining else patience.REJOIN_WITHIN_NS
-        if self.epoch and self._is_in_use(member) and now_ns - member.since_ns > patience_ns:
+        if self.epoch and self.uses(member.rank) and now_ns - member.since_ns > patience_ns:
             raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
 
     def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
@@ -259,13 +263,10 @@ class Members:
 
     def _layout(self, member: Member) -> StageLayout | None:
         """The layers that a rank has in the present shape; None if it is not used."""
-        if self.decision is None or not self._is_in_use(member):
+        if self.decision is None or not self.uses(member.rank):
             return None
         layout = self.decision.layouts[member.stage]
         return replace(layout, tensor=member.tensor, num_tensor=self.grid.tensor)
-
-    def _is_in_use(self, member: Member) -> bool:
-        return self.decision is None or member.stage < self.decision.num_stages
 
     def _assign_if_outdated(self, member: Member, now_ns: int) -> None:
         """Tell a rank to load its layers, unless it has them or is busy: then once it has left its epoch, or has

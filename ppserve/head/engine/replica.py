@@ -44,7 +44,7 @@ class ReplicaReading:
     kv_usage: float  # 0 to 1
     num_waiting: int  # requests that no replica computes
     num_blocks: int
-    decision: Decision
+    decision: Decision  # the shape of the latest epoch that has formed, to which the figures below belong
     times: tuple[StageTimes, ...]  # since the start, also of stages that the present shape does not use
     steps: tuple[int, ...]  # computed since the start, of the same stages
     times_in_shape: tuple[StageTimes, ...]  # since the layers were divided as they are
@@ -96,6 +96,7 @@ class Replica:
         self._shape: Decision | None = None  # of the latest epoch that has formed
         self._books = StepBooks(members.grid.pipeline, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), self._note_settled)
+        self._loaded: tuple[wire.Loaded | None, ...] = ()  # of each rank, when that epoch formed
         # Of every stage when the present shape began.
         self._times_before = self._account.settled()
         self._steps_before = (0,) * members.grid.pipeline
@@ -156,6 +157,7 @@ class Replica:
     def reshape(self, split: Split) -> None:
         """Divide the layers anew. Requests wait for the next epoch. Raise ConfigError, and then change nothing."""
         self._handle_event(self.members.reshape(split, self._clock()))
+        self._in_flight = frozenset()  # they are not to blame for a rank that dies while it loads
 
     def take_masks(self) -> list[SequenceEvent]:
         """Get the masks of the next steps, as far as they are there. Ends requests in whose answers no token may
@@ -209,7 +211,9 @@ class Replica:
         log.warning("%s died (%s)", self.members.grid.name(of.rank), of.cause)
         for observer in self._observers:
             observer.on_stage_died(self.number, self.members[of.rank].stage, of.cause)
-        return [] if of.cause == LossCause.RESTART else self._blame_requests(of.rank, of.cause)
+        if of.cause == LossCause.RESTART:
+            self._in_flight = frozenset()  # nor for what a restart brings with it
+        return self._blame_requests(of.rank, of.cause) if self.members.uses(of.rank) else []
 
     def _handle_result(self, of_rank: RankResult) -> list[SequenceEvent]:
         self._account_for_result()
@@ -244,6 +248,7 @@ class Replica:
     def _handle_formed(self) -> list[SequenceEvent]:
         epoch = self.members.epoch
         log.info("%sepoch %d formed", self._prefix, epoch)
+        self._loaded = tuple(member.loaded for member in self.members.all)
         if self.members.decision is not self._shape:
             self._begin_shape()
         assert self.scheduler is not None
@@ -312,14 +317,16 @@ class Replica:
         """Read the pipeline's state now. Raise Draining before the first epoch."""
         self._account_for_result()
         scheduler = self.scheduler
-        decision = self.members.decision
+        decision = self._shape
         now_ns = self._clock()
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
-        assert self.members.num_blocks is not None
         times = self._account.snapshot(now_ns)
         in_use = range(self.steps.num_stages)
-        ranks, each = self.members.all, self.members.grid.tensor
+        # While ranks load other layers, what they had loaded is told with the layers that they had.
+        pairs = zip(self.members.all, self._loaded, strict=True)
+        ranks = tuple(replace(member, loaded=loaded) for member, loaded in pairs)
+        each = self.members.grid.tensor
         return ReplicaReading(
             replica=self.number,
             serves=self.serves,
@@ -328,7 +335,7 @@ class Replica:
             running=scheduler.num_running,
             kv_usage=scheduler.kv_usage,
             num_waiting=self.request_queue.num_waiting,
-            num_blocks=self.members.num_blocks,
+            num_blocks=scheduler.num_blocks,
             decision=decision,
             times=times,
             steps=self._count_steps(),

@@ -11,7 +11,7 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import FakeEngine, handler_of, stub_of
 from tests.fake_engine import served as served_grpc
-from tests.head.api.http.asking import TEMPLATE, Served, served_http
+from tests.head.api.http.asking import ROOMY, TEMPLATE, TOOL_TEMPLATE, Served, served_http
 
 
 @pytest.fixture
@@ -45,3 +45,18 @@ async def served(http_server: Served) -> AsyncIterator[Served]:
     yield http_server
     http_server.engine.reset()
     http_server.counted.clear()
+
+
+@pytest.fixture(scope="module")
+async def tool_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    async with served_http(FakeEngine(ROOMY), chat_template=path) as served:
+        yield served
+
+
+@pytest.fixture
+async def tool_served(tool_server: Served) -> AsyncIterator[Served]:
+    """Like `served`, with a template for tools. Tests tell the engine what it says."""
+    yield tool_server
+    tool_server.engine.reset()

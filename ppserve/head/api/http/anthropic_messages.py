@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,13 +12,15 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ppserve.core.request import FinishReason
+from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError, Violation
+from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
+from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
-from ppserve.head.api.http.bodies import GenerationBody, read_body
-from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, to_messages
+from ppserve.head.api.http.bodies import GenerationBody, ask, read_body
+from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, reasoning_variables, to_messages
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.responses import JsonResponse, encode, event
 from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
@@ -30,6 +33,7 @@ _BILLING = "x-anthropic-billing-header:"
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "thinking": ("thinking",),
+    "redacted_thinking": (),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
@@ -113,6 +117,40 @@ class AnthropicMessage(msgspec.Struct):
         )
 
 
+class AnthropicTool(msgspec.Struct):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def violations(self, place: str) -> Iterator[Violation]:
+        if self.type not in (None, "custom"):
+            yield Violation(f"{place}.type", f"{self.type[:100]!r} is not served: custom is")
+        elif self.input_schema is None:
+            yield Violation(f"{place}.input_schema", "missing")
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict))
+
+
+class AnthropicToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which tools must be called; None for a type that is not known, or that lacks the tool's name."""
+        if self.type == "tool":
+            return None if self.name is None else ToolChoice("required", self.name)
+        return _CHOICES.get(self.type)
+
+
+_CHOICES = {"auto": ToolChoice("auto"), "any": ToolChoice("required"), "none": ToolChoice("none")}
+
+
 class Thinking(msgspec.Struct):
     """Whether the model reasons first. Its budget is not counted: `max_tokens` bounds both."""
 
@@ -135,6 +173,8 @@ class MessagesBody(GenerationBody, kw_only=True):
     max_tokens: int | None = None
     stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     thinking: Thinking | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
 
     def violations(self) -> Iterator[Violation]:
@@ -145,6 +185,29 @@ class MessagesBody(GenerationBody, kw_only=True):
             yield from message.violations(f"messages[{place}]")
         if self.thinking is not None and self.thinking.type not in THINKING:
             yield Violation("thinking.type", f"not one of {', '.join(THINKING)}")
+        for place, tool in enumerate(self.tools or ()):
+            yield from tool.violations(f"tools[{place}]")
+        if self.tool_choice is not None and self.tool_choice.choice is None:
+            yield Violation("tool_choice", f"not one of {', '.join(_CHOICES)}, nor tool with its name")
+        yield from self.tooling.violations()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the caller wants to see what the model thinks."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def tooling(self) -> Tooling:
+        """What the body says about tools."""
+        named = self.tool_choice or AnthropicToolChoice("auto")
+        return Tooling(
+            tools=tuple(
+                Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+                for tool in self.tools or ()
+            ),
+            choice=named.choice or ToolChoice(),
+            parallel=not named.disable_parallel_tool_use,
+        )
 
     @cached_property
     def forms(self) -> tuple[AskedForm, ...]:
@@ -162,15 +225,13 @@ class MessagesBody(GenerationBody, kw_only=True):
         for place, message in enumerate(self.messages):
             turns += message.turns(f"messages[{place}]")
         messages = to_messages(turns)
-        given = {
-            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
-            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
-        }
+        effort = None if self.output_config is None else self.output_config.effort
         last = messages[-1].shown if messages else {}
         return AskedChat(
             messages=messages,
-            variables={name: value for name, value in given.items() if value is not None},
+            variables=reasoning_variables(self.thinks, effort),
             continues=last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last,
+            tooling=self.tooling,
         )
 
     def _system(self) -> Iterator[str]:
@@ -204,12 +265,18 @@ def _only_texts(place: str, blocks: Sequence[ContentBlock]) -> Iterator[Violatio
 async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(request, MessagesBody, handler)
-    (prompt,) = (await body.asked(handler, request.state.call.caller)).prompts
+    (prompt,) = (await ask(body, handler, request.state.call.caller)).prompts
     return JsonResponse({"input_tokens": len(prompt)})
 
 
 class MessageAnswers(BlockAnswers):
     """The answer as Anthropic's message, whose content are its blocks."""
+
+    def __init__(
+        self, call: Call, body: MessagesBody, requests: Sequence[Request], handler: RequestHandler
+    ) -> None:
+        super().__init__(call, body, requests, handler)
+        self._shows_reasoning = body.thinks
 
     def opening(self, first: Delta) -> Iterator[bytes]:
         nothing: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -237,6 +304,9 @@ class MessageAnswers(BlockAnswers):
                 kind, field = _DELTAS[change.block.kind]
                 yield _event("content_block_delta", index=index, delta={"type": kind, field: change.text})
             case "ends":
+                if change.block.kind == "reasoning":
+                    signed = {"type": "signature_delta", "signature": _signature(change.block.text)}
+                    yield _event("content_block_delta", index=index, delta=signed)
                 yield _event("content_block_stop", index=index)
 
     def _end_events(self, last: Delta) -> Iterator[bytes]:
@@ -265,17 +335,26 @@ def _content(block: AnswerBlock) -> Json:
         case "text":
             return {"type": "text", "text": block.text}
         case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            return {"type": "thinking", "thinking": block.text, "signature": _signature(block.text)}
         case "call":
-            given = msgspec.json.decode(block.text) if block.text else {}
-            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}
+
+
+def _signature(thought: str) -> str:
+    """Return what stands for Anthropic's signature: clients give back no thought that has none. It proves nothing,
+    and is not read. A thought that has not begun has none."""
+    return hashlib.sha256(thought.encode()).hexdigest() if thought else ""
 
 
 def _end(delta: Delta) -> Json:
     reason, matched = delta.last.finish, delta.last.matched
     assert reason is not None, "the last delta has the end"
     stopped = matched if reason is FinishReason.STOP_STRING else None
-    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": stopped}
+    told = _STOP_REASONS[reason]
+    return {
+        "stop_reason": "tool_use" if delta.has_called and told == "end_turn" else told,
+        "stop_sequence": stopped,
+    }
 
 
 def _event(name: str, /, **fields: Any) -> bytes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ppserve.core.request import Request
+from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin, CallEnd, Part, Reasoning
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers, Json, told_seed
 from ppserve.head.api.http.bodies import GenerationBody
@@ -27,6 +31,11 @@ class AnswerBlock:
     call_id: str = ""
     name: str = ""  # of the called function
 
+    @property
+    def arguments(self) -> Json:
+        """The arguments of a call as an object: where they are cut, or no JSON, the members that are whole."""
+        return dict(_whole_members(self.text))
+
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
@@ -37,6 +46,35 @@ class BlockChange:
     text: str = ""  # by which it grows
 
 
+_JSON = json.JSONDecoder(strict=False)  # models write line ends in strings
+_BLANKS = re.compile(r"\s*")
+
+
+def _whole_members(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of an object in JSON, as far as they are whole and can be written as UTF-8."""
+    at, end = _after_blanks(text, 0), "{"
+    while text[at : at + 1] == end and end != "}":
+        try:
+            name, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
+            at = _after_blanks(text, at)
+            if not isinstance(name, str) or text[at : at + 1] != ":":
+                return
+            value, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
+            encode((name, value))
+        except (ValueError, RecursionError):
+            return
+        at = _after_blanks(text, at)
+        end = text[at : at + 1]
+        if end not in (",", "}"):
+            return
+        yield name, value
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    return at if found is None else found.end()
+
+
 class Blocks:
     """Makes blocks of one sequence's parts, as they come."""
 
@@ -44,22 +82,35 @@ class Blocks:
         self.blocks: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
 
-    def add(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
-        """Add to the last block, or begin one where that is of another kind."""
-        if not text:
-            return
-        if self._open is None or self._open.kind != kind:
-            yield from self.end()
-            yield self._begin(AnswerBlock(len(self.blocks), kind))
-        assert self._open is not None
-        self._open.text += text
-        yield BlockChange("grows", self._open, text)
+    def add(self, part: Part) -> Iterator[BlockChange]:
+        """Add to the last block, or begin one where the part belongs to another."""
+        match part:
+            case AnswerText(text=text):
+                yield from self._grow("text", text)
+            case Reasoning(text=text):
+                yield from self._grow("reasoning", text)
+            case CallBegin(id=call_id, name=name):
+                yield from self.end()
+                yield self._begin(AnswerBlock(len(self.blocks), "call", call_id=call_id, name=name))
+            case CallArguments(text=text):
+                yield from self._grow("call", text)
+            case CallEnd():
+                yield from self.end()
 
     def end(self) -> Iterator[BlockChange]:
         """End the last block, if it is open."""
         if self._open is not None:
             yield BlockChange("ends", self._open)
             self._open = None
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
+        if self._open is None or self._open.kind != kind:
+            assert kind != "call", "arguments follow the beginning of their call"
+            yield from self.end()
+            yield self._begin(AnswerBlock(len(self.blocks), kind))
+        assert self._open is not None
+        self._open.text += text
+        yield BlockChange("grows", self._open, text)
 
     def _begin(self, block: AnswerBlock) -> BlockChange:
         self.blocks.append(block)
@@ -80,19 +131,24 @@ class BlockAnswers(Answers):
             "system_fingerprint": handler.description.fingerprint,
             "seed": told_seed(body, self._request),
         }
+        self._shows_reasoning = True
         self._row = Blocks()
         self._newest: Delta | None = None
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         ((_, self._newest),) = deltas
-        for _ in self._row.add("text", self._newest.text):
-            pass
+        deque(self._changes(self._newest), maxlen=0)
         return encode(self._whole(self._newest))
 
     def events(self, _place: int, delta: Delta) -> Iterator[bytes]:
         self._newest = delta
-        for change in self._row.add("text", delta.text):
+        for change in self._changes(delta):
             yield from self._block_events(change)
+
+    def _changes(self, delta: Delta) -> Iterator[BlockChange]:
+        for part in delta.parts:
+            if self._shows_reasoning or not isinstance(part, Reasoning):
+                yield from self._row.add(part)
 
     def ending(self) -> Iterator[bytes]:
         for change in self._row.end():

@@ -31,7 +31,7 @@ from ppserve.head.api.http.forms import (
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, SERVED, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, outside
+from ppserve.head.api.requests import Prompt, outside, renamed
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
@@ -136,6 +136,14 @@ class GenerationBody(Body, kw_only=True, dict=True):
     def names(self) -> dict[str, str]:
         """The names of this body's fields by the proto's names, where they are not the part after its dot."""
         return {"token_ids.ids": "prompt", "structured_output": self.forms[0].field if self.forms else "tools"}
+
+
+async def ask(body: GenerationBody, handler: RequestHandler, caller: str) -> Asked:
+    """Return what a body asks to be generated. Raises RequestError, with the body's names of fields."""
+    try:
+        return await body.asked(handler, caller)
+    except InvalidRequest as error:
+        raise renamed(error, body.names) from None
 
 
 class ChoicesBody(GenerationBody, kw_only=True):

@@ -14,7 +14,7 @@ from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.bodies import GenerationBody, read_body
+from ppserve.head.api.http.bodies import GenerationBody, ask, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import renamed
@@ -30,10 +30,7 @@ async def generate(
         # A header's value, which returns the name, has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
-        try:
-            asked = await body.asked(handler, call.caller)
-        except InvalidRequest as error:
-            raise renamed(error, body.names) from None
+        asked = await ask(body, handler, call.caller)
     return await unless_hung_up(request, _answer(handler, call, body, asked, form))
 
 

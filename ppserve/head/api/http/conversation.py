@@ -66,6 +66,13 @@ def parsed_arguments(text: str | None) -> dict[str, Any] | None:
         return None
 
 
+def reasoning_variables(thinks: bool | None, effort: str | None) -> dict[str, Any]:
+    """Return the variables by which templates are told whether and how long the model thinks; None says nothing.
+    Some call the first `enable_thinking`, and others `thinking`."""
+    given = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def to_messages(turns: Iterable[Turn]) -> list[ShownMessage]:
     """Return the messages of these turns. Many templates want speakers to alternate."""
     said = (turn for turn in turns if not turn.is_empty)

@@ -18,7 +18,15 @@ from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody
-from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, parsed_arguments, to_messages
+from ppserve.head.api.http.conversation import (
+    AskedChat,
+    Turn,
+    call_of,
+    lacking,
+    parsed_arguments,
+    reasoning_variables,
+    to_messages,
+)
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.responses import encode, event
 from ppserve.head.api.http.unserved import OF_RESPONSES, Neutral
@@ -153,7 +161,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         turns = [Turn(field="instructions", role="system", texts=[self.instructions])] if self.instructions else []
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
         effort = None if self.reasoning is None else self.reasoning.effort
-        variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        variables = reasoning_variables(None if effort is None else effort != "none", effort)
         return AskedChat(messages=to_messages(turns), variables=variables, field="input")
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:

@@ -57,8 +57,6 @@ OF_CHATS: Mapping[str, Neutral] = {
 OF_MESSAGES: Mapping[str, Neutral] = {
     "container": NOTHING,
     "mcp_servers": NOTHING,
-    "tool_choice": (*NOTHING, {"type": "auto"}, {"type": "none"}),
-    "tools": NOTHING,
 }
 
 OF_RESPONSES: Mapping[str, Neutral] = {

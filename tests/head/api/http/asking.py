@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppserve.config import ServerSettings
@@ -16,7 +16,7 @@ from ppserve.head.api.http.page import PageState
 from ppserve.head.api.http.server import MAX_CONNECTIONS, HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
-from tests.fake_engine import FakeEngine, handler_of
+from tests.fake_engine import CARD, FakeEngine, handler_of
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -24,6 +24,21 @@ TEMPLATE = """\
 {% if message.role != 'critic' %}{{ message.role[0] }}{% endif %}:{{ message.content }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}a:{% endif %}"""
+
+TOOL_TEMPLATE = """\
+{% for tool in tools or [] %}{{ tool | tojson }}{{ eos_token }}{% endfor %}
+{% for m in messages %}{{ m.role }}:{{ m.content }}
+{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{
+ call.function.arguments | tojson }}}</tool_call>{% endfor %}
+{% endfor %}
+{% if thinks %}{{ "<think>" }}{% endif %}{# It knows </think>. #}"""
+"""A template that shows tools, and whose calls and reasoning are those of Hermes and Qwen."""
+ANSWER = (
+    '<think>Hm.</think>\nI look.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "time"}\n</tool_call>'
+)
+"""What a model says that thinks, talks and calls two tools."""
+ROOMY = replace(CARD, max_context=4096)
 
 
 @dataclass(frozen=True)

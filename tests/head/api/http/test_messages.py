@@ -194,18 +194,22 @@ def test_a_coding_agent_s_line_that_always_differs_is_no_part_of_the_prompt() ->
 
 
 @pytest.mark.parametrize(
-    ("thinking", "variables"),
+    ("thinking", "thinks"),
     [
-        (None, {}),
-        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
-        ({"type": "adaptive"}, {"enable_thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False}),
+        (None, False),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive"}, True),
+        ({"type": "disabled"}, False),
     ],
 )
-def test_thinking_and_effort_are_variables_of_templates(thinking: object, variables: dict[str, Any]) -> None:
+def test_thinking_and_effort_are_variables_of_templates(thinking: object, thinks: bool) -> None:
     body = {"messages": HELLO, "thinking": thinking, "output_config": {"effort": "low"}}
     parsed = parse_body(json.dumps(body).encode(), MessagesBody)
-    assert parsed.conversation.variables == {**variables, "reasoning_effort": "low"}
+    assert parsed.conversation.variables == {
+        "enable_thinking": thinks,
+        "thinking": thinks,
+        "reasoning_effort": "low",
+    }
 
 
 async def test_an_assistant_s_last_message_is_continued(served: Served) -> None:
@@ -245,7 +249,6 @@ async def test_tokens_are_counted_as_a_message_uses_them(served: Served) -> None
             ({"messages": [{"role": "user", "content": [block]}]}, f"messages[0].content[0].{name}")
             for block, name in (
                 ({"type": "image", "source": {}}, "type"),
-                ({"type": "redacted_thinking", "data": "a"}, "type"),
                 ({"type": "text"}, "text"),
                 ({"type": "tool_use", "id": "a", "name": "b"}, "input"),
                 ({"type": "tool_result"}, "tool_use_id"),

@@ -194,8 +194,8 @@ def test_items_become_the_messages_that_templates_know() -> None:
     [
         (None, {}),
         ({"summary": "auto"}, {}),
-        ({"effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
-        ({"effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
+        ({"effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ],
 )
 def test_an_effort_is_a_variable_of_templates(reasoning: object, variables: dict[str, Any]) -> None:

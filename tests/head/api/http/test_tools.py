@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,18 +10,10 @@ from openai import AsyncOpenAI
 
 from ppserve.head.api.http.bodies import to_body
 from ppserve.head.api.http.chat import ChatBody
-from tests.fake_engine import CARD, FakeEngine
-from tests.head.api.http.asking import Served, served_http
+from tests.fake_engine import FakeEngine
+from tests.head.api.http.asking import ANSWER, ROOMY, Served, served_http
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = """\
-{% for tool in tools or [] %}{{ tool | tojson }}{{ eos_token }}{% endfor %}
-{% for m in messages %}{{ m.role }}:{{ m.content }}
-{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{
- call.function.arguments | tojson }}}</tool_call>{% endfor %}
-{% endfor %}
-{% if thinks %}{{ "<think>" }}{% endif %}{# It knows </think>. #}"""
-BIG = replace(CARD, max_context=4096)
 WEATHER = {
     "type": "function",
     "function": {
@@ -40,25 +30,7 @@ ASKED: dict[str, Any] = {
     "seed": 1,
     "max_tokens": 500,
 }
-ANSWER = (
-    '<think>Hm.</think>\nI look.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "time"}\n</tool_call>'
-)
 CALLS = [("weather", '{"city": "Bern"}'), ("time", "{}")]
-
-
-@pytest.fixture(scope="module")
-async def tool_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(TEMPLATE)
-    async with served_http(FakeEngine(BIG), chat_template=path) as served:
-        yield served
-
-
-@pytest.fixture
-async def server(tool_server: Served) -> AsyncIterator[Served]:
-    yield tool_server
-    tool_server.engine.reset()
 
 
 def joined(events: list[Any], index: int = 0) -> dict[str, Any]:
@@ -81,9 +53,9 @@ def joined(events: list[Any], index: int = 0) -> dict[str, Any]:
     return message | {"tool_calls": [{k: v for k, v in call.items() if k != "index"} for call in calls]}
 
 
-async def test_an_answer_is_text_reasoning_and_calls_whole_and_streamed(server: Served) -> None:
-    server.engine.said = ANSWER.encode()
-    whole = (await server.ask(CHAT, {**ASKED, "n": 2})).json
+async def test_an_answer_is_text_reasoning_and_calls_whole_and_streamed(tool_served: Served) -> None:
+    tool_served.engine.said = ANSWER.encode()
+    whole = (await tool_served.ask(CHAT, {**ASKED, "n": 2})).json
     for choice in whole["choices"]:
         message = choice["message"]
         assert (message["content"], message["reasoning_content"]) == ("I look.", "Hm.")
@@ -94,23 +66,23 @@ async def test_an_answer_is_text_reasoning_and_calls_whole_and_streamed(server: 
         assert choice["finish_reason"] == "tool_calls"
     ids = [call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
     assert len({*ids}) == 4
-    events = (await server.ask(CHAT, {**ASKED, "n": 2, "stream": True})).events
+    events = (await tool_served.ask(CHAT, {**ASKED, "n": 2, "stream": True})).events
     for index in (0, 1):
         assert joined(events, index) == whole["choices"][index]["message"]
     assert [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]] == ["tool_calls"] * 2
 
 
-async def test_without_calls_nothing_but_the_text_is_there(server: Served) -> None:
-    server.engine.said = b"Hello <b>"
-    choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
+async def test_without_calls_nothing_but_the_text_is_there(tool_served: Served) -> None:
+    tool_served.engine.said = b"Hello <b>"
+    choice = (await tool_served.ask(CHAT, ASKED)).json["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "Hello <b>"}
     assert choice["finish_reason"] == "stop"
 
 
-async def test_openai_s_client_and_its_stream_helper_read_calls(server: Served) -> None:
-    server.engine.said = ANSWER.encode()
+async def test_openai_s_client_and_its_stream_helper_read_calls(tool_served: Served) -> None:
+    tool_served.engine.said = ANSWER.encode()
     asked: Any = {"model": "fake", **ASKED}
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none") as client:
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{tool_served.port}/v1", api_key="none") as client:
         whole = await client.chat.completions.create(**asked)
         async with client.chat.completions.stream(**asked) as stream:
             final = await stream.get_final_completion()
@@ -121,65 +93,67 @@ async def test_openai_s_client_and_its_stream_helper_read_calls(server: Served) 
     assert [call.id for call in found.tool_calls or ()] == [call.id for call in told.tool_calls or ()]
 
 
-async def test_a_stream_that_is_cut_anywhere_goes_on_to_the_same_bytes(server: Served) -> None:
-    server.engine.said = ANSWER.encode()
+async def test_a_stream_that_is_cut_anywhere_goes_on_to_the_same_bytes(tool_served: Served) -> None:
+    tool_served.engine.said = ANSWER.encode()
     asked = {**ASKED, "return_token_ids": True}
-    whole = (await server.ask(CHAT, asked)).json["choices"][0]["message"]
-    events = (await server.ask(CHAT, {**asked, "stream": True})).events
+    whole = (await tool_served.ask(CHAT, asked)).json["choices"][0]["message"]
+    events = (await tool_served.ask(CHAT, {**asked, "stream": True})).events
     for length in range(0, len(ANSWER), 7):
         held = events[: length + 1]  # the first has the role alone
         ids = [token_id for event in held for token_id in event["choices"][0].get("token_ids", [])]
         assert ANSWER.encode().startswith(bytes(ids))
         resumed = {**asked, "stream": True, "resume": {"token_ids": ids}}
-        _, *rest = (await server.ask(CHAT, resumed)).events
+        _, *rest = (await tool_served.ask(CHAT, resumed)).events
         assert joined(held + rest) == whole
         assert rest[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_an_answer_that_its_length_cuts_has_what_there_is(server: Served) -> None:
-    server.engine.said = ANSWER.encode()
+async def test_an_answer_that_its_length_cuts_has_what_there_is(tool_served: Served) -> None:
+    tool_served.engine.said = ANSWER.encode()
     limit = ANSWER.index("Bern") + 2
-    choice = (await server.ask(CHAT, {**ASKED, "max_tokens": limit})).json["choices"][0]
+    choice = (await tool_served.ask(CHAT, {**ASKED, "max_tokens": limit})).json["choices"][0]
     assert choice["finish_reason"] == "length"
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"city": "Be']
 
 
-async def test_the_template_is_shown_tools_and_earlier_calls(server: Served) -> None:
+async def test_the_template_is_shown_tools_and_earlier_calls(tool_served: Served) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     history = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "noon <tool_call>"},
     ]
     messages = [*ASKED["messages"], *history]
-    await server.ask(CHAT, {**ASKED, "messages": messages, "tool_choice": "auto", "max_tokens": 1})
-    prompt = server.handler.tokenizer.decode(server.engine.requests[-1].prompt_ids)
+    await tool_served.ask(CHAT, {**ASKED, "messages": messages, "tool_choice": "auto", "max_tokens": 1})
+    prompt = tool_served.handler.tokenizer.decode(tool_served.engine.requests[-1].prompt_ids)
     assert prompt.startswith(f"{json.dumps(WEATHER)}<eos>{json.dumps(TIME)}<eos>user:hi")
     assert 'assistant:\n<tool_call>{"name": "time", "arguments": {}}</tool_call>' in prompt
     assert "tool:noon" in prompt
     for nothing in ({"tool_choice": "none"}, {"tools": []}):
-        await server.ask(CHAT, {**ASKED, **nothing, "max_tokens": 1})
-        assert server.handler.tokenizer.decode(server.engine.requests[-1].prompt_ids).startswith("user:hi")
+        await tool_served.ask(CHAT, {**ASKED, **nothing, "max_tokens": 1})
+        assert tool_served.handler.tokenizer.decode(tool_served.engine.requests[-1].prompt_ids).startswith(
+            "user:hi"
+        )
 
 
-async def test_a_reasoning_that_the_prompt_has_begun_is_one(server: Served) -> None:
-    server.engine.said = b"Hm.</think>Yes."
+async def test_a_reasoning_that_the_prompt_has_begun_is_one(tool_served: Served) -> None:
+    tool_served.engine.said = b"Hm.</think>Yes."
     thinks = {"chat_template_kwargs": {"thinks": True}}
-    message = (await server.ask(CHAT, {**ASKED, **thinks})).json["choices"][0]["message"]
+    message = (await tool_served.ask(CHAT, {**ASKED, **thinks})).json["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
-    message = (await server.ask(CHAT, {**ASKED, **thinks, "add_generation_prompt": False})).json["choices"][0][
-        "message"
-    ]
+    message = (await tool_served.ask(CHAT, {**ASKED, **thinks, "add_generation_prompt": False})).json["choices"][
+        0
+    ]["message"]
     assert message["content"] == "Hm.</think>Yes."
 
 
-async def test_a_call_that_is_required_has_a_form(server: Served) -> None:
+async def test_a_call_that_is_required_has_a_form(tool_served: Served) -> None:
     """Which reaches the engine as a filter; one that may be made has none."""
     for choice, is_formed in (("required", True), (NAMED, True), ("auto", False), ("none", False), (None, False)):
-        await server.ask(CHAT, {**ASKED, "tool_choice": choice, "max_tokens": 1})
-        assert (server.engine.filters[-1] is not None) == is_formed, choice
+        await tool_served.ask(CHAT, {**ASKED, "tool_choice": choice, "max_tokens": 1})
+        assert (tool_served.engine.filters[-1] is not None) == is_formed, choice
     strict = {"type": "function", "function": {**TIME["function"], "strict": True}}
-    await server.ask(CHAT, {**ASKED, "tools": [strict], "max_tokens": 1})
-    assert server.engine.filters[-1] is not None
+    await tool_served.ask(CHAT, {**ASKED, "tools": [strict], "max_tokens": 1})
+    assert tool_served.engine.filters[-1] is not None
 
 
 OLDER: dict[str, Any] = {
@@ -190,13 +164,13 @@ OLDER: dict[str, Any] = {
 }
 
 
-async def test_the_older_form_has_one_call(server: Served) -> None:
-    server.engine.said = ANSWER.encode()
-    choice = (await server.ask(CHAT, OLDER)).json["choices"][0]
+async def test_the_older_form_has_one_call(tool_served: Served) -> None:
+    tool_served.engine.said = ANSWER.encode()
+    choice = (await tool_served.ask(CHAT, OLDER)).json["choices"][0]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
     assert "tool_calls" not in choice["message"]
-    events = (await server.ask(CHAT, {**OLDER, "stream": True})).events
+    events = (await tool_served.ask(CHAT, {**OLDER, "stream": True})).events
     pieces = [
         e["choices"][0]["delta"]["function_call"] for e in events if "function_call" in e["choices"][0]["delta"]
     ]
@@ -226,18 +200,20 @@ async def test_the_older_form_has_one_call(server: Served) -> None:
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
 )
-async def test_a_refusal_names_the_field(server: Served, body: dict[str, Any], param: str) -> None:
-    status, named, message = await server.refusal(CHAT, **{**ASKED, **body})
+async def test_a_refusal_names_the_field(tool_served: Served, body: dict[str, Any], param: str) -> None:
+    status, named, message = await tool_served.refusal(CHAT, **{**ASKED, **body})
     assert (status, named) == (400, param), message
-    assert server.engine.requests == []
+    assert tool_served.engine.requests == []
 
 
-async def test_a_schema_that_cannot_be_forced_is_refused_with_its_tool(server: Served) -> None:
+async def test_a_schema_that_cannot_be_forced_is_refused_with_its_tool(tool_served: Served) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
-    status, named, message = await server.refusal(CHAT, **{**ASKED, "tools": [wrong], "tool_choice": "required"})
+    status, named, message = await tool_served.refusal(
+        CHAT, **{**ASKED, "tools": [wrong], "tool_choice": "required"}
+    )
     assert (status, named) == (400, "tools")
     assert "at /properties/a/not: the parameters of 'f': the keyword 'not' is not enforced here" in message
-    assert (await server.ask(CHAT, {**ASKED, "tools": [wrong], "max_tokens": 1})).status == 200
+    assert (await tool_served.ask(CHAT, {**ASKED, "tools": [wrong], "max_tokens": 1})).status == 200
 
 
 async def test_a_template_without_a_known_format_refuses_tools_that_may_be_called(served: Served) -> None:
@@ -255,7 +231,7 @@ async def test_the_operator_s_format_counts(tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("template") / "plain.jinja"
     path.write_text("{{ messages[0].content }}")
     async with served_http(
-        FakeEngine(BIG), chat_template=path, tool_format="mistral", reasoning_format="none"
+        FakeEngine(ROOMY), chat_template=path, tool_format="mistral", reasoning_format="none"
     ) as served:
         served.engine.said = b'<think>a</think>[TOOL_CALLS] [{"name": "time"}]'
         message = (await served.ask(CHAT, ASKED)).json["choices"][0]["message"]

@@ -22,7 +22,8 @@ RUN version=$(sed -n 's/^torch==//p' constraints.txt) \
  && if [ "$TORCH" = cpu ]; then version="$version+cpu"; fi \
  && /opt/ppserve/bin/pip install -c constraints.txt "torch==$version" \
  || { echo "no such build of torch: see PIP_EXTRA_INDEX_URL in the Dockerfile" >&2; exit 1; }
-COPY pyproject.toml README.md LICENSE parallel_state.py ./
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY protos protos
 COPY ppserve ppserve
 RUN /opt/ppserve/bin/pip install -c constraints.txt ".[hub]"
 

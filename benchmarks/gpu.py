@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import parallel_state
 from ppserve import Pipeline
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, sublayer_params
 from ppserve.core.partition import decode_parts
@@ -44,6 +43,7 @@ from ppserve.model.decoder import load_stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.loaded import cached
 from ppserve.model.selftest import check_determinism
+from ppserve.stage import parallel_state
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, create_transport
 from tests.architectures import gpt2 as gpt2_architecture

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import parallel_state
 from ppserve.core.plan import Slice, StepPlan
+from ppserve.stage import parallel_state
 from ppserve.stage.transport import Frames, Transport, connect, create_transport
 from tests.worlds import World
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parallel_state as ps
-from parallel_state import RankGrid
-from ppserve.core.grid import RankPlace
+from ppserve.core.grid import RankGrid, RankPlace
 from tests.worlds import World
 
 sizes = st.integers(1, 9)

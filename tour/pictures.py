@@ -31,7 +31,7 @@ class Pictures:
         try:
             import matplotlib
         except ImportError:
-            raise TourError("--plot needs matplotlib: pip install 'ppserve[plot]'") from None
+            raise TourError("--plot needs matplotlib: pip install matplotlib") from None
         matplotlib.use("agg")
         self._directory = directory
         try:

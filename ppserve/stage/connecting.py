@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-import parallel_state
 from ppserve import wire
 from ppserve.errors import TransportError
 from ppserve.process.network import GLOO_INTERFACE, family_of, interface_of, interfaces, is_loopback
+from ppserve.stage import parallel_state
 from ppserve.stage.link import HeadLink
 from ppserve.stage.transport import Frames, Transport, create_gather, create_transport, kind_of
 from ppserve.stage.transport.gather import NoGather, StageGather, connect_ranks

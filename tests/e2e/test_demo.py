@@ -101,7 +101,7 @@ def test_what_cannot_be_used_here_is_named(
     in_use, not_writable, missing = capfd.readouterr().err.splitlines()
     assert in_use.startswith(f"demo: --port: {port} cannot be used: ")
     assert not_writable.startswith(f"demo: --plot: cannot write to {folder}: ")
-    assert missing == "demo: --plot needs matplotlib: pip install 'ppserve[plot]'"
+    assert missing == "demo: --plot needs matplotlib: pip install matplotlib"
 
 
 def test_ranks_end_together() -> None:

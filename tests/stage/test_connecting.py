@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_state import ParallelGroup
 from ppserve import wire
 from ppserve.config import TRANSPORTS
 from ppserve.core.architecture import Cut, Split, StageLayout, stage_layouts
@@ -32,6 +31,7 @@ from ppserve.stage.connecting import (
 )
 from ppserve.stage.device import DeviceSetup
 from ppserve.stage.link import HeadLink
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport import KINDS, Frames, create_transport
 from ppserve.stage.transport.gather import GroupGather
 from ppserve.stage.transport.point_to_point import GroupBackend, PointToPoint

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import parallel_state
 from ppserve.core.architecture import Cut, StageLayout
 from ppserve.errors import TransportError
 from ppserve.model.cpu.kernels.atomics import SLEEPERS
 from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
 from ppserve.model.inputs import Gather
 from ppserve.model.stock import TorchBackend
+from ppserve.stage import parallel_state
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import create_gather
 from ppserve.stage.transport.gather import MemoryGather, NoGather, StageGather, connect_ranks

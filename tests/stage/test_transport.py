@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
 from ppserve.stage.device import DeviceSetup
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport import Frames, Transport, connect
 from ppserve.stage.transport.nccl import NcclBackend, NcclStreamBackend
 from ppserve.stage.transport.point_to_point import GroupBackend, PointToPoint

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub, by id: from the local cache when they are there, else downloaded.
 
-Needs the extra `ppserve[hub]`; imported only when an id is asked for. It fetches the weights in one format, the
-configuration and the tokenizer, with huggingface-hub's progress bars.
+Needs the package huggingface-hub (the extra `hub`); imported only when an id is asked for. It fetches the weights
+in one format, the configuration and the tokenizer, with huggingface-hub's progress bars.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def fetch(model: str, weights: bool = True) -> Path:
         import huggingface_hub as hub
         from huggingface_hub import errors
     except ImportError as error:
-        problem = "no such file or directory, and hub ids need the hub extra: pip install 'ppserve[hub]'"
+        problem = "no such file or directory, and hub ids need a package: pip install huggingface-hub"
         raise CheckpointError(model, problem) from error
     cached = hub.try_to_load_from_cache(model, REQUIRED)
     if isinstance(cached, str) and (not weights or _has_weights(Path(cached).parent)):

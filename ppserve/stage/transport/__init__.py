@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport import nccl
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
 from ppserve.stage.transport.gather import GroupGather, StageGather, connect_shared_memory

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from parallel_state import ParallelGroup
 from ppserve.core.architecture import Cut
 from ppserve.errors import TransportError
 from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
 from ppserve.model.inputs import Alone, Gather
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport.point_to_point import GroupBackend, GroupUser
 from ppserve.stage.transport.shm import accept, dial, listen, no_name
 

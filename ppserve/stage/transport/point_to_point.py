@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallel_state import ParallelGroup
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 

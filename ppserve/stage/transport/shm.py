@@ -21,10 +21,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from parallel_state import ParallelGroup
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
 from ppserve.process.network import is_of_this_user
+from ppserve.stage.parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 _MEET_TIMEOUT_S = 20.0

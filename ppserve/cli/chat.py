@@ -15,7 +15,7 @@ from ppserve.cli.chat_commands import Commands, EndOfChat
 from ppserve.cli.chat_server import ChatServer, ServedModel, parse_url
 from ppserve.cli.chat_stages import StagesLine
 from ppserve.cli.client import API_KEY_FILE, api_key
-from ppserve.cli.dialogue import Dialogue, Screen
+from ppserve.cli.dialogue import THINKING, Dialogue, Screen
 from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, FILE, TEXT, Number, Parsed
 from ppserve.errors import PpserveError
@@ -28,15 +28,31 @@ _PENALTY = 1.1
 class PlainScreen:
     """Answers go to standard output as they are, everything else to standard error."""
 
+    def __init__(self) -> None:
+        self._is_thinking = False
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         try:
             yield
         finally:
+            self._end_thought()
             say("")
 
     def write(self, text: str) -> None:
+        self._end_thought()
         say(text, end="")
+
+    def think(self, text: str) -> None:
+        if not self._is_thinking:
+            text = f"{THINKING} {text.lstrip()}"
+        self._is_thinking = True
+        click.echo(text, nl=False, err=True)
+
+    def _end_thought(self) -> None:
+        if self._is_thinking:
+            click.echo(err=True)
+        self._is_thinking = False
 
     def note(self, text: str) -> None:
         click.echo(text, err=True)

@@ -23,6 +23,8 @@ _SETTINGS: dict[str, click.ParamType[Any]] = {
     "max_tokens": COUNT,
     **{name: Number(*RANGES[name]) for name in _NUMBERS},
     **{name: click.IntRange(int(RANGES[name][0]), int(RANGES[name][1])) for name in ("top_k", "seed")},
+    "thinking": click.Choice(("on", "off")),
+    "reasoning_effort": TEXT,
 }
 
 
@@ -86,7 +88,7 @@ class Commands:
         try:
             settings[name] = _SETTINGS[name](value.strip())
         except click.BadParameter as error:
-            raise PpserveError(f"{name}: {error.format_message()}") from None
+            raise PpserveError(f"{name}: {error.message}") from None
         return f"{name} is now {settings[name]}"
 
     def show(self, _argument: str) -> str:
@@ -98,17 +100,17 @@ class Commands:
     def save(self, argument: str) -> str:
         if not argument:
             raise PpserveError("/save FILE needs the name of a file")
-        path, messages = Path(argument), self._dialogue.messages()
+        path, body = Path(argument), self._dialogue.body()
         try:
             path = path.expanduser()
             with path.open("x", encoding="utf-8") as file:
-                json.dump({**self._dialogue.settings, "messages": messages}, file, indent=2, ensure_ascii=False)
+                json.dump(body, file, indent=2, ensure_ascii=False)
                 file.write("\n")
         except OSError as error:
             raise PpserveError(f"{path}: {error.strerror}") from None
         except (RuntimeError, ValueError) as error:  # no such user, a name that cannot be one
             raise PpserveError(f"{path}: {error}") from None
-        return f"{counted(len(messages), 'message')} written to {path}, as the body of a request"
+        return f"{counted(len(body['messages']), 'message')} written to {path}, as the body of a request"
 
     def retry(self, _argument: str) -> str:
         if not self._dialogue.ask_again():
@@ -120,6 +122,13 @@ class Commands:
         if question is None:
             raise PpserveError("there is nothing to undo")
         return f"forgotten, with its answer: {question}"
+
+    def thinking(self, _argument: str) -> str:
+        dialogue = self._dialogue
+        dialogue.shows_thoughts = not dialogue.shows_thoughts
+        if dialogue.shows_thoughts:
+            return "what the model thinks is shown; /set thinking off asks it to answer at once"
+        return "what the model thinks is not shown any more; /thinking shows it"
 
     def stages(self, _argument: str) -> str:
         return self._toggle_stages()
@@ -137,6 +146,7 @@ COMMANDS = (
     Command("/save", "FILE", "Write the conversation to a new file, as JSON.", Commands.save),
     Command("/retry", "", "Ask the last question again.", Commands.retry),
     Command("/undo", "", "Forget the last question and its answer.", Commands.undo),
+    Command("/thinking", "", "Show what the model thinks before it answers, or hide it.", Commands.thinking),
     Command("/stages", "", "Show what each stage of the pipeline does, or hide it.", Commands.stages),
     Command("/quit", "", "End the chat, as Ctrl-D does.", Commands.quit),
 )

@@ -19,6 +19,8 @@ _READS_WITHIN_S = 120.0
 _FIRST_ANSWER_WITHIN_S = 10.0
 _TRY_AGAIN = (429, 502, 503)
 _NOT_ALLOWED = (401, 403)
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning")
+"""Servers have one of these names for what the model thinks. A message is sent back with its server's."""
 
 
 class Lost(Exception):
@@ -35,6 +37,14 @@ class ServedModel:
     is_ppserve: bool
 
 
+@dataclass(frozen=True, slots=True)
+class NewText:
+    """What one event adds to an answer: what the model thinks, then what it says."""
+
+    thought: str
+    said: str
+
+
 class ReceivedAnswer:
     """One answer as far as it was received. Its seed and token ids continue it after a server's restart."""
 
@@ -42,6 +52,10 @@ class ReceivedAnswer:
         self._body = {**body, "stream": True, "return_token_ids": True}
         self.ids: list[int] = []
         self.text = ""
+        self.thought = ""
+        self.calls: list[dict[str, Any]] = []
+        """The calls of tools, as OpenAI's messages have them."""
+        self._thought_field = _THOUGHT_FIELDS[0]
         self.finish_reason: str | None = None
         self.num_tokens = 0
 
@@ -49,27 +63,54 @@ class ReceivedAnswer:
     def is_complete(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.thought or self.calls)
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the next request. Templates may show what the model thought and called."""
+        thought = {self._thought_field: self.thought} if self.thought else {}
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": "assistant", "content": self.text, **thought, **calls}
+
     def body(self) -> dict[str, Any]:
         """The JSON of the next request, which continues the answer where it has tokens."""
         return {**self._body, "resume": {"token_ids": self.ids}} if self.ids else self._body
 
-    def add(self, event: dict[str, Any]) -> str:
+    def add(self, event: dict[str, Any]) -> NewText:
         """Record an event and return its new text. Raises Lost for one that says that the stream failed."""
         if "error" in event:
             raise Lost(event["error"].get("message", "the stream failed"))
         if "seed" in event:
             self._body["seed"] = event["seed"]
-        new = ""
+        said = thought = ""
         for choice in event.get("choices", ()):
-            text = choice["delta"].get("content") or ""
-            new += text
+            delta = choice["delta"]
+            pieces = delta.get("tool_calls") or []
+            field = next((name for name in _THOUGHT_FIELDS if delta.get(name)), self._thought_field)
+            self._thought_field = field
+            new_said, new_thought = delta.get("content") or "", delta.get(field) or ""
+            said += new_said
+            thought += new_thought
+            for piece in pieces:
+                self._add_call(piece)
             ids = choice.get("token_ids") or []
             self.ids += ids
             # Servers that send no ids send about one token an event.
-            self.num_tokens += len(ids) if ids or not text else 1
+            has_some = bool(new_said or new_thought or pieces)
+            self.num_tokens += len(ids) if ids or not has_some else 1
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.text += new
-        return new
+        self.text += said
+        self.thought += thought
+        return NewText(thought, said)
+
+    def _add_call(self, piece: dict[str, Any]) -> None:
+        """Record a call's beginning, which has its name, or further text of its arguments."""
+        place, function = piece.get("index", len(self.calls)), piece["function"]
+        if place == len(self.calls):
+            begun = {"name": function["name"], "arguments": ""}
+            self.calls.append({"id": piece.get("id") or str(place), "type": "function", "function": begun})
+        self.calls[place]["function"]["arguments"] += function.get("arguments") or ""
 
 
 class ChatServer:
@@ -110,7 +151,7 @@ class ChatServer:
         except (AttributeError, LookupError, TypeError, ValueError):
             return None
 
-    def texts(self, answer: ReceivedAnswer) -> Iterator[str]:
+    def texts(self, answer: ReceivedAnswer) -> Iterator[NewText]:
         """Yield the text that each event adds. Raises Lost where trying again may help, else PpserveError."""
         with closing(self._connect(timeout=_READS_WITHIN_S)) as connection:
             try:
@@ -157,7 +198,7 @@ class ChatServer:
         """The error's own text is not shown: it may be bytes of another protocol."""
         return f"{self.url}: no HTTP answer ({type(error).__name__}); give the server's HTTP port"
 
-    def _read(self, event: bytes, answer: ReceivedAnswer) -> str:
+    def _read(self, event: bytes, answer: ReceivedAnswer) -> NewText:
         try:
             return answer.add(json.loads(event))
         except (AttributeError, LookupError, TypeError, ValueError):

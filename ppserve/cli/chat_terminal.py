@@ -27,8 +27,11 @@ from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
 from rich.text import Text
 
+from ppserve.cli.dialogue import THINKING
+
 _QUOTES = '"""'
 _ERASE_BELOW = "\x1b[J"
+_DIM = ("\x1b[2m", "\x1b[22m")
 _JOINERS = "\u200c\u200d"  # of letters, and of the parts of a picture
 _MOST_TYPED = 1 << 20  # characters
 _REFRESH_S = 0.5
@@ -98,6 +101,7 @@ class Terminal:
         )
         self._stages_line = stages_line
         self._wrap = WordWrap()
+        self._is_thinking = False
         self._typed = ""
 
     def messages(self) -> Iterator[str]:
@@ -118,6 +122,7 @@ class Terminal:
     @contextmanager
     def answering(self) -> Iterator[None]:
         self._wrap = WordWrap()
+        self._is_thinking = False
         stop_reads, stop_writes = os.pipe()
         self._output.enable_bracketed_paste()
         self._output.flush()
@@ -135,8 +140,20 @@ class Terminal:
         self._output.flush()
 
     def write(self, text: str) -> None:
+        # A blank line tells the answer from the thoughts where a terminal cannot show dim letters.
+        gap = "\n" * (1 + (self._wrap.column > 0)) if self._is_thinking else ""
+        self._is_thinking = False
+        self._write(gap + text)
+
+    def think(self, text: str) -> None:
+        if not self._is_thinking:
+            text = "\n" * (self._wrap.column > 0) + f"{THINKING} {text.lstrip()}"
+        self._is_thinking = True
+        self._write(text, *_DIM)
+
+    def _write(self, text: str, begin_style: str = "", end_style: str = "") -> None:
         width = self._output.get_size().columns
-        shown = self._wrap.add(text, width)
+        shown = begin_style + self._wrap.add(text, width) + end_style
         if line := self._stages_line():
             below = f"\n{line[: width - 1]}\x1b[A\r" + f"\x1b[{self._wrap.column}C" * (self._wrap.column > 0)
             shown = _ERASE_BELOW + shown + below

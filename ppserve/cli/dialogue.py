@@ -9,8 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-from ppserve.cli.chat_server import ChatServer, Lost, ReceivedAnswer
+from ppserve.cli.chat_server import ChatServer, Lost, NewText, ReceivedAnswer
 from ppserve.errors import PpserveError
+
+THINKING = "[thinking]"
+"""What screens show before the model's thoughts."""
 
 _PAUSE_S = 0.5
 
@@ -23,6 +26,9 @@ class Screen(Protocol):
 
     def write(self, text: str) -> None:
         """Show the next text of the answer."""
+
+    def think(self, text: str) -> None:
+        """Show the next text of what the model thinks before it answers; an empty text: that it thinks."""
 
     def note(self, text: str) -> None:
         """Show what is no part of the answer, on lines of its own."""
@@ -69,7 +75,8 @@ class Dialogue:
         self.settings: dict[str, Any] = {}
         self.system: str | None = None
         self.shows_timings = False
-        self.history: list[dict[str, str]] = []
+        self.shows_thoughts = True
+        self.history: list[dict[str, Any]] = []
         """Questions and answers in turn."""
 
     def ask(self, text: str) -> bool:
@@ -87,11 +94,11 @@ class Dialogue:
         self._ask(question["content"], earlier)
         return self.history is not before
 
-    def _ask(self, text: str, earlier: list[dict[str, str]]) -> bool:
+    def _ask(self, text: str, earlier: list[dict[str, Any]]) -> bool:
         """Ask behind the messages `earlier`. They, the question and its answer become the history, unless nothing
         was answered."""
         question = {"role": "user", "content": text}
-        answer = ReceivedAnswer({**self.settings, "messages": [*self._instructions(), *earlier, question]})
+        answer = ReceivedAnswer(self._body([*earlier, question]))
         begun_s = time.monotonic()
         first_s: float | None = None
         problem: str | None = None
@@ -103,7 +110,7 @@ class Dialogue:
                     for new in self._texts(answer):
                         if first_s is None:
                             first_s = time.monotonic() - begun_s
-                        self._screen.write(new)
+                        self._show(new)
                     self._interrupts.disarm()
                 except KeyboardInterrupt:
                     was_stopped = True
@@ -113,30 +120,42 @@ class Dialogue:
             if problem is not None:
                 self._screen.problem(problem)
             self._explain_end(answer, was_stopped)
-            if not answer.text and not answer.is_complete:
+            if answer.is_empty and not answer.is_complete:
                 return problem is None
-            self.history = [*earlier, question, {"role": "assistant", "content": answer.text}]
+            self.history = [*earlier, question, answer.message()]
             if self.shows_timings:
                 self._show_timings(answer.num_tokens, first_s or 0.0, time.monotonic() - begun_s)
         return problem is None
 
-    def messages(self) -> list[dict[str, str]]:
-        """All messages, with the system's before the others."""
-        return [*self._instructions(), *self.history]
+    def body(self) -> dict[str, Any]:
+        """The settings and all messages, as the body of a request."""
+        return self._body(self.history)
 
-    def _instructions(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.system}] if self.system else []
+    def _body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        settings = dict(self.settings)
+        if (thinking := settings.pop("thinking", None)) is not None:
+            settings["chat_template_kwargs"] = {"enable_thinking": thinking == "on"}
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        return {**settings, "messages": [*instructions, *messages]}
+
+    def _show(self, new: NewText) -> None:
+        if new.thought:
+            self._screen.think(new.thought if self.shows_thoughts else "")
+        if new.said:
+            self._screen.write(new.said)
 
     def take_back(self) -> str | None:
         """Forget the last question with its answer, and return the question; None where there is none."""
         if not self.history:
             return None
-        question = self.history[-2]["content"]
+        question: str = self.history[-2]["content"]
         del self.history[-2:]
         return question
 
     def _explain_end(self, answer: ReceivedAnswer, was_stopped: bool) -> None:
-        """Say why an answer ends before the model ended it."""
+        """Say what the model calls, and why an answer ends before the model ended it."""
+        for call in answer.calls:
+            self._screen.note(f"[the model calls {call['function']['name']}({call['function']['arguments']})]")
         if was_stopped:
             self._screen.note("[broken off here by Ctrl-C]")
         elif answer.finish_reason == "length":
@@ -145,20 +164,21 @@ class Dialogue:
             why = "the context is full; /reset begins anew" if is_full else "/set max_tokens N allows more"
             self._screen.note(f"[broken off here after {answer.num_tokens} tokens: {why}]")
 
-    def _texts(self, answer: ReceivedAnswer) -> Iterator[str]:
+    def _texts(self, answer: ReceivedAnswer) -> Iterator[NewText]:
         """Yield the answer's texts up to its end. While the server cannot be reached, the request is repeated."""
         until_s: float | None = None
         while not answer.is_complete:
             try:
-                for new in filter(None, self._server.texts(answer)):
-                    until_s = None
-                    yield new
+                for new in self._server.texts(answer):
+                    if new.thought or new.said:
+                        until_s = None
+                        yield new
                 if not answer.is_complete:
                     raise Lost("the stream ended too early")
             except Lost as error:
                 if answer.is_complete:
                     break
-                if answer.text and not answer.ids:
+                if not answer.is_empty and not answer.ids:
                     raise PpserveError(f"the answer broke off: {error}") from None
                 if until_s is None:
                     until_s = time.monotonic() + self._retry_s

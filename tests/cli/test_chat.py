@@ -192,6 +192,69 @@ def test_an_answer_without_ids_that_breaks_off_is_kept_as_far_as_it_came() -> No
     assert [m["content"] for m in bodies[3]["messages"]] == ["a", "one two ", "b", "end", "c", "one ", "d"]
 
 
+def thought(text: str, field: str = "reasoning_content") -> bytes:
+    return plain(delta={field: text})
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_no_part_of_what_is_printed_and_go_back_under_their_name(field: str) -> None:
+    thinks = saying(thought("\nHm,", field), thought(" so.", field), ONE, TWO, STOP)
+    cut = saying(thought("Hm", field), plain(delta={}, finish_reason="length"))
+    with answering(thinks, cut, SHORT) as (url, bodies):
+        done = chat(url, "a\nb\n/thinking\nc\n", "--timings")
+    assert done.stdout == "one two \n\nend\n"
+    first, timing, second, why, *_ = done.stderr.splitlines()
+    assert (first, second) == ("[thinking] Hm, so.", "[thinking] Hm")
+    assert timing.startswith("[4 tokens in ")
+    assert why.startswith("[broken off here after 1 tokens")
+    assert bodies[2]["messages"] == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one two ", field: "\nHm, so."},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "", field: "Hm"},
+        {"role": "user", "content": "c"},
+    ]
+
+
+def test_thinking_is_asked_for_or_not_and_shown_or_not() -> None:
+    thinks = saying(thought("Hm"), ONE, STOP)
+    with answering(thinks, thinks, thinks) as (url, bodies):
+        done = chat(url, "/set thinking off\n/thinking\na\n/set thinking on\nb\n/set thinking\n/thinking\nc\n")
+        wrong = chat(url, "/set thinking maybe\n")
+    assert [body.get("chat_template_kwargs") for body in bodies] == [
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        None,
+    ]
+    assert all("thinking" not in body for body in bodies)
+    assert [line for line in done.stderr.splitlines() if line.startswith("[")] == [
+        "[thinking] ",
+        "[thinking] ",
+        "[thinking] Hm",
+    ]
+    assert "thinking: 'maybe' is not one of 'on', 'off'" in wrong.stderr
+
+
+def test_calls_are_told_and_kept_in_the_history() -> None:
+    def call(index: int, arguments: str, **begin: str) -> bytes:
+        named = {"name": begin.pop("name")} if begin else {}
+        piece = {"index": index, **begin, "function": {**named, "arguments": arguments}}
+        return plain(delta={"tool_calls": [piece]})
+
+    calls = [call(0, '{"a', id="x", name="look"), call(0, '": 1}'), call(1, "{}", id="y", name="wait")]
+    with answering(saying(ONE, *calls, plain(delta={}, finish_reason="tool_calls")), SHORT) as (url, bodies):
+        done = chat(url, "a\nb\n")
+    assert done.stderr.splitlines() == ['[the model calls look({"a": 1})]', "[the model calls wait({})]"]
+    assert bodies[1]["messages"][1] == {
+        "role": "assistant",
+        "content": "one ",
+        "tool_calls": [
+            {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}},
+            {"id": "y", "type": "function", "function": {"name": "wait", "arguments": "{}"}},
+        ],
+    }
+
+
 def test_what_is_no_event_is_shown_on_one_line_and_not_the_end() -> None:
     sent = ['{"error": "boom"}', '{"choices": null}', '{"choices": [{"index": 0}]}', "{nope", '{"é']
     with answering(*(saying(f"data: {event}\n\n".encode()) for event in sent), SHORT) as (url, bodies):

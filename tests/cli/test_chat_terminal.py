@@ -25,14 +25,15 @@ import pytest
 
 from ppserve.cli.chat_stages import render_stages
 from ppserve.cli.chat_terminal import WordWrap
-from tests.cli.test_chat import SHORT, answering, command, event, say, saying
+from tests.cli.test_chat import SHORT, answering, command, event, say, saying, thought
 
 _WITHIN_S = 30.0
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class OnTerminal:
-    """A chat on a terminal of its own. `shown` is what it wrote since the last text that was waited for."""
+    """A chat on a terminal of its own. `shown` is what it wrote since the last text that was waited for,
+    `all` what it wrote since it began, with the terminal's codes."""
 
     def __init__(self, url: str, home: Path, columns: int) -> None:
         self._terminal, theirs = pty.openpty()
@@ -42,7 +43,7 @@ class OnTerminal:
             command(url), stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
         )
         os.close(theirs)
-        self.shown = ""
+        self.shown = self.all = ""
 
     def until(self, text: str) -> str:
         """Read up to this text, and return what was written before it."""
@@ -50,7 +51,9 @@ class OnTerminal:
         while text not in (plain := _MOVES.sub("", self.shown)):
             if not select.select([self._terminal], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
                 raise AssertionError(f"no {text!r} in {self.shown!r}")
-            self.shown += os.read(self._terminal, 65536).decode()
+            written = os.read(self._terminal, 65536).decode()
+            self.shown += written
+            self.all += written
         before, _, self.shown = plain.partition(text)
         return before
 
@@ -110,7 +113,7 @@ def test_ctrl_c_ends_a_flood_at_once_and_what_was_pasted_meanwhile_is_the_next_m
     assert len(pasted) > 7000
     with answering(endless, SHORT) as (url, bodies), chatting(url, tmp_path) as chat:
         chat.type("go\r")
-        chat.until("and so")
+        chat.until("and so on")
         writing = threading.Thread(target=chat.type, args=(paste(pasted) + "\x03",))
         writing.start()
         chat.until("[broken off here by Ctrl-C]")
@@ -128,10 +131,12 @@ def test_ctrl_c_at_the_prompt_begins_the_message_anew(tmp_path: Path) -> None:
         chat.type("never mind")
         chat.until("never mind")
         chat.type("\x03")
+        chat.until("> never mind")  # the old prompt is drawn once more, before the new one
         chat.until(">")
         chat.type("no, this")
         chat.until("no, this")
         chat.process.send_signal(signal.SIGINT)
+        chat.until("> no, this")
         chat.until(">")
         chat.type("now\r")
         chat.until("end")
@@ -174,6 +179,27 @@ def test_a_terminal_shows_whole_words(tmp_path: Path) -> None:
         assert chat.until("[broken off here").split() == ["five", "six", "seven", "eight"]
 
 
+def test_thoughts_are_dim_and_a_blank_line_from_the_answer(tmp_path: Path) -> None:
+    thinks = [thought(piece) for piece in ("\nSo many", " words to", " think")]
+    answer = saying(*thinks, event("An ", [1]), event("answer.", [2], "stop"))
+    with answering(answer, answer) as (url, _), chatting(url, tmp_path, 22) as chat:
+        chat.type("hello\r")
+        chat.until("answer.")
+        shown = chat.all
+        for hidden in ("/thinking\r", "hello\r"):
+            chat.until(">")
+            chat.type(hidden)
+        assert "many" not in chat.until("answer.")
+    _, begin, rest = shown.partition("\x1b[2m[thinking]")
+    assert begin
+    *pieces, last = rest.split("\x1b[22m")
+    assert all("answer" not in piece for piece in pieces)
+    assert drawn("[thinking]" + "".join(pieces).replace("\x1b[2m", "").replace("\r", "")) == [
+        "[thinking] So many", "words to think",
+    ]  # fmt: skip
+    assert last.replace("\r", "").startswith("\n\nAn answer.")
+
+
 COMMANDS: list[tuple[str, str]] = [
     ("/help", "Ask the last question again."),
     ("/frobnicate", "there is no command /frobnicate"),
@@ -190,6 +216,9 @@ COMMANDS: list[tuple[str, str]] = [
     ("/save {home}/it.json", "File exists"),
     ("/undo", "forgotten, with its answer: hello"),
     ("/undo", "there is nothing to undo"),
+    ("/thinking", "what the model thinks is not shown any more"),
+    ("/set thinking off", "thinking is now off"),
+    ("/set thinking", "thinking is now the server's default"),
     ("/stages", "does not tell what its stages do"),
     ("/system", "there is no system message now"),
     ("/reset", "0 questions forgotten"),

@@ -20,7 +20,15 @@ from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody, ask, read_body
-from ppserve.head.api.http.conversation import AskedChat, Turn, call_of, lacking, reasoning_variables, to_messages
+from ppserve.head.api.http.conversation import (
+    AskedChat,
+    Turn,
+    call_of,
+    lacking,
+    read_arguments,
+    reasoning_variables,
+    to_messages,
+)
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.responses import JsonResponse, encode, event
 from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
@@ -337,7 +345,12 @@ def _content(block: AnswerBlock) -> Json:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": _signature(block.text)}
         case "call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}
+            return {
+                "type": "tool_use",
+                "id": block.call_id,
+                "name": block.name,
+                "input": read_arguments(block.text),
+            }
 
 
 def _signature(thought: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ppserve.core.request import Request
+from ppserve.head.api.answer_parts.answer_format import CUTS
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin, CallEnd, Part, Reasoning
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers, Json, told_seed
@@ -30,11 +29,7 @@ class AnswerBlock:
     text: str = ""  # of a call: its arguments, as JSON
     call_id: str = ""
     name: str = ""  # of the called function
-
-    @property
-    def arguments(self) -> Json:
-        """The arguments of a call as an object: where they are cut, or no JSON, the members that are whole."""
-        return dict(_whole_members(self.text))
+    is_whole: bool = False  # whether it has ended, and was not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +39,6 @@ class BlockChange:
     what: Literal["begins", "grows", "ends"]
     block: AnswerBlock
     text: str = ""  # by which it grows
-
-
-_JSON = json.JSONDecoder(strict=False)  # models write line ends in strings
-_BLANKS = re.compile(r"\s*")
-
-
-def _whole_members(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an object in JSON, as far as they are whole and can be written as UTF-8."""
-    at, end = _after_blanks(text, 0), "{"
-    while text[at : at + 1] == end and end != "}":
-        try:
-            name, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
-            at = _after_blanks(text, at)
-            if not isinstance(name, str) or text[at : at + 1] != ":":
-                return
-            value, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
-            encode((name, value))
-        except (ValueError, RecursionError):
-            return
-        at = _after_blanks(text, at)
-        end = text[at : at + 1]
-        if end not in (",", "}"):
-            return
-        yield name, value
-
-
-def _after_blanks(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    return at if found is None else found.end()
 
 
 class Blocks:
@@ -97,11 +63,16 @@ class Blocks:
             case CallEnd():
                 yield from self.end()
 
-    def end(self) -> Iterator[BlockChange]:
+    def end(self, is_whole: bool = True) -> Iterator[BlockChange]:
         """End the last block, if it is open."""
         if self._open is not None:
+            self._open.is_whole = is_whole
             yield BlockChange("ends", self._open)
             self._open = None
+
+    def end_answer(self, is_cut: bool) -> Iterator[BlockChange]:
+        """End the last block with the answer. A call that is open then lacks some of its arguments."""
+        yield from self.end(not is_cut and self._open is not None and self._open.kind != "call")
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
         if self._open is None or self._open.kind != kind:
@@ -137,7 +108,7 @@ class BlockAnswers(Answers):
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         ((_, self._newest),) = deltas
-        deque(self._changes(self._newest), maxlen=0)
+        deque((*self._changes(self._newest), *self._row.end_answer(self._is_cut)), maxlen=0)
         return encode(self._whole(self._newest))
 
     def events(self, _place: int, delta: Delta) -> Iterator[bytes]:
@@ -145,15 +116,20 @@ class BlockAnswers(Answers):
         for change in self._changes(delta):
             yield from self._block_events(change)
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the answer has ended where the model would not have ended it."""
+        return self._newest is not None and self._newest.last.finish in CUTS
+
     def _changes(self, delta: Delta) -> Iterator[BlockChange]:
         for part in delta.parts:
             if self._shows_reasoning or not isinstance(part, Reasoning):
                 yield from self._row.add(part)
 
     def ending(self) -> Iterator[bytes]:
-        for change in self._row.end():
-            yield from self._block_events(change)
         assert self._newest is not None, "a stream has a delta"
+        for change in self._row.end_answer(self._is_cut):
+            yield from self._block_events(change)
         yield from self._end_events(self._newest)
 
     def _whole(self, last: Delta) -> Json:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import quote
 
@@ -69,6 +70,12 @@ class Body(msgspec.Struct, kw_only=True):
 
     def keep(self, given: dict[str, Any]) -> None:
         """Keep what types do not name."""
+
+    @classmethod
+    def ignored(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the names of what is given and does nothing. given: a body of any content."""
+        known = {*cls.__struct_encode_fields__, *cls.unserved}
+        yield from (name for name, value in given.items() if name not in known and value is not None)
 
 
 class GenerationBody(Body, kw_only=True, dict=True):
@@ -198,6 +205,14 @@ class ChoicesBody(GenerationBody, kw_only=True):
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             yield Violation("stream_options", "only with stream")
 
+    @classmethod
+    def ignored(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().ignored(given)
+        options = given.get("stream_options")
+        for name in options if isinstance(options, dict) else ():
+            if name not in StreamOptions.__struct_fields__:
+                yield f"stream_options.{name}"
+
     @property
     def chooses(self) -> bool:
         """Whether some of the generated answers are not returned."""
@@ -307,7 +322,9 @@ async def read_body(request: Request, kind: type[B], handler: RequestHandler) ->
 
     def read() -> B:
         given = parse_json(content, coding in _GZIP)
-        request.state.ignored = _unknown(given, kind)
+        # In a form that fits a header.
+        names = [quote(name[:MAX_NAME_CHARS]) for name in islice(kind.ignored(given), MAX_NAMES)]
+        request.state.ignored = ", ".join(names)
         return to_body(given, kind)
 
     # The limit counts characters to tokenize; decoding JSON is some 16 times as fast.
@@ -353,15 +370,6 @@ def _with_integers(value: Any) -> Any:
         return list(map(_with_integers, value))
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**64
     return int(value) if is_whole else value
-
-
-def _unknown(given: Mapping[str, Any], kind: type[Body]) -> str:
-    """Return the first names of ignored fields, in a form that fits a header."""
-    known, options = {*kind.__struct_encode_fields__, *kind.unserved}, given.get("stream_options")
-    names = [name for name, value in given.items() if name not in known and value is not None]
-    if "stream_options" in known and isinstance(options, dict):
-        names += [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
-    return ", ".join(quote(name[:MAX_NAME_CHARS]) for name in names[:MAX_NAMES])
 
 
 def to_body(given: dict[str, Any], kind: type[B]) -> B:

@@ -13,7 +13,7 @@ from ppserve.errors import Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.conversation import AskedChat, ShownMessage, parsed_arguments
+from ppserve.head.api.http.conversation import AskedChat, ShownMessage, read_arguments
 from ppserve.head.api.http.tools import ToolBody, message_of
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
@@ -40,9 +40,8 @@ class CalledFunction(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
 
     @property
-    def parsed(self) -> dict[str, Any] | None:
-        """The arguments; None where they are no JSON object. An empty text is none."""
-        return self.arguments if isinstance(self.arguments, dict) else parsed_arguments(self.arguments)
+    def parsed(self) -> dict[str, Any]:
+        return self.arguments if isinstance(self.arguments, dict) else read_arguments(self.arguments)
 
 
 class ToolCall(msgspec.Struct):
@@ -67,11 +66,6 @@ class ChatMessage(msgspec.Struct):
             yield Violation(f"{place}.audio", "not served")
         if isinstance(self.content, list) and any(part.type != "text" for part in self.content):
             yield Violation(f"{place}.content", "only text is served")
-        for number, call in enumerate(self.tool_calls or ()):
-            if call.function.parsed is None:
-                yield Violation(f"{place}.tool_calls[{number}].function.arguments", "not a JSON object")
-        if self.function_call is not None and self.function_call.parsed is None:
-            yield Violation(f"{place}.function_call.arguments", "not a JSON object")
 
     def for_template(self) -> dict[str, Any]:
         """Return what transformers and vLLM give a template: null is absent, also as a part, the arguments of

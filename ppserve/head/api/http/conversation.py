@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
 from ppserve.head.api.chat_template import MAX_MESSAGES, NO_TEMPLATE, ROLES
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.responses import HttpError
+from ppserve.head.api.http.responses import HttpError, encode
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import GenerationOptions
 
@@ -58,12 +58,39 @@ def lacking(place: str, part: Any, needs: Mapping[str, Sequence[str]]) -> Iterat
             yield Violation(f"{place}.{name}", "missing")
 
 
-def parsed_arguments(text: str | None) -> dict[str, Any] | None:
-    """Return the arguments of a call that are given as JSON; None where they are no object. No text means none."""
-    try:
-        return msgspec.json.decode((text or "").strip() or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
+_JSON = json.JSONDecoder(strict=False)  # models write line ends in strings
+_BLANKS = re.compile(r"\s*")
+
+
+def read_arguments(text: str | None) -> dict[str, Any]:
+    """Return the arguments of a call that are given as JSON. Where that is cut, or no object, these are the
+    members that are whole: a conversation goes on with what its model has written."""
+    return dict(_whole_members(text or ""))
+
+
+def _whole_members(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of an object in JSON, as far as they are whole and can be written as UTF-8."""
+    at, end = _after_blanks(text, 0), "{"
+    while text[at : at + 1] == end and end != "}":
+        try:
+            name, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
+            at = _after_blanks(text, at)
+            if not isinstance(name, str) or text[at : at + 1] != ":":
+                return
+            value, at = _JSON.raw_decode(text, _after_blanks(text, at + 1))
+            encode((name, value))
+        except (ValueError, RecursionError):
+            return
+        at = _after_blanks(text, at)
+        end = text[at : at + 1]
+        if end not in (",", "}"):
+            return
+        yield name, value
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    return at if found is None else found.end()
 
 
 def reasoning_variables(thinks: bool | None, effort: str | None) -> dict[str, Any]:

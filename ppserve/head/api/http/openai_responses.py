@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import msgspec
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError, Violation
+from ppserve.head.api.answer_parts.tools import ToolChoice, Tooling
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
@@ -23,12 +25,24 @@ from ppserve.head.api.http.conversation import (
     Turn,
     call_of,
     lacking,
-    parsed_arguments,
+    read_arguments,
     reasoning_variables,
     to_messages,
 )
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
+from ppserve.head.api.http.response_tools import (
+    FUNCTION,
+    NAMESPACE,
+    ResponseTool,
+    ResponseToolChoice,
+    choice_of,
+    full_name,
+    functions_of,
+    ignored_tools,
+    tool_of,
+)
 from ppserve.head.api.http.responses import encode, event
+from ppserve.head.api.http.tools import CHOICES
 from ppserve.head.api.http.unserved import OF_RESPONSES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
@@ -42,6 +56,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "reasoning": (),
 }
 """The fields that an item of this type has. Other types are not served."""
+_PACKED = "ppserve:"
+_ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
@@ -90,6 +106,8 @@ class Item(msgspec.Struct):
     arguments: str | None = None
     output: Content | None = None
     summary: list[ContentPart] | None = None
+    namespace: str | None = None
+    encrypted_content: str | None = None
 
     def violations(self, place: str) -> Iterator[Violation]:
         yield from lacking(place, self, _NEEDS)
@@ -98,21 +116,36 @@ class Item(msgspec.Struct):
             for number, part in enumerate(given if isinstance(given, list) else ()):
                 if part.type not in _TEXTS or part.text is None:
                     yield Violation(f"{place}.{name}[{number}]", "only text is served")
-        if self.type == "function_call" and parsed_arguments(self.arguments) is None:
-            yield Violation(f"{place}.arguments", "not a JSON object")
 
     def turn(self, place: str) -> Turn:
         """Return the item as a turn of a conversation. A developer's word is the system's."""
         match self.type:
             case "function_call":
-                call = call_of(self.call_id or "", self.name or "", parsed_arguments(self.arguments) or {})
+                name = full_name(self.name or "", self.namespace)
+                call = call_of(self.call_id or "", name, read_arguments(self.arguments))
                 return Turn(field=place, role="assistant", calls=[call])
             case "function_call_output":
                 return Turn(field=place, role="tool", texts=_texts(self.output), result_of=self.call_id)
             case "reasoning":
-                return Turn(field=place, role="assistant", reasoning=_texts(self.content or self.summary))
+                thought = _texts(self.content) or _unpacked(self.encrypted_content) or _texts(self.summary)
+                return Turn(field=place, role="assistant", reasoning=thought)
         role = "system" if self.role == "developer" else self.role or ""
         return Turn(field=place, role=role, texts=_texts(self.content))
+
+
+def _packed(thought: str) -> str:
+    """Return what clients give back of a thought as its encrypted content. It is no secret: they were told it."""
+    return _PACKED + base64.b64encode(thought.encode()).decode()
+
+
+def _unpacked(packed: str | None) -> list[str]:
+    """Return the thought; none where another server has encrypted it."""
+    if packed is None or not packed.startswith(_PACKED):
+        return []
+    try:
+        return [base64.b64decode(packed.removeprefix(_PACKED), validate=True).decode()]
+    except ValueError:
+        return []
 
 
 class ReasoningEffort(msgspec.Struct):
@@ -133,6 +166,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
     max_tokens: int | None = msgspec.field(default=None, name="max_output_tokens")
     reasoning: ReasoningEffort | None = None
     text: TextConfig | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     store: bool | None = None
     """Nothing is stored, whatever it says: an answer says so."""
@@ -144,6 +180,25 @@ class ResponsesBody(GenerationBody, kw_only=True):
             yield from item.violations(f"input[{place}]")
         if _LOGPROBS in (self.include or ()):
             yield Violation("include", f"{_LOGPROBS} is not served")
+        for place, tool in enumerate(self.tools or ()):
+            yield from tool.violations(f"tools[{place}]")
+        if choice_of(self.tool_choice) is None:
+            yield Violation("tool_choice", f"not one of {', '.join(CHOICES)}, nor a function with its name")
+        yield from self.tooling.violations()
+
+    @property
+    def tooling(self) -> Tooling:
+        """What the body says about tools. Those that OpenAI runs are left out: agents send them by default."""
+        return Tooling(
+            tools=tuple(tool_of(*function) for function in functions_of(self.tools or ())),
+            choice=choice_of(self.tool_choice) or ToolChoice(),
+            parallel=self.parallel_tool_calls is not False,
+        )
+
+    @classmethod
+    def ignored(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().ignored(given)
+        yield from ignored_tools(given.get("tools"))
 
     @cached_property
     def forms(self) -> tuple[AskedForm, ...]:
@@ -152,6 +207,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)
         self.echoed = {name: value for name, value in given.items() if name in _ECHOED and value is not None}
+        if self.tools:
+            self.echoed["tools"] = [tool for tool in given["tools"] if tool["type"] in (FUNCTION, NAMESPACE)]
         _ = self.conversation
 
     @cached_property
@@ -162,7 +219,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
         effort = None if self.reasoning is None else self.reasoning.effort
         variables = reasoning_variables(None if effort is None else effort != "none", effort)
-        return AskedChat(messages=to_messages(turns), variables=variables, field="input")
+        return AskedChat(messages=to_messages(turns), variables=variables, tooling=self.tooling, field="input")
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:
         return await self.conversation.asked(handler, caller, self.options())
@@ -188,6 +245,9 @@ class ResponseAnswers(BlockAnswers):
     ) -> None:
         super().__init__(call, body, requests, handler)
         self._numbers = count()
+        self._packs = _ENCRYPTED in (body.include or ())
+        functions = functions_of(body.tools or ())
+        self._spaces = {tool_of(space, each).name: (space, each.name) for space, each in functions}
         named = {"id": f"resp_{call.request_id}", "object": "response", "created_at": int(time.time())}
         self._head = {**named, **_ECHOED, **body.echoed, **_CONSTANT, **self._facts}
 
@@ -211,12 +271,6 @@ class ResponseAnswers(BlockAnswers):
             return self._record("cancelled")
         return self._record("incomplete", incomplete_details={"reason": "max_output_tokens"})
 
-    @property
-    def _is_cut(self) -> bool:
-        """Whether the answer's end is not where the model would have ended it."""
-        whole = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
-        return self._newest is not None and self._newest.last.finish not in (None, *whole)
-
     def _record(self, status: str, **more: Any) -> Json:
         has_ended = status != "in_progress"
         return {
@@ -234,7 +288,7 @@ class ResponseAnswers(BlockAnswers):
         num_prompt, num_generated = len(self._request.prompt_ids), self._newest.num_generated
         return {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": self._newest.last.cached_tokens},
+            "input_tokens_details": {"cached_tokens": self._newest.last.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_generated,
@@ -242,18 +296,22 @@ class ResponseAnswers(BlockAnswers):
 
     def _item(self, block: AnswerBlock, has_begun: bool = False) -> Json:
         """Return a block as an item of the output. has_begun: as it was when it began."""
-        is_cut = self._is_cut and block is self._row.blocks[-1]
-        status = "in_progress" if has_begun else "incomplete" if is_cut else "completed"
+        status = "in_progress" if has_begun else "completed" if block.is_whole else "incomplete"
         item: Json = {"id": self._item_id(block), "status": status}
         content = [] if has_begun else [_part(block)]
         match block.kind:
             case "text":
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case "reasoning":
-                return {**item, "type": "reasoning", "summary": [], "content": content}
+                packed = {"encrypted_content": _packed(block.text)} if self._packs and not has_begun else {}
+                return {**item, "type": "reasoning", "summary": [], "content": content, **packed}
             case "call":
-                called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-                return {**item, "type": "function_call", **called}
+                return {**item, "type": "function_call", **self._called(block), "arguments": block.text}
+
+    def _called(self, block: AnswerBlock) -> Json:
+        namespace, name = self._spaces.get(block.name, (None, block.name))
+        space = {} if name == block.name else {"namespace": namespace}
+        return {"call_id": block.call_id, "name": name, **space}
 
     def _item_id(self, block: AnswerBlock) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
@@ -276,7 +334,8 @@ class ResponseAnswers(BlockAnswers):
                 yield self._event(f"{name}.delta", **place, delta=change.text, **logprobs)
             case "ends":
                 if block.kind == "call":
-                    yield self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
+                    told = self._called(block)["name"]
+                    yield self._event(f"{name}.done", **place, name=told, arguments=block.text)
                 else:
                     yield self._event(f"{name}.done", **place, text=block.text, **logprobs)
                     yield self._event("response.content_part.done", **place, part=_part(block))

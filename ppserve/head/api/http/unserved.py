@@ -43,9 +43,6 @@ OF_COMPLETIONS: Mapping[str, Neutral] = {
     "suffix": NOTHING,
 }
 
-# Without tools there is nothing to choose from.
-_ANY_OF_NONE = (*NOTHING, "none", "auto")
-
 OF_CHATS: Mapping[str, Neutral] = {
     "audio": NOTHING,
     "chat_template": NOTHING,
@@ -64,8 +61,6 @@ OF_RESPONSES: Mapping[str, Neutral] = {
     "conversation": NOTHING,
     "previous_response_id": NOTHING,
     "prompt": NOTHING,
-    "tool_choice": _ANY_OF_NONE,
-    "tools": NOTHING,
     "top_logprobs": (*NOTHING, 0),
 }
 

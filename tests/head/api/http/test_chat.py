@@ -88,10 +88,7 @@ async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(ser
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}, "content": "a"}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
-        *(
-            ({"messages": [called(arguments)]}, "messages[0].tool_calls[0].function.arguments")
-            for arguments in ("{", "[1]", "7", '{"a": NaN}', [1])
-        ),
+        ({"messages": [called([1])]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"messages": HELLO, "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs.eos_token"),
         (
@@ -152,7 +149,10 @@ async def test_what_a_body_says_reaches_the_template(tmp_path: Path) -> None:
             assert list(served.engine.requests[-1].prompt_ids) == said
 
 
-@pytest.mark.parametrize("arguments", ['{"a": [1, "é"]}', {"a": [1, "é"]}, "", None])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": [1, "é"]}', '{"a": [1, "é"], "b": "c', {"a": [1, "é"]}, *("", None, "{", "[1]", "7", "null")],
+)
 def test_messages_are_those_that_transformers_and_vllm_give_to_templates(arguments: object) -> None:
     """Fields of any name; what is null is not there; arguments are objects; a reasoning has two names."""
     given: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def test_messages_are_those_that_transformers_and_vllm_give_to_templates(argumen
     ]
     body = parse_body(json.dumps({"messages": given}).encode(), ChatBody)
     assert not [*body.violations()]
-    function = {"name": "f", "arguments": {"a": [1, "é"]} if arguments else {}}
+    function = {"name": "f", "arguments": {"a": [1, "é"]} if "é" in str(arguments) else {}}
     older: dict[str, Any] = {"name": "g", "arguments": {}}
     messages = [message.for_template() for message in body.messages]
     assert messages == [

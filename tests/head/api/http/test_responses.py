@@ -217,7 +217,6 @@ def item(**fields: object) -> dict[str, Any]:
         (item(role="user", content=[{"type": "input_image", "image_url": "a"}]), "input[1].content[0]"),
         (item(type="item_reference", id="a"), "input[1].type"),
         (item(type="function_call", call_id="a", name="b"), "input[1].arguments"),
-        (item(type="function_call", call_id="a", name="b", arguments="[1]"), "input[1].arguments"),
         (item(type="function_call_output", call_id="a"), "input[1].output"),
         (item(type="function_call_output", call_id="a", output="b"), "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

@@ -17,14 +17,9 @@ from ppserve import config as cfg
 from ppserve.answers import Chat, Completion, Options, PromptOrChat, ReadPrompt, is_chat, read_options, read_prompt
 from ppserve.core.request import Request
 from ppserve.errors import Draining, InvalidRequest, StagesLost
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.call import Call
-from ppserve.head.api.chat_template import (
-    ASKS_FOR_ANSWER,
-    ChatTemplate,
-    as_messages,
-    read_chat_template,
-    template_for,
-)
+from ppserve.head.api.chat_template import ChatTemplate, read_chat_template
 from ppserve.head.api.forms import Forms
 from ppserve.head.api.requests import echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
@@ -150,7 +145,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     def _render(self, chat: Chat) -> list[str]:
         """What the model's chat template makes of the messages. Raises InvalidRequest."""
-        return template_for("prompt", chat, self._template).render_at_once(as_messages(chat), ASKS_FOR_ANSWER)
+        asked = AskedChat.of(chat, "prompt")
+        return asked.template(self._template).render_at_once(asked.shown, asked.all_variables)
 
     # ---- what it says ----
 

@@ -13,13 +13,12 @@ import logging
 import re
 import secrets
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ppserve.answers import Chat
-from ppserve.errors import ConfigError, InvalidRequest, Violation, refuse
+from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.template_process import parse
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
@@ -30,11 +29,6 @@ log = logging.getLogger(__name__)
 AUTOMATIC = FormatNames()
 MAX_RENDERERS = 4
 MAX_REASON = 500
-MAX_MESSAGES = 1024
-NO_TEMPLATE = "this model has no chat template of its own, and none was given: see --chat-template"
-ASKS_FOR_ANSWER = {"add_generation_prompt": True}
-"""What a template is told when the answer is the next message."""
-
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Messages = Sequence[Mapping[str, Any]]
@@ -53,27 +47,6 @@ def read_chat_template(
     except ValueError as error:
         log.warning("no chats: the model's own chat template cannot be used: %s; see --chat-template", error)
         return None
-
-
-def template_for(field: str, chat: Chat, template: ChatTemplate | None) -> ChatTemplate:
-    """Return the template, if there is one and it can take this chat. Raises InvalidRequest for `field`."""
-    if template is None:
-        raise InvalidRequest([Violation(field, NO_TEMPLATE)])
-    refuse(_wrong_messages(field, chat, template.roles))
-    return template
-
-
-def _wrong_messages(field: str, chat: Chat, roles: Collection[str]) -> Iterator[Violation]:
-    if not 1 <= (count := len(chat.messages)) <= MAX_MESSAGES:
-        yield Violation(field, f"{count} messages; 1 to {MAX_MESSAGES} are allowed")
-    known = f"{', '.join(ROLES)}, nor one of the template's"
-    for place, (role, _) in enumerate(chat.messages):
-        if role not in roles:
-            yield Violation(f"{field}[{place}].role", f"not one of {known}")
-
-
-def as_messages(chat: Chat) -> Messages:
-    return [{"role": role, "content": content} for role, content in chat.messages]
 
 
 class ChatTemplate:

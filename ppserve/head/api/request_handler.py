@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from ppserve.answers import Chat
 from ppserve.core.scheduling.token_filter import TokenFilter
 from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.chat_template import ASKS_FOR_ANSWER, ChatTemplate, as_messages, template_for
+from ppserve.head.api.chat_template import ChatTemplate
 from ppserve.head.api.forms import Forms
 from ppserve.head.api.requests import Prompt, check_ids, echo, encode, to_request
 from ppserve.head.api.stream import RequestStream
@@ -190,14 +190,19 @@ class RequestHandler:
             sum(map(len, texts)), lambda: encode(field, texts, self.tokenizer, self.description, surrounds)
         )
 
-    async def chat_prompt(self, field: str, chat: Chat, caller: str) -> list[int]:
-        """Return the tokens of what the chat template makes of the messages. Raises InvalidRequest for `field`."""
-        template = template_for(field, chat, self.template)
-        rendering = asyncio.ensure_future(template.render(caller, as_messages(chat), ASKS_FOR_ANSWER))
+    async def chat_prompt(
+        self, chat: AskedChat, caller: str, surrounds: bool = False
+    ) -> tuple[list[int], AnswerPlan]:
+        """Return the tokens of what the chat template makes of a chat, and how its answers are made and read.
+        surrounds: whether the tokenizer's own tokens are put around that; the template writes them as a rule.
+        Raises InvalidRequest."""
+        template = chat.template(self.template)
+        rendering = asyncio.ensure_future(template.render(caller, chat.shown, chat.all_variables, chat.continues))
         # Nobody hears of its error once the caller has gone.
         rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
         parts = await asyncio.shield(rendering)
-        return await self.tokenize(field, *parts, surrounds=False)  # the template writes what surrounds a text
+        plan = chat.plan(template, parts)
+        return await self.tokenize(chat.place, *parts, surrounds=surrounds), plan
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """Return the text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""

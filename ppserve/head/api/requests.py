@@ -153,7 +153,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
         is_ours = field.startswith(("sampling.", "stop.", "output."))
         name = names.get(field) or (home + field.partition(".")[2] if is_ours else field)
         violations.append(Violation(name + bracket + rest, violation.problem))
-    return InvalidRequest(violations)
+    return type(error)(violations)
 
 
 def _record(kind: type[R], options: Mapping[str, Any]) -> R:

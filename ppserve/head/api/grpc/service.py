@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from ppserve.answers import Chat
 from ppserve.errors import Forbidden
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.described import model_message, topology_message
 from ppserve.head.api.grpc.messages import delta_message, request_options
@@ -26,7 +27,7 @@ class GenerationService:
         with self._handler.counting_refusals():
             given, prompt = request_options(message)
             if isinstance(prompt, Chat):
-                prompt = await self._handler.chat_prompt("chat.messages", prompt, call.caller)
+                prompt, _ = await self._handler.chat_prompt(AskedChat.of(prompt, "chat.messages"), call.caller)
         async with self._handler.generate(given, prompt, call) as stream:
             async for _, delta in deltas_of([stream]):
                 yield delta_message(delta, stream.request, call.request_id, self._handler.tokenizer)

@@ -15,14 +15,15 @@ from starlette.responses import Response
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError, Violation
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody, ask, read_body
 from ppserve.head.api.http.conversation import (
-    AskedChat,
     Turn,
+    ask_chat,
     call_of,
     lacking,
     read_arguments,
@@ -250,7 +251,7 @@ class MessagesBody(GenerationBody, kw_only=True):
                 yield shown
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        return await self.conversation.asked(handler, caller, self.options())
+        return await ask_chat(self.conversation, self.options(), handler, caller)
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens, stop=self.stop)

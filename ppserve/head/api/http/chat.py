@@ -10,10 +10,11 @@ import msgspec
 
 from ppserve.core.request import Request
 from ppserve.errors import Violation
+from ppserve.head.api.asked_chat import AskedChat, ShownMessage
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.conversation import AskedChat, ShownMessage, read_arguments
+from ppserve.head.api.http.conversation import ask_chat, read_arguments
 from ppserve.head.api.http.tools import ToolBody, message_of
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
@@ -121,7 +122,7 @@ class ChatBody(ToolBody, kw_only=True):
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:
         surrounds = bool(self.add_special_tokens)
-        return await self.conversation.asked(handler, caller, self.options(), surrounds)
+        return await ask_chat(self.conversation, self.options(), handler, caller, surrounds)
 
     @cached_property
     def conversation(self) -> AskedChat:

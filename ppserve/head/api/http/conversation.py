@@ -1,31 +1,20 @@
-"""What every door for chats makes of its body: messages as chat templates take them, which become the prompt."""
+"""What doors for chats make of their bodies: messages as chat templates take them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ppserve.errors import InvalidRequest, Violation, refuse
-from ppserve.head.api.answer_parts.answer_format import AnswerPlan
-from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
-from ppserve.head.api.chat_template import MAX_MESSAGES, NO_TEMPLATE, ROLES
+from ppserve.errors import Violation
+from ppserve.head.api.asked_chat import AskedChat, ShownMessage, planned
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.responses import HttpError, encode
+from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import GenerationOptions
-
-
-@dataclass(frozen=True, slots=True)
-class ShownMessage:
-    """One message. field: where the body has it, for errors. shown: the message as templates are given it."""
-
-    field: str
-    shown: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,54 +109,10 @@ def _message(turns: Sequence[Turn]) -> ShownMessage:
     return ShownMessage(first.field, shown)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedChat:
-    """A chat that is to be answered. Raises InvalidRequest where it has no messages, or too many."""
-
-    messages: Sequence[ShownMessage]
-    variables: Mapping[str, Any]  # of the template, beside the messages
-    continues: bool = False  # whether the answer is the rest of the last message
-    tooling: Tooling = NO_TOOLS
-    field: str = "messages"  # where the body has the messages
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            problem = f"{len(self.messages)} messages; 1 to {MAX_MESSAGES} are allowed"
-            raise InvalidRequest([Violation(self.field, problem)])
-
-    async def asked(
-        self, handler: RequestHandler, caller: str, options: GenerationOptions, surrounds: bool = False
-    ) -> Asked:
-        """Return the tokens of what the chat template makes of it, and how its answers are generated and read.
-        Raises RequestError.
-
-        surrounds: whether the tokenizer's own tokens are put around that. As in vLLM, the template writes them.
-        """
-        if handler.template is None:
-            raise HttpError(400, "NO_CHAT_TEMPLATE", NO_TEMPLATE)
-        roles, known = handler.template.roles, f"{', '.join(ROLES)}, nor one of the template's"
-        others = (message for message in self.messages if message.shown["role"] not in roles)
-        refuse(Violation(f"{message.field}.role", f"not one of {known}") for message in others)
-        shown = [message.shown for message in self.messages]
-        variables = {"add_generation_prompt": not self.continues, **self.variables}
-        if self.tooling.offered:
-            variables["tools"] = [tool.for_template() for tool in self.tooling.offered]
-        rendering = asyncio.ensure_future(handler.template.render(caller, shown, variables, self.continues))
-        # Nobody hears of its error once the caller has gone.
-        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        parts = await asyncio.shield(rendering)
-        # Only the template's own words begin a reasoning.
-        plan = handler.template.answers.plan(self.tooling, parts[-1] if variables["add_generation_prompt"] else "")
-        prompt = await handler.tokenize(self.field, *parts, surrounds=surrounds)
-        return Asked([prompt], planned(options, plan), plan)
-
-
-def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
-    """Return the options with what a plan needs. Raises InvalidRequest where the answer would have two forms."""
-    if plan.shows_special:
-        options = replace(options, skip_special_tokens=False)
-    if plan.form is None:
-        return options
-    if options.structured_output is not None:
-        raise InvalidRequest([Violation("structured_output", "not together with tools that must be called")])
-    return replace(options, structured_output=plan.form)
+async def ask_chat(
+    chat: AskedChat, options: GenerationOptions, handler: RequestHandler, caller: str, surrounds: bool = False
+) -> Asked:
+    """Return what a body asks for that asks for one chat. surrounds: see `RequestHandler.chat_prompt`. Raises
+    RequestError."""
+    prompt, plan = await handler.chat_prompt(chat, caller, surrounds)
+    return Asked([prompt], planned(options, plan), plan)

@@ -15,14 +15,15 @@ import msgspec
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError, Violation
 from ppserve.head.api.answer_parts.tools import ToolChoice, Tooling
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.conversation import (
-    AskedChat,
     Turn,
+    ask_chat,
     call_of,
     lacking,
     read_arguments,
@@ -219,10 +220,10 @@ class ResponsesBody(GenerationBody, kw_only=True):
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
         effort = None if self.reasoning is None else self.reasoning.effort
         variables = reasoning_variables(None if effort is None else effort != "none", effort)
-        return AskedChat(messages=to_messages(turns), variables=variables, tooling=self.tooling, field="input")
+        return AskedChat(messages=to_messages(turns), variables=variables, tooling=self.tooling, place="input")
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        return await self.conversation.asked(handler, caller, self.options())
+        return await ask_chat(self.conversation, self.options(), handler, caller)
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens)

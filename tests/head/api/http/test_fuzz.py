@@ -72,6 +72,27 @@ chat = {
     "tool_choice": st.sampled_from(["none", "auto"]),
 }
 
+schemas = st.fixed_dictionaries(
+    {"type": st.sampled_from(["object", "string"])},
+    optional={"properties": st.dictionaries(texts, anything, max_size=2), "required": st.lists(texts, max_size=2)},
+)
+names = st.sampled_from(["look", "look_2"]) | texts
+tools = st.lists(
+    st.fixed_dictionaries(
+        {"name": names},
+        optional={
+            "type": st.sampled_from(["function", "custom", "namespace", "web_search"]) | texts,
+            "description": texts,
+            **dict.fromkeys(("input_schema", "parameters"), schemas | anything),
+            "strict": st.booleans(),
+            "tools": st.lists(st.fixed_dictionaries({"type": st.just("function"), "name": names}), max_size=2),
+        },
+    ),
+    max_size=3,
+)
+choices = st.sampled_from(["none", "auto", "required"]) | st.fixed_dictionaries(
+    {"type": st.sampled_from(["auto", "any", "tool", "none", "function"]) | texts}, optional={"name": names}
+)
 text_blocks = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2)
 # Contents of the newer doors: blocks and items, mostly of their types.
 contents = texts | st.lists(
@@ -97,7 +118,8 @@ messages = {
     "stop_sequences": st.lists(texts, max_size=6),
     "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled"])}) | anything,
     "output_config": st.fixed_dictionaries({}, optional={"format": formats, "effort": texts}) | anything,
-    "tools": st.lists(anything, max_size=1),
+    "tools": tools | st.lists(anything, max_size=1),
+    "tool_choice": choices,
 }
 kinds_of_items = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | texts
 items = st.lists(
@@ -121,6 +143,9 @@ responses = {
     "include": st.lists(texts, max_size=2),
     "store": st.booleans(),
     "previous_response_id": texts,
+    "tools": tools | st.lists(anything, max_size=1),
+    "tool_choice": choices,
+    "parallel_tool_calls": st.booleans(),
 }
 
 

@@ -186,7 +186,7 @@ def test_items_become_the_messages_that_templates_know() -> None:
         {"role": "assistant", "content": "four", "reasoning_content": "short"},
         {"role": "user", "content": parts("five", "six")},
     ]
-    assert [message.field for message in messages][:4] == ["instructions", "input[1]", "input[3]", "input[7]"]
+    assert [message.place for message in messages][:4] == ["instructions", "input[1]", "input[3]", "input[7]"]
 
 
 @pytest.mark.parametrize(

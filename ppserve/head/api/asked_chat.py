@@ -1,0 +1,91 @@
+"""A chat as it is asked for, in no protocol's words: the chat template makes one prompt of its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ppserve.answers import Chat
+from ppserve.errors import InvalidRequest, Violation, refuse
+from ppserve.head.api.answer_parts.answer_format import AnswerPlan
+from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
+from ppserve.head.api.chat_template import ROLES, ChatTemplate
+from ppserve.head.options import GenerationOptions
+
+MAX_MESSAGES = 1024
+
+
+class NoChatTemplate(InvalidRequest, status="INVALID_ARGUMENT", http_status=400, reason="NO_CHAT_TEMPLATE"):
+    """The model has no chat template, so nothing can be made of messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMessage:
+    """One message. place: where the request has it, for errors. shown: the message as templates are given it."""
+
+    place: str
+    shown: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedChat:
+    """A chat that is to be answered. Raises InvalidRequest where it has no messages, or too many."""
+
+    messages: Sequence[ShownMessage]
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, beside the messages
+    continues: bool = False  # whether the answer is the rest of the last message
+    tooling: Tooling = NO_TOOLS
+    place: str = "messages"  # where the request has the messages
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.messages) <= MAX_MESSAGES:
+            problem = f"{len(self.messages)} messages; 1 to {MAX_MESSAGES} are allowed"
+            raise InvalidRequest([Violation(self.place, problem)])
+
+    @classmethod
+    def of(cls, chat: Chat, place: str) -> AskedChat:
+        """Make a chat of messages that have a role and a text each."""
+        messages = [
+            ShownMessage(f"{place}[{number}]", {"role": role, "content": content})
+            for number, (role, content) in enumerate(chat.messages)
+        ]
+        return cls(messages=messages, place=place)
+
+    def template(self, given: ChatTemplate | None) -> ChatTemplate:
+        """Return the template, if there is one, and it can take these messages. Raises InvalidRequest."""
+        if given is None:
+            problem = "this model has no chat template of its own, and none was given: see --chat-template"
+            raise NoChatTemplate([Violation(self.place, problem)])
+        known = f"{', '.join(ROLES)}, nor one of the template's"
+        others = (message for message in self.messages if message.shown["role"] not in given.roles)
+        refuse(Violation(f"{message.place}.role", f"not one of {known}") for message in others)
+        return given
+
+    @property
+    def all_variables(self) -> Mapping[str, Any]:
+        """The template's variables, with those that every chat has."""
+        tools = {"tools": [tool.for_template() for tool in self.tooling.offered]} if self.tooling.offered else {}
+        return {"add_generation_prompt": not self.continues, **self.variables, **tools}
+
+    @property
+    def shown(self) -> list[Mapping[str, Any]]:
+        return [message.shown for message in self.messages]
+
+    def plan(self, template: ChatTemplate, parts: Sequence[str]) -> AnswerPlan:
+        """Return how the answers are made and read. parts: what the template made of the messages. Raises
+        InvalidRequest for tools whose calls could not be read."""
+        # Only the template's own words begin a reasoning.
+        end = parts[-1] if self.all_variables["add_generation_prompt"] else ""
+        return template.answers.plan(self.tooling, end)
+
+
+def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
+    """Return the options with what a plan needs. Raises InvalidRequest where the answer would have two forms."""
+    if plan.shows_special:
+        options = replace(options, skip_special_tokens=False)
+    if plan.form is None:
+        return options
+    if options.structured_output is not None:
+        raise InvalidRequest([Violation("structured_output", "not together with tools that must be called")])
+    return replace(options, structured_output=plan.form)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 
 from ppserve.head.observe.pages import Page
@@ -16,12 +17,14 @@ SCRIPTS = ("markdown.js", "pipeline.js", "ask.js")
 """They are one script, in this order."""
 
 
-def page_of(asks: str, wants_key: bool) -> Page:
+def page_of(asks: str, wants_key: bool, knows: Sequence[str] = ()) -> Page:
     """asks: what the page may ask the server that shows it: "chat" (and completions), "text" (completions), or ""
-    on the metrics port and for models without a tokenizer. wants_key: whether asking needs an API key."""
+    on the metrics port and for models without a tokenizer. wants_key: whether asking needs an API key.
+    knows: "thinking" and "tools", where the model's format of them is known."""
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     html = _read("index.html").replace("/* style */", style).replace("/* script */", script)
-    root = f'<html lang="en" data-asks="{asks}" data-wants-key="{str(wants_key).lower()}">'
+    more = f'data-wants-key="{str(wants_key).lower()}" data-knows="{" ".join(knows)}"'
+    root = f'<html lang="en" data-asks="{asks}" {more}>'
     html = html.replace('<html lang="en">', root)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self';"

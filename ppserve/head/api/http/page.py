@@ -37,8 +37,12 @@ class PageState:
 
     async def _show(self, _request: Request, handler: RequestHandler) -> Response:
         """GET /."""
-        asks = "chat" if handler.template is not None else "text"
-        page = page_of(asks if handler.description.has_tokenizer else "", handler.keys is not None)
+        asks, knows = "text", []
+        if handler.template is not None:
+            answers = handler.template.answers
+            formats = {"thinking": answers.reasoning, "tools": answers.tools}
+            asks, knows = "chat", [name for name, known in formats.items() if known is not None]
+        page = page_of(asks if handler.description.has_tokenizer else "", handler.keys is not None, knows)
         return Response(page.body, headers={**PAGE_HEADERS, **page.headers}, media_type=page.content_type)
 
     async def _tell(self, request: Request, _handler: RequestHandler) -> Response:

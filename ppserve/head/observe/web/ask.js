@@ -1,18 +1,44 @@
 // Prompts and chats: a request, its answer as it comes, and what both were.
 
-let turns = [];           // of the chat: {role, content}
-let latest = null;        // {path, body, seed, text, shown}: the latest request and its answer
+let turns = [];           // of the chat: {role, content}, and what the model thought and called
+let latest = null;        // {path, body, seed, text, thought, calls, shown}: the latest request and its answer
 let stopper = null;       // an AbortController while an answer comes
 let requests = 0;
 
 const kindOf = () => ASKS === "chat" && document.querySelector("input[name=kind]:checked").value === "chat" ? "chat" : "text";
 const numberOf = (name) => byId(name).value === "" ? undefined : Number(byId(name).value);
 
+/** The calls of the last answer whose results were not given yet, in their order. */
+function callsThatWait() {
+  const last = turns.findLastIndex((turn) => turn.role === "assistant");
+  return (turns[last]?.tool_calls ?? []).slice(turns.length - 1 - last);
+}
+
+/** What was typed, as a message: the result of the call that waits, or the user's. */
+function messageOf(prompt) {
+  const [call] = callsThatWait();
+  return call ? {role: "tool", tool_call_id: call.id, content: prompt} : {role: "user", content: prompt};
+}
+
+/** Fields of a chat that say whether the model thinks first, and what it may call. Throws for tools that are no JSON. */
+function chatOptions() {
+  const thinking = byId("thinking").value, tools = byId("tools").value.trim(), options = {};
+  if (thinking) options.chat_template_kwargs = {enable_thinking: thinking === "on"};
+  if (tools) {
+    try {
+      options.tools = JSON.parse(tools);
+    } catch (error) {
+      throw new Error(`The tools are not JSON: ${error.message}`);
+    }
+  }
+  return options;
+}
+
 /** What is asked for now, as JSON: fields that are not given are absent. */
 function bodyOf(prompt) {
   const chats = kindOf() === "chat", system = byId("system").value.trim();
   const said = chats
-    ? {messages: [...(system ? [{role: "system", content: system}] : []), ...turns, {role: "user", content: prompt}]}
+    ? {messages: [...(system ? [{role: "system", content: system}] : []), ...turns, messageOf(prompt)], ...chatOptions()}
     : {prompt};
   const options = Object.fromEntries(["temperature", "top_p", "max_tokens", "seed"].map((name) => [name, numberOf(name)]));
   if (options.max_tokens === undefined) options.max_tokens = chats ? 512 : 200;
@@ -52,10 +78,40 @@ function newTurn(who, kind) {
   return content;
 }
 
-function showAnswer(into, {path, body}, text) {
-  if (path.includes("chat")) return showMarkdown(into, text);
+function showAnswer(into, {path, body}, {text, thought, calls}) {
+  if (path.includes("chat")) {
+    showThought(into, thought, Boolean(text || calls.length));
+    showMarkdown(into, text);
+    showCalls(into, calls);
+    return;
+  }
   into.className = "plain";
   into.replaceChildren(element("span", body.prompt, {class: "given"}), text);
+}
+
+/** What the model thinks stands above its answer. It is open until the answer begins. */
+function showThought(into, thought, hasAnswer) {
+  let box = into.parentElement.querySelector(".thought");
+  if (!thought) return box?.remove();
+  if (!box) {
+    box = element("details", "", {class: "thought", open: ""});
+    box.append(element("summary"), element("div", "", {class: "plain"}));
+    into.before(box);
+  }
+  const [summary, words] = box.children, isOver = hasAnswer && !box.classList.contains("over");
+  words.textContent = thought.trim();
+  summary.textContent = hasAnswer ? "What the model thought" : "The model thinks";
+  box.classList.toggle("over", hasAnswer);
+  if (isOver) box.open = false;
+}
+
+function showCalls(into, calls) {
+  for (const shown of into.parentElement.querySelectorAll(".call")) shown.remove();
+  into.after(...calls.map(({function: {name, arguments: given}}) => {
+    const line = element("p", "calls ", {class: "call"});
+    line.append(element("code", `${name}(${given})`));
+    return line;
+  }));
 }
 
 function endWith(into, text, isBad) {
@@ -68,13 +124,13 @@ async function answer(request, into) {
   stopper = new AbortController();
   requests += 1;
   ownRequest = `page-${crypto.getRandomValues(new Uint32Array(2)).join("")}-${requests}`;
-  const progress = {text: "", seed: request.body.seed, tokens: 0, beganMs: performance.now(), firstMs: null, lastMs: null, reason: null};
+  const progress = {text: "", thought: "", calls: [], seed: request.body.seed, tokens: 0, beganMs: performance.now(), firstMs: null, lastMs: null, reason: null};
   setAsking(true);
   let frame = 0;
   const show = () => {
     frame = 0;
     const isAtEnd = byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight < 40;
-    showAnswer(into, request, progress.text);
+    showAnswer(into, request, progress);
     if (isAtEnd) byId("log").scrollTop = byId("log").scrollHeight;
     showFigures(progress, true);
   };
@@ -128,7 +184,21 @@ function note(progress, event) {
     progress.firstTokens ??= tokens;
   }
   progress.text += choice?.delta?.content ?? choice?.text ?? "";
+  progress.thought += choice?.delta?.reasoning_content ?? "";
+  for (const {index, id, type, function: {name, arguments: given}} of choice?.delta?.tool_calls ?? []) {
+    progress.calls[index] ??= {id, type, function: {name, arguments: ""}};
+    progress.calls[index].function.arguments += given;
+  }
 }
+
+/** An answer as a message of the chat: templates may show what the model thought and called. */
+const answerMessage = ({text, thought, calls}) => ({
+  role: "assistant", content: text,
+  ...(thought ? {reasoning_content: thought} : {}),
+  ...(calls.length ? {tool_calls: calls} : {}),
+});
+const isSame = (one, other) => JSON.stringify(answerMessage(one)) === JSON.stringify(answerMessage(other));
+const hasCome = ({text, thought, calls, reason}) => Boolean(text || thought || calls.length || reason);
 
 function showFigures({tokens, beganMs, firstMs, lastMs, seed, firstTokens}, isRunning) {
   const parts = [];
@@ -156,12 +226,20 @@ function setAsking(now) {
 
 async function send() {
   const prompt = byId("prompt").value;
-  if (stopper || (kindOf() === "chat" && !prompt.trim())) return;
+  const question = messageOf(prompt), calls = callsThatWait();
+  if (stopper || (kindOf() === "chat" && !prompt.trim() && !calls.length)) return;
+  if (!previewCurl()) {
+    byId("tools").closest("details").open = true;
+    return byId("tools").focus();
+  }
   const request = bodyOf(prompt);
-  showCurl(request);
   if (request.body.messages) {
-    newTurn("you", "user").append(element("div", prompt, {class: "plain"}));
+    newTurn(calls.length ? `result of ${calls[0].function.name}` : "you", "user").append(element("div", prompt, {class: "plain"}));
     byId("prompt").value = "";
+    if (calls.length > 1) {  // the model goes on when it has all results
+      turns.push(question);
+      return showLabel();
+    }
   } else {
     byId("log").replaceChildren();
   }
@@ -169,13 +247,15 @@ async function send() {
   byId("log").scrollTop = byId("log").scrollHeight;
   const mine = turns, came = await answer(request, into);
   if (turns !== mine) return;  // a new chat has begun meanwhile
-  if (came.text || came.reason) {
-    latest = {...request, seed: came.seed, text: came.text, shown: into, isWhole: came.reason !== null};
-    if (request.body.messages) turns.push({role: "user", content: prompt}, {role: "assistant", content: came.text});
+  if (hasCome(came)) {
+    const {seed, text, thought, calls} = came;
+    latest = {...request, seed, text, thought, calls, shown: into, isWhole: came.reason !== null};
+    if (request.body.messages) turns.push(question, answerMessage(came));
   } else {
     latest = null;
     byId("prompt").value ||= prompt;  // nothing came: it may be asked once more
   }
+  showLabel();
   setAsking(false);
 }
 
@@ -185,12 +265,14 @@ async function again() {
   const request = {path: latest.path, body: {...latest.body, seed: latest.seed}};
   showCurl(request);
   latest.shown.parentElement.querySelector(".end")?.remove();
+  latest.shown.parentElement.querySelector(".thought")?.remove();
   const before = latest, mine = turns, came = await answer(request, latest.shown);
   if (turns !== mine) return;  // a new chat has begun meanwhile
   const isWhole = came.reason !== null;
-  if (isWhole && before.isWhole) endWith(latest.shown, came.text === before.text ? "the same answer, character for character" : "another answer: see what the server says of determinism", false);
-  latest = {...latest, text: came.text, isWhole};
-  if (turns.length && (came.text || came.reason)) turns.at(-1).content = came.text;
+  if (isWhole && before.isWhole) endWith(latest.shown, isSame(came, before) ? "the same answer, character for character" : "another answer: see what the server says of determinism", false);
+  latest = {...latest, text: came.text, thought: came.thought, calls: came.calls, isWhole};
+  if (turns.length && hasCome(came)) turns[turns.length - 1] = answerMessage(came);
+  showLabel();
   setAsking(false);
 }
 
@@ -202,19 +284,39 @@ function startAnew() {
   byId("log").replaceChildren();
   byId("figures").textContent = "";
   byId("prompt").focus();
+  showLabel();
   setAsking(false);
+}
+
+/** Show the line for curl. Returns whether what was typed can be asked. */
+function previewCurl() {
+  byId("tools-problem").textContent = "";
+  try {
+    showCurl(bodyOf(byId("prompt").value));
+  } catch (error) {
+    byId("tools-problem").textContent = error.message;
+    return false;
+  }
+  return true;
+}
+
+function showLabel() {
+  const [call] = callsThatWait();
+  byId("prompt-label").textContent = call ? `Result of ${call.function.name}` : kindOf() === "chat" ? "Your message" : "Prompt";
 }
 
 function showKind() {
   const chats = kindOf() === "chat";
-  byId("prompt-label").textContent = chats ? "Your message" : "Prompt";
+  showLabel();
   byId("system-field").hidden = !chats;
+  byId("thinking-field").hidden = !chats || !KNOWS.includes("thinking");
+  byId("tools-field").hidden = !chats || !KNOWS.includes("tools");
   byId("max_tokens").placeholder = chats ? "512" : "200";
   byId("temperature").placeholder = "1";
   byId("top_p").placeholder = "1";
   byId("fresh").textContent = chats ? "New chat" : "Clear";
   if (!chats && !byId("prompt").value) byId("prompt").value = "Once upon a time";
-  showCurl(bodyOf(byId("prompt").value));
+  previewCurl();
 }
 
 function setUpAsking() {
@@ -236,7 +338,7 @@ function setUpAsking() {
     look();
   });
   byId("ask-form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-  byId("ask-form").addEventListener("input", () => showCurl(bodyOf(byId("prompt").value)));
+  byId("ask-form").addEventListener("input", previewCurl);
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -5,6 +5,7 @@ const BUSY = ["prefill", "decode", "mixed"];
 const GLYPHS = {fill_drain: "f", imbalance: "i", transfer: "x", token_return: "r", host: "h", gather: "g"};
 const NAMES = {fill_drain: "fill and drain", token_return: "token return"};
 const ASKS = document.documentElement.dataset.asks, WANTS_KEY = document.documentElement.dataset.wantsKey === "true";
+const KNOWS = (document.documentElement.dataset.knows ?? "").split(" ");  // "thinking" and "tools", where the model has them
 const KEY_NAME = "ppserve-key";
 const isBusy = (kind) => BUSY.includes(kind);
 const nameOf = (kind) => isBusy(kind) ? `busy: ${kind}` : NAMES[kind] ?? kind;

@@ -17,7 +17,7 @@ from ppserve.head.observe.live import read_state
 from tests import browser
 from tests.fake_engine import CARD, READING, FakeEngine
 from tests.head.api.grpc.test_server import KEYS
-from tests.head.api.http.asking import TEMPLATE, Served, served_http
+from tests.head.api.http.asking import ANSWER, ROOMY, TEMPLATE, TOOL_TEMPLATE, Served, served_http
 
 KEY = "0123456789abcdef"
 LATENCY = {"bounds_s": [0.1, 1.0], "counts": [0, 0, 0]}
@@ -40,8 +40,10 @@ PAGE = PageState(lambda: read_state((READING,), CARD, LOAD, [[]], {"metrics": "h
 
 
 @asynccontextmanager
-async def with_page(tmp_path: Path, engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+async def with_page(
+    tmp_path: Path, engine: FakeEngine | None = None, template: str = TEMPLATE, **settings: Any
+) -> AsyncIterator[Served]:
+    (tmp_path / "chat.jinja").write_text(template)
     settings = {"chat_template": tmp_path / "chat.jinja", **settings}
     async with served_http(engine, page=PAGE, **settings) as served:
         yield served
@@ -65,7 +67,7 @@ async def test_the_page_may_run_its_own_script_and_ask_its_own_origin_alone(tmp_
     assert "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
     assert page.headers["cache-control"] == state.headers["cache-control"] == "no-store"
-    assert b'data-asks="chat" data-wants-key="false"' in page.body
+    assert b'data-asks="chat" data-wants-key="false" data-knows=""' in page.body
     assert (state.json["own"], state.json["status"]) == ([[1, 3]], "serving")
     assert counted == {("/", 200): 1, ("/state.json", 200): 1}
 
@@ -97,6 +99,10 @@ async def test_no_page_is_no_page(served: Served) -> None:
 async def test_the_page_knows_what_it_can_ask_for(tmp_path: Path) -> None:
     async with served_http(page=PAGE) as served:
         assert b'data-asks="text"' in (await served.ask("/")).body
+    async with with_page(tmp_path, template=TOOL_TEMPLATE) as served:
+        assert (
+            b'data-asks="chat" data-wants-key="false" data-knows="thinking tools"' in (await served.ask("/")).body
+        )
 
 
 # ---- in a browser -----------------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ DONE = "byId('stop').disabled && !byId('send').disabled && latest !== null"
 
 
 def answer_text() -> str:
-    return "[...document.querySelectorAll('.turn.assistant')].at(-1).children[1].textContent"
+    return "[...document.querySelectorAll('.turn.assistant')].at(-1).querySelector('.who ~ div').textContent"
 
 
 async def in_browser(look: Callable[[browser.Page], None]) -> None:
@@ -241,6 +247,86 @@ async def test_errors_are_told_where_the_answer_would_be(tmp_path: Path) -> None
             page.wait_for("document.querySelector('.end')?.getAttribute('role') === 'alert'")
             assert "temperature" in page.evaluate("document.querySelector('.end').textContent")
             assert page.evaluate("[byId('send').disabled, byId('prompt').value, turns.length]") == [False, "hi", 0]
+
+        await in_browser(look)
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+MESSAGES = "[...document.querySelectorAll('.turn')].map((turn) => turn.firstChild.textContent)"
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(180)
+async def test_thoughts_and_calls_are_shown_and_what_a_call_gave_is_asked_for(tmp_path: Path) -> None:
+    engine = FakeEngine(ROOMY, said=ANSWER.encode())
+    async with with_page(tmp_path, engine, TOOL_TEMPLATE) as served:
+
+        def look(page: browser.Page) -> None:
+            page.resize(390, 800, phone=True)
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.wait_for("byId('contact').textContent === 'serving'")
+            page.evaluate(f"byId('tools').value = '{{'; byId('prompt').value = 'hi'; {SEND}")
+            assert page.evaluate("document.activeElement.id") == "tools"
+            assert page.evaluate("byId('tools-problem').textContent").startswith("The tools are not JSON: ")
+            assert page.evaluate("turns.length + document.querySelectorAll('.turn').length") == 0
+            page.evaluate(f"byId('tools').value = {json.dumps(json.dumps(TOOLS))}; byId('thinking').value = 'on'")
+            page.evaluate(SEND)
+            page.wait_for(DONE)
+            thought = "document.querySelector('.thought')"
+            assert page.evaluate(f"[{thought}.open, {thought}.textContent]") == [
+                False,
+                "What the model thoughtHm.",
+            ]
+            assert page.evaluate("[...document.querySelectorAll('.call')].map((call) => call.textContent)") == [
+                'calls weather({"city": "Bern"})',
+                "calls time({})",
+            ]
+            page.evaluate(f"{thought}.querySelector('summary').focus()")
+            page.press("Enter", "\r")
+            page.wait_for(f"{thought}.open")
+            if browser.AXE is not None:
+                for scheme, width in (("light", 390), ("dark", 1600)):
+                    page.prefer(scheme)
+                    page.resize(width, 900)
+                    assert page.violations() == [], (scheme, width)
+            page.evaluate("byId('again').click()")
+            page.wait_for("document.querySelector('.end')?.textContent.startsWith('the same answer')")
+            for name, result in (("weather", "rain"), ("time", "noon")):
+                assert page.evaluate("byId('prompt-label').textContent") == f"Result of {name}"
+                page.evaluate(f"byId('prompt').value = {result!r}; {SEND}")
+            page.wait_for(f"turns.length === 5 && {DONE}")
+            assert page.evaluate(MESSAGES) == ["you", "model", "result of weather", "result of time", "model"]
+            assert page.complaints == []
+
+        await in_browser(look)
+    first, again, after = (bytes(i for i in each.prompt_ids if i < 256).decode() for each in engine.requests)
+    assert first == again
+    assert "hi" in first
+    assert "tool:rain" in after
+    assert "tool:noon" in after
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' in after
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(120)
+async def test_thoughts_are_open_until_the_answer_begins_and_go_back_with_it(tmp_path: Path) -> None:
+    thinking = b"<think>One.\nTwo.</think>Done."
+    async with with_page(tmp_path, FakeEngine(ROOMY, said=thinking, halt_after=16), TOOL_TEMPLATE) as served:
+
+        def look(page: browser.Page) -> None:
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.wait_for("byId('contact').textContent === 'serving'")
+            page.evaluate(f"byId('prompt').value = 'hi'; {SEND}")
+            page.wait_for("document.querySelector('.thought[open]')?.textContent.includes('Two.')")
+            assert page.evaluate("document.querySelector('.thought summary').textContent") == "The model thinks"
+            assert page.evaluate(f"{answer_text()}") == ""
+            page.press("Escape")
+            page.wait_for(DONE)
+            assert page.evaluate("turns.at(-1)") == {
+                "role": "assistant", "content": "", "reasoning_content": "One.\nTwo.",
+            }  # fmt: skip
 
         await in_browser(look)
 

@@ -2,9 +2,9 @@
 
 A block is in exactly one state:
 
-    free    has no content that could be used
-    cached  in no block table, but its content is known by a digest and can be used again
-    held    in one or more block tables
+    free    it has no content that could be used
+    cached  it is in no block table, but a digest names its content, so it can be used again
+    held    it is in one or more block tables
 
 free + cached + held == total, always. If no block is free, the least recently used cached one is evicted.
 
@@ -23,13 +23,16 @@ BlockTable = tuple[int, ...]
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
-    """The most KV blocks that a request can need. Its sequences share the prompt's full blocks."""
+    """Return the most KV blocks that a request can need. Its sequences share the full blocks of the prompt.
+
+    num_prompt: tokens of the prompt. num_positions: the most that one sequence can have, prompt included.
+    """
     shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
     return shared + num_sequences * (-(-num_positions // block_size) - shared)
 
 
 class BlockManager:
-    """The one owner of free blocks, block tables and cached blocks."""
+    """The owner of all blocks: free, cached and held ones, and the block tables of sequences."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -45,7 +48,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """The number of blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -53,11 +56,11 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions occupy."""
+        """Return how many blocks `num_tokens` positions occupy."""
         return -(-num_tokens // self.block_size)
 
     def match(self, digests: Seq[bytes]) -> BlockTable:
-        """The blocks of the longest known prefix of `digests`. Allocates nothing."""
+        """Return the blocks of the longest known prefix of `digests`. Nothing is allocated."""
         blocks: list[int] = []
         for digest in digests:
             block = self._block_of.get(digest)
@@ -71,7 +74,8 @@ class BlockManager:
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
 
     def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
-        """A table of `num_blocks` that begins with `shared`; None, and no change, if it does not fit."""
+        """Allocate a table of `num_blocks` blocks that begins with `shared`. Return None, and change nothing, if
+        it does not fit."""
         assert sequence_id not in self._tables, sequence_id
         num_fresh = num_blocks - len(shared)
         assert num_fresh >= 0, (num_blocks, shared)
@@ -84,12 +88,14 @@ class BlockManager:
         return table
 
     def release(self, sequence_id: int) -> None:
-        # Last ones first, so that the first blocks of a prefix are evicted last.
+        """Let a sequence's table go. Blocks that are in no other table become cached or free."""
+        # The last block goes first, so that the first blocks of a prefix are evicted last.
         for block in reversed(self._tables.pop(sequence_id)):
             self._drop_reference(block)
 
     def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable | None:
-        """Let a table begin with these blocks, not its own; None, and no change, if others have those too."""
+        """Let a sequence's table begin with these blocks in place of its own first ones. Return the new table;
+        None, with nothing changed, if other tables have one of its own first blocks too."""
         table = self._tables[sequence_id]
         own = table[: len(shared)]
         if any(self._references[block] > 1 for block in own):
@@ -101,20 +107,22 @@ class BlockManager:
         return self._tables[sequence_id]
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `match` find a full, held block, unless it finds one with this content already."""
+        """Let `match` find a block, which is full and held, unless it finds another with the same content
+        already."""
         assert self._references[block] > 0, block
         if digest not in self._block_of and block not in self._digest_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
     def forget_contents(self) -> None:
-        """A stage was lost: no block's content is known any more."""
+        """Forget the content of all blocks, because a stage was lost."""
         self._digest_of.clear()
         self._block_of.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
     def forget_contents_of(self, sequence_id: int) -> None:
+        """Forget the content of a sequence's blocks: `match` finds none of them any more."""
         for block in self._tables[sequence_id]:
             digest = self._digest_of.pop(block, None)
             if digest is not None:
@@ -150,24 +158,25 @@ class PrefixCache:
     Others can find a block as soon as the step that fills it is *scheduled*, because steps that read it run later.
     So of equal prompts that arrive together, the second shares blocks of the first.
     A shared block holds exactly the keys and values that the sequence would have computed.
-    The next turn of a conversation finds those of generated tokens, too.
-    If callers share no prefixes, the digest names the caller.
+    Blocks of generated tokens can be found too: the next turn of a conversation begins with them.
     """
 
     def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:
+        """per_caller: sequences of different callers share no blocks."""
         self._blocks = blocks
         self._enabled = enabled
         self._per_caller = per_caller
 
     def find(self, sequence: Sequence) -> BlockTable:
-        """Cached blocks that a sequence may begin with: never all of its tokens, as the last must be computed to
-        draw; none when its prompt is scored, as scores need the logits of every position."""
+        """Return the known blocks with which a sequence may begin. They never cover all of its tokens, because the
+        last one must be computed to draw the next. If the prompt is scored there are none, because scores need the
+        logits of every position."""
         if not self._enabled or sequence.wants_scores:
             return ()
         return self._blocks.match(self._digests(sequence, len(sequence.token_ids) - 1))
 
     def offer(self, sequence: Sequence) -> None:
-        """Publish the blocks that the steps scheduled so far fill with known tokens."""
+        """Publish a sequence's blocks that the steps scheduled so far fill with known tokens."""
         num_tokens = min(sequence.scheduled, len(sequence.token_ids))
         num_full = num_tokens // self._blocks.block_size
         if num_full == sequence.num_published or not self._enabled:
@@ -177,6 +186,6 @@ class PrefixCache:
             self._blocks.publish(sequence.block_table[i], digests[i])
 
     def _digests(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """The names of the blocks that its first tokens fill."""
+        """Return the names of the blocks that the first `num_tokens` tokens of a sequence fill."""
         salt = sequence.request.caller.encode() if self._per_caller else b""
         return sequence.digests(num_tokens // self._blocks.block_size, salt)

@@ -1,4 +1,4 @@
-"""Which request may be the one that kills stages, and how that is found out."""
+"""How the request that kills stages is found."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ _CONVICTING_LOSSES = 4
 
 
 class PoisonIsolation:
-    """The requests, by id, that may kill stages: their numbers of losses, and the suspects.
+    """Finds the request that kills stages. Requests are known by their ids.
 
     A loss does not show which request caused it, so everything in flight is computed again. A request that was
     in flight at two losses, with no token between them, becomes a suspect. Suspects run alone, one after the
     other, while other requests wait. A token clears a suspect. A suspect fails if, while it ran alone, the same
     rank failed twice in the same way, or ranks failed four times: at its fourth loss at the earliest.
-    If no rank failed, as when a network is cut, no request is to blame.
+    If no rank failed, as when a network is cut, no request is blamed.
 
     After an epoch in which no step returned, the next one begins with a probe, a step without a request. If it
-    returns, the stages work, and restarts are counted anew. If a stage dies of it, no request is to blame.
+    returns, the stages work, and restarts are counted anew. If a stage dies of it, no request is blamed.
     """
 
     def __init__(self) -> None:
         self.suspects: list[str] = []  # the first of them runs alone, the others wait
         self._losses: dict[str, int] = {}
-        self._failures: list[Set[Hashable]] = []  # at each loss of the lone request: which ranks failed, and how
+        # Each loss while the first suspect ran alone: which ranks, and how.
+        self._failures: list[Set[Hashable]] = []
 
     @property
     def lone(self) -> str | None:
-        """The only request that may run now; None = all may."""
+        """The only request that may run now; None = all may run."""
         return self.suspects[0] if self.suspects else None
 
     def watches(self, request_id: str) -> bool:
-        """Whether a request was in flight at a loss and is not cleared."""
+        """Return whether a request was in flight at a loss and has not been cleared since."""
         return request_id in self._losses
 
     def record_loss(self, in_flight: Set[str], failed: Set[Hashable]) -> str | None:
-        """Ranks failed with these requests in flight. Returns the culprit, if it is certain.
-        failed: each by its place in the pipeline and how it failed."""
+        """Note that ranks failed with these requests in flight. Return the culprit if it is certain, else None.
+        failed: each rank's place in the pipeline, and how it failed."""
         lone = self.lone
         if not failed:
             return None
@@ -56,7 +57,7 @@ class PoisonIsolation:
         return None
 
     def clear(self, request_id: str) -> None:
-        """The request gained a token since its last loss, or ended."""
+        """Clear a request: it has gained a token since its last loss, or has ended."""
         self._losses.pop(request_id, None)
         if request_id == self.lone:
             self._failures = []

@@ -1,13 +1,15 @@
 """The request queue: all open requests, those that wait, and which replica takes the next one.
 
 All replicas share the queue, fairness, admission, deadlines and the isolation of poison requests. Each replica has
-its own blocks, slots and steps (`scheduler`). The queue calls the schedulers, which do not know it. Laws
+its own blocks, slots and steps (`scheduler`). The queue calls the schedulers, which do not know it.
+
+Laws
 
 - A submitted request is admitted, waits or is refused: with InvalidRequest if it does not fit an empty server,
   with Overloaded if the queue is full or its answer is predicted to miss its deadline.
 - Waiting requests are admitted in `FairQueue`'s order, until the first that fits nowhere.
-- A request goes to the replica with room where, with it, fewest tokens are left to compute. Its prefix that is
-  cached there is not counted: so it attracts requests, but not to a replica that is much busier.
+- A request goes to the replica with room that then has the fewest tokens left to compute. Tokens that this replica
+  has cached do not count. So a cached prefix attracts requests, but not to a replica that is much busier.
 - Requests that a replica gives back keep their tokens and are computed again, before all others.
 - Suspects run alone (`PoisonIsolation`).
 """
@@ -30,14 +32,14 @@ from ppserve.core.scheduling.token_filter import ImmediateMasks, MaskSource, Tok
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# With fewer running sequences, one more raises the throughput, so no answer's time is predicted.
+# With fewer running sequences than this, one more raises the throughput, so no answer's time is predicted.
 _MANY_RUNNING = 8
-# A factor on predicted times: under overload, requests admitted later take half of the steps.
+# A factor on predicted times. Under overload, requests that are admitted later take half of the steps.
 _MARGIN = 2.5
 
 
 def check_possible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Raises InvalidRequest for a request that fits the context, but not an empty server."""
+    """Raise InvalidRequest if a request does not fit a server of `num_blocks` KV blocks even when it is empty."""
     num_prompt = len(request.prompt_ids)
     positions = max(num_prompt, num_prompt + request.stop.max_tokens - 1)
     needed = worst_case_blocks(num_prompt, positions, request.num_sequences, config.block_size)
@@ -58,9 +60,9 @@ class RequestQueue:
         self._throughput = Throughput()
         self._schedulers: list[Scheduler] = []
         self._homes: dict[str, Scheduler] = {}
-        self._next_deadline_s = math.inf  # no open request has an earlier one
-        # The first waiting request fits nowhere until a scheduler has released something more than this often.
-        # None: it may fit now.
+        self._next_deadline_s = math.inf  # no open request has an earlier deadline
+        # `_num_releases` when the first waiting request was found to fit nowhere: it still does not while the
+        # number is the same. None: it may fit now.
         self._releases_at_refusal: int | None = None
         self._next_sequence_id = 0
 
@@ -71,13 +73,13 @@ class RequestQueue:
         self._retry_admission()
 
     def remove_scheduler(self, scheduler: Scheduler) -> None:
-        """A replica will not come back, and has given its requests back."""
+        """Remove the scheduler of a replica that will not come back. It has given its requests back."""
         self._schedulers.remove(scheduler)
         self._retry_admission()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no replica computes."""
+        """The number of requests that no replica computes."""
         return len(self.queue)
 
     @property
@@ -85,7 +87,7 @@ class RequestQueue:
         return sum(scheduler.num_releases for scheduler in self._schedulers)
 
     def _retry_admission(self) -> None:
-        """The next waiting request is another one, or may go where it might not before."""
+        """Note that the next waiting request may fit now: it is another one, or may go to more replicas."""
         self._releases_at_refusal = None
 
     # Requests
@@ -98,7 +100,7 @@ class RequestQueue:
         text_rule: TextRule | None = None,
     ) -> None:
         """Admit or queue a request. Raises InvalidRequest, DeadlinePassed or Overloaded. token_filter: the rule
-        that its answers must obey. text_rule: decides whether their text ends them."""
+        that the request's answers must obey. text_rule: decides whether an answer's text ends it."""
         config = self._schedulers[0].config
         num_blocks = min(scheduler.num_blocks for scheduler in self._schedulers)
         check_possible(request, config, num_blocks)
@@ -110,13 +112,13 @@ class RequestQueue:
         self._retry_admission()
         assignment = self._next_assignment(now)
         fits = assignment is not None and assignment[0] is group
-        problem = self._late(group, tokens_ahead, now, fits)
-        if problem is None and not fits:
-            problem = self._full(config)
-        if problem:
+        refusal = self._deadline_refusal(group, tokens_ahead, now, fits)
+        if refusal is None and not fits:
+            refusal = self._full_refusal(config)
+        if refusal is not None:
             self.queue.remove(group)
             self.queue.end_request(request.caller)
-            raise problem
+            raise refusal
         self.groups[request.id] = group
         self._next_sequence_id += len(group.sequences)
         if request.deadline_s is not None:
@@ -150,12 +152,12 @@ class RequestQueue:
         return event
 
     def _note_end(self, event: SequenceEvent) -> None:
-        """A sequence has ended: its request too, if it was the last."""
+        """Note that a sequence has ended. If it was its request's last one, the request has ended too."""
         self._retry_admission()
         group = self.groups.get(event.request_id)
         if group is None or group.live:
             return
-        # A late request was cut short: overload would look like short answers.
+        # An overdue request was cut short. If it counted, answers would seem to be short under overload.
         if group.admitted_s is not None and event.finish is not FinishReason.DEADLINE:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:
@@ -167,8 +169,10 @@ class RequestQueue:
 
     # Admission
 
-    def _late(self, group: SequenceGroup, tokens_ahead: int, now: float, fits: bool) -> RequestError | None:
-        """The refusal of a request whose deadline passed, or would before its answer is complete."""
+    def _deadline_refusal(
+        self, group: SequenceGroup, tokens_ahead: int, now: float, fits: bool
+    ) -> RequestError | None:
+        """Return the refusal of a request whose deadline has passed, or will before its answer is complete."""
         if group.request.deadline_s is None:
             return None
         if group.request.deadline_s <= now:
@@ -180,12 +184,14 @@ class RequestQueue:
         return _overloaded(problem, answer_s / 2)
 
     def _answer_s(self, group: SequenceGroup, tokens_ahead: int, fits: bool) -> float | None:
-        """Predicted time until the answer is complete, or begins if few sequences run; None = unknown."""
+        """Predict the seconds until the answer is complete, or until it begins if few sequences run. None: there
+        is nothing to predict them by, or the answer begins at once."""
         running = [sequence for key in self._homes for sequence in self.groups[key].live]
         if len(running) < _MANY_RUNNING:
             return None if fits else self._throughput.seconds_for(tokens_ahead)
         tokens = tokens_ahead + group.num_tokens
-        # Each computes the rest of its prompt, and gets a token per step, so at most as many as this request.
+        # Each running sequence computes the rest of its prompt. Then it gets one token per step, as this request
+        # does, so meanwhile it gets at most as many as this request.
         for sequence in running:
             known = len(sequence.token_ids)
             most = min(group.request.stop.max_tokens, max(0, sequence.max_positions - known))
@@ -193,8 +199,8 @@ class RequestQueue:
         answer_s = self._throughput.seconds_for(tokens)
         return None if answer_s is None else _MARGIN * answer_s
 
-    def _full(self, config: SchedulerConfig) -> Overloaded | None:
-        """The refusal of the latest request, which would wait, if the queue was full before it."""
+    def _full_refusal(self, config: SchedulerConfig) -> Overloaded | None:
+        """Return the refusal of the newest request, which would have to wait, if the queue was full before it."""
         num_others = len(self.queue) - 1
         num_tokens = self.queue.num_tokens
         tokens_fit = num_others == 0 or num_tokens <= config.max_queue_tokens
@@ -204,17 +210,17 @@ class RequestQueue:
         return _overloaded(problem, self._throughput.seconds_for(num_tokens // 2))
 
     def _lone_at(self, scheduler: Scheduler) -> str | None:
-        """The only request that this replica may compute now; None = all of its own."""
+        """Return the only request that this replica may compute now; None = it may compute all that it has."""
         lone = self.poison_isolation.lone
         return lone if lone is not None and self._homes.get(lone) is scheduler else None
 
     def admit(self, now: float) -> None:
-        """Admit waiting requests, in their order, until the first that fits nowhere."""
+        """Admit waiting requests, in their order, until one fits nowhere."""
         while assignment := self._next_assignment(now):
             self._start(*assignment, now)
 
     def _next_assignment(self, now: float) -> tuple[SequenceGroup, Scheduler] | None:
-        """The next waiting request, and the replica that takes it; None if it fits nowhere."""
+        """Return the next waiting request, and the replica that takes it; None if it fits nowhere."""
         if self._releases_at_refusal == self._num_releases:
             return None
         schedulers = [s for s in self._schedulers if s.may_admit and self._lone_at(s) is None]
@@ -222,27 +228,29 @@ class RequestQueue:
             return None
         group = self._next_group(schedulers, now)
         if group is not None:
-            tokens = {s: s.tokens_with(group) for s in self._allowed(group, schedulers)}
-            places = {s: num_tokens for s, num_tokens in tokens.items() if num_tokens is not None}
-            if places:
-                return group, min(places, key=places.__getitem__)
+            loads = {s: s.tokens_left_with(group) for s in self._allowed(group, schedulers)}
+            with_room = {s: num_tokens for s, num_tokens in loads.items() if num_tokens is not None}
+            if with_room:
+                return group, min(with_room, key=with_room.__getitem__)
         self._releases_at_refusal = self._num_releases
         return None
 
     def _next_group(self, schedulers: list[Scheduler], now: float) -> SequenceGroup | None:
-        """The lone suspect if it can run, else the queue's first that is no suspect."""
+        """Return the suspect that is to run alone, if it can run; else the queue's first request that is no
+        suspect."""
         lone = self.groups.get(self.poison_isolation.lone or "")
         if lone is not None and lone in self.queue and self._allowed(lone, schedulers):
             return lone
         return self.queue.first(now, self.poison_isolation.suspects)
 
     def _allowed(self, group: SequenceGroup, schedulers: list[Scheduler]) -> list[Scheduler]:
-        """Where the request may run: a lone suspect on the replica that died with it, or idle ones."""
-        own = group.replica
-        is_gone = all(s.config.replica != own for s in self._schedulers)
+        """Return those of the schedulers that may take the request. A suspect that is to run alone goes to the
+        replica that was lost with it, or to an idle one."""
+        lost = group.replica
+        is_gone = all(s.config.replica != lost for s in self._schedulers)
         if is_gone or group.key != self.poison_isolation.lone:
             return schedulers
-        return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
+        return [s for s in schedulers if s.config.replica == lost or s.tokens_left == 0]
 
     def _start(self, group: SequenceGroup, scheduler: Scheduler, now: float) -> None:
         self.queue.remove(group)
@@ -251,11 +259,11 @@ class RequestQueue:
         group.place(scheduler.config.replica, now)
         scheduler.admit(group)
         if is_first_time:
-            self.queue.charge(group.request.caller, group.sequences[0].remaining)
+            self.queue.charge(group.request.caller, group.sequences[0].num_pending)  # the prompt, once
 
     def give_back(self, scheduler: Scheduler) -> frozenset[str]:
-        """Close a replica's scheduler: its requests wait for another replica, or until it opens again. Returns the
-        ids of those in flight."""
+        """Close a replica's scheduler. Its requests wait for another replica, or until this one opens again.
+        Returns the ids of the requests in flight."""
         given_back = scheduler.give_back()
         for group in given_back.groups:
             del self._homes[group.key]
@@ -266,7 +274,7 @@ class RequestQueue:
     # Computing
 
     def schedule(self, scheduler: Scheduler, now: float) -> StepPlan | None:
-        """A replica's next step; None when its pipeline is full or nothing is ready."""
+        """Return a replica's next step; None when its pipeline is full or nothing is ready."""
         was_busy = self._is_busy
         plan = scheduler.schedule(self._lone_at(scheduler), others_wait=self.num_waiting > 0)
         if plan is not None and not was_busy:
@@ -274,15 +282,15 @@ class RequestQueue:
         return plan
 
     def take_masks(self, scheduler: Scheduler) -> list[SequenceEvent]:
-        """Get the masks that a replica's next steps need, as far as they are there; call it before `schedule`.
-        Ends the requests in whose answers no token may follow."""
+        """Look up the masks that a replica's next steps need; call this before `schedule`. Ends the requests in
+        whose answers no token may follow."""
         events = scheduler.take_masks()
         for event in events:
             self._note_end(event)
         return events
 
     def commit(self, scheduler: Scheduler, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Apply the last stage's result of a step, unless it is of an older epoch or unknown."""
+        """Apply the last stage's result of a step. Nothing happens if the step is unknown or of an older epoch."""
         committed = scheduler.commit(result)
         if committed is None:
             return []
@@ -300,7 +308,7 @@ class RequestQueue:
         return any(scheduler.is_busy for scheduler in self._schedulers)
 
     def _note_token(self, group: SequenceGroup) -> None:
-        """A sequence of this request has one token more."""
+        """Note that a sequence of this request has one token more."""
         self.queue.charge(group.request.caller, 1)
         if not self.poison_isolation.watches(group.key):
             return
@@ -309,8 +317,8 @@ class RequestQueue:
             self._retry_admission()
 
     def end_impossible(self) -> list[SequenceEvent]:
-        """Fail the requests for which no replica has room even if it is empty: with other layers per stage, a
-        replica may have fewer KV blocks than when the requests came."""
+        """Fail the requests that would not fit any replica even if it were empty. With other layers per stage, a
+        replica may have fewer KV blocks than when a request was submitted."""
         config = self._schedulers[0].config
         num_blocks = max(scheduler.num_blocks for scheduler in self._schedulers)
         events: list[SequenceEvent] = []
@@ -323,7 +331,8 @@ class RequestQueue:
         return events
 
     def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
-        """Ranks failed with steps of these requests in flight. The culprit fails, if it is certain."""
+        """Note that ranks failed with steps of these requests in flight. If one request is certainly the cause, it
+        fails. failed: see `PoisonIsolation.record_loss`."""
         open_requests = self.groups.keys() & set(in_flight)
         culprit = self.poison_isolation.record_loss(open_requests, failed)
         self._retry_admission()

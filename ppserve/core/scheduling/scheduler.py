@@ -1,12 +1,12 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-Each replica has one, on the head. It is told all it knows, and does no I/O. It owns the sequences of the requests
-that the request queue, which all replicas share, has given to it. The queue calls it, and it returns events.
+Each replica has one, on the head. It does no I/O and reads no clock. The request queue, which all replicas share,
+gives requests to it; the scheduler owns their sequences while they run. The queue calls it, and it returns events.
 
 Laws
-- A token is scheduled after it has returned to the head. One exception is a draft token: what was computed from a
-  wrong one is dropped, and the right token's step writes its keys and values anew. The other: where one rank
-  computes all of the model, its next step is sent ahead, without the tokens (`slots`).
+- A token is scheduled after it has returned to the head. There are two exceptions. A draft token is a guess: what
+  was computed from a wrong one is dropped, and the right token's step overwrites its keys and values. And where
+  one rank computes all of the model, its next step is sent ahead, before its tokens are drawn (`slots`).
 - Stages run steps in order. So a prompt's next chunk may be scheduled while the one before is in flight, a block
   may be shared once the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence waits for a block.
@@ -38,16 +38,16 @@ from ppserve.core.scheduling.slots import MicrobatchSlots, OwnedSlice
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
 from ppserve.errors import RequestError, RequestFailed
 
-OUTCOMES = ("accepted", "rejected")
+DRAFT_OUTCOMES = ("accepted", "rejected")
 """A draft token equals the drawn token, or does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """What a step's result brought."""
+    """What became of a step whose result was committed."""
 
     num_tokens: int
-    """Tokens that the step computed: those of prompts, and draft tokens only if they were accepted."""
+    """Tokens that the step computed. Draft tokens count only if they were accepted."""
     events: list[SequenceEvent]
 
 
@@ -56,9 +56,9 @@ class GivenBack:
     """The requests of a replica that has closed."""
 
     groups: tuple[SequenceGroup, ...]
-    """They are in the order of their admission here, and none of their sequences is running any more."""
+    """They are in the order of their admission here. None of their sequences is running any more."""
     in_flight: frozenset[str]
-    """The ids of those that were in a step whose result had not come."""
+    """The ids of the requests that were in a step whose result had not returned."""
 
 
 class Scheduler:
@@ -73,13 +73,14 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
-        self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
+        self.num_draft_tokens = dict.fromkeys(DRAFT_OUTCOMES, 0)
         self.is_open = True
         self.num_releases = 0
-        """How often a place or blocks became free, or the scheduler opened: a request may fit that did not."""
+        """How often sequences or blocks were released, or the scheduler opened. A request that did not fit before
+        may fit then."""
         self._groups: dict[str, SequenceGroup] = {}  # requests with a running sequence, by id
         self._running: dict[int, Sequence] = {}  # in order of admission
-        # Those that have known tokens to schedule: first those that were admitted, or got a token, first.
+        # Those with known tokens that are in no step yet. The first was admitted, or got its latest token, first.
         self._ready: dict[int, Sequence] = {}
         self._blocks = blocks
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
@@ -89,10 +90,10 @@ class Scheduler:
     # Steps
 
     def schedule(self, lone: str | None = None, others_wait: bool = False) -> StepPlan | None:
-        """The next step; None when the pipeline is full or nothing is ready.
+        """Return the next step; None when the pipeline is full or nothing is ready.
 
-        lone: the only request that may be computed now, by its id; None = all. others_wait: whether requests wait
-        that no replica computes.
+        lone: the id of the only request that may be computed now; None = all may. others_wait: whether there are
+        requests that no replica computes.
         """
         if self.slots.are_full:
             return None if lone is not None else self._schedule_ahead(others_wait)
@@ -102,37 +103,38 @@ class Scheduler:
         return self._build(picks) if picks else None
 
     def take_masks(self) -> list[SequenceEvent]:
-        """Find the masks that the next steps need, draft tokens' too, as far as they are there: until then those
-        sequences are in no step. Ends the requests in whose answers no token may follow."""
+        """Look up the masks that the next steps need, also those of draft tokens. A sequence whose masks are not
+        all there stays out of steps until they are. Ends the requests in whose answers no token may follow."""
         events: list[SequenceEvent] = []
         for sequence in [s for s in self._ready.values() if s.awaits_mask]:
             if not sequence.is_live:
                 continue  # its request has just ended
             try:
-                is_there = sequence.finds_mask()
+                is_there = sequence.find_mask()
             except RequestError as error:
                 events += self._end_request(sequence.request.id, error)
                 continue
-            if is_there and sequence.remaining == 1:
+            if is_there and sequence.num_pending == 1:
                 is_there = self._speculation.draft(sequence, self._running) is not None
             sequence.note_masks(is_there)
         _, sent_ahead = self.slots.next_without_masks or (None, ())
         for sequence, _ in sent_ahead:
             try:
                 if sequence.is_live:
-                    sequence.finds_mask()
+                    sequence.find_mask()
             except RequestError as error:
                 events += self._end_request(sequence.request.id, error)
         return events
 
     def take_step_masks(self) -> StepMasks | None:
-        """The masks of the next step that was sent ahead without them, once all are there. They are told once."""
+        """Return the masks of the next step that was sent ahead without them; None while one of them is missing.
+        The masks of a step are returned once."""
         step = self.slots.next_without_masks
         if step is None:
             return None
         plan, owned = step
         filtered = [sequence for sequence, _ in owned if sequence.masks is not None]
-        if not all(sequence.finds_mask() for sequence in filtered if sequence.is_live):
+        if not all(sequence.find_mask() for sequence in filtered if sequence.is_live):
             return None
         self.slots.note_masks_sent(plan.step_id)
         masks = tuple(sequence.mask_after(()) if sequence.is_live else None for sequence in filtered)
@@ -150,7 +152,8 @@ class Scheduler:
         return self._composer.compose(alone, len(alone), 1)
 
     def _share_beginnings(self) -> None:
-        """Requests that were admitted together, as after a loss, compute a common prefix only once."""
+        """Let sequences that have not begun share blocks that others fill: requests that were admitted together,
+        as after a loss, compute a common prefix only once."""
         for sequence in self._ready.values():
             if sequence.scheduled > 0 or not sequence.is_ready:
                 continue
@@ -164,12 +167,12 @@ class Scheduler:
         owned = tuple(OwnedSlice(s, s.schedule(num_tokens, draft_ids)) for s, num_tokens, draft_ids in picks)
         for sequence, _ in owned:
             self._prefix_cache.offer(sequence)
-            if sequence.remaining == 0:
+            if sequence.num_pending == 0:
                 del self._ready[sequence.id]
         return self.slots.add_step(owned)
 
     def commit(self, result: StepResult) -> CommittedStep | None:
-        """Apply the last stage's result of a step; None if the step is of an older epoch or unknown."""
+        """Apply the last stage's result of a step. Return None if the step is unknown or of an older epoch."""
         owned = self.slots.remove_step(result)
         if owned is None:
             return None
@@ -188,7 +191,7 @@ class Scheduler:
         return CommittedStep(num_tokens, events)
 
     def _count_drafts(self, slice_: Slice, num_new: int) -> int:
-        """How many draft tokens of a slice that brought `num_new` tokens were right."""
+        """Count the draft tokens of a slice that brought `num_new` tokens. Return how many were accepted."""
         num_accepted = min(max(0, num_new - 1), slice_.num_draft_tokens)
         self.num_draft_tokens["accepted"] += num_accepted
         self.num_draft_tokens["rejected"] += slice_.num_draft_tokens - num_accepted
@@ -200,7 +203,7 @@ class Scheduler:
         scores = scored.logprobs if scored else ()
         are_finite = all(math.isfinite(score.logprob) for score in scores)
         if len(scores) != len(slice_.targets) or not are_finite:
-            yield from self._not_finite(sequence.request.id)
+            yield from self._fail_non_finite(sequence.request.id)
             return
         sequence.commit_slice(slice_, scores)
         if slice_.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
@@ -210,13 +213,13 @@ class Scheduler:
             if row and not sequence.accept_draft(slice_.token_ids[row - slice_.num_draws]):
                 break
             if row >= len(drawn) or drawn[row].token_id is None:
-                yield from self._not_finite(sequence.request.id)
+                yield from self._fail_non_finite(sequence.request.id)
                 return
             event = self._commit_token(sequence, drawn[row])
             yield event
             if event.is_terminal:
                 return
-        if slice_.draw is not None and sequence.remaining:
+        if slice_.draw is not None and sequence.num_pending:
             self._ready[sequence.id] = sequence
 
     def _commit_token(self, sequence: Sequence, drawn: Drawn) -> SequenceEvent:
@@ -226,9 +229,9 @@ class Scheduler:
             return self.end(sequence, finish, drawn)
         return self._groups[sequence.request.id].token_event(sequence, drawn)
 
-    def _not_finite(self, request_id: str) -> list[SequenceEvent]:
-        """End the request with all its sequences."""
-        # Their KV may hold non-finite values: never share it.
+    def _fail_non_finite(self, request_id: str) -> list[SequenceEvent]:
+        """End a request whose logits were not finite."""
+        # The keys and values of its sequences may not be finite either: never share their blocks.
         for sequence in self._groups[request_id].live:
             self._blocks.forget_contents_of(sequence.id)
         return self._end_request(request_id, RequestFailed("the model's output is not finite"))
@@ -237,8 +240,8 @@ class Scheduler:
         return [self.end(sequence, error) for sequence in self._groups[request_id].live]
 
     def end(self, sequence: Sequence, cause: EndCause, drawn: Drawn | None = None) -> SequenceEvent:
-        """End a running sequence, with its last token if `drawn`. Every running sequence ends here, and the event
-        is its only terminal one. Steps in flight may still hold it, and write its blocks."""
+        """End a running sequence, and return its only terminal event. Every running sequence ends here. Steps in
+        flight may still compute the sequence and write its blocks. drawn: its last token, if that ends it."""
         group = self._groups[sequence.request.id]
         event = group.end(sequence, cause, drawn)
         self._remove(sequence)
@@ -251,15 +254,15 @@ class Scheduler:
     # Steps that are sent ahead
 
     def _schedule_ahead(self, others_wait: bool) -> StepPlan | None:
-        """A step with one token of each sequence for which the step in flight draws; see `slots`. None if prompts,
-        drafts or a waiting request come next."""
+        """Return a step with one token of each sequence for which the step in flight draws (see `slots`). Return
+        None if prompts, draft tokens or a waiting request come next."""
         if not self.config.runs_ahead or self.slots.num_slots > 1:
             return None
         parts = self.slots.only_step
         drawing = [s for s, slice_ in parts if slice_.draw and s.is_live and s.num_free_positions > 0]
         makes_room = others_wait and len(drawing) < len(parts)
         has_drafts = any(slice_.num_draft_tokens for _, slice_ in parts)
-        # The masks of others come while the step is computed.
+        # Masks that are made quickly are sent after the step, while it is computed.
         has_slow_masks = any(s.masks is not None and s.masks.is_slow for s in drawing)
         if self._ready or makes_room or has_drafts or has_slow_masks:
             return None
@@ -271,12 +274,14 @@ class Scheduler:
         return self.slots.add_step(owned, is_ahead=True)
 
     def _is_unused(self, sequence: Sequence, slice_: Slice) -> bool:
-        """Whether a slice that was sent ahead is of an ended sequence, and writes no block that others share."""
+        """Whether a slice that was sent ahead belongs to an ended sequence, and writes no block that others
+        share."""
         num_shared = sequence.num_published * self.config.block_size
         return not sequence.is_live and slice_.start >= num_shared
 
     def _is_unneeded(self, sequence: Sequence, slice_: Slice) -> bool:
-        """Whether a slice that was sent ahead is unused, or may be sent later: its token is not drawn yet."""
+        """Whether a slice that was sent ahead may be cancelled: nothing that it writes is needed yet. If its token
+        is not drawn yet, the same slice can be sent later."""
         if sequence.is_live:
             return slice_.start >= len(sequence.token_ids)
         return self._is_unused(sequence, slice_)
@@ -289,29 +294,30 @@ class Scheduler:
         has_place = len(self._running) < self.config.max_num_seqs
         return self.is_open and has_place and self._blocks.num_free > 0
 
-    def tokens_with(self, group: SequenceGroup) -> int | None:
-        """Tokens left to compute, with this request's known ones that are not cached; None: no room for it."""
+    def tokens_left_with(self, group: SequenceGroup) -> int | None:
+        """Return the tokens that this replica has left to compute if it admits a request; None: it has no room. Of
+        the request count the known tokens that are not cached here."""
         live = group.live
         if len(self._running) + len(live) > self.config.max_num_seqs:
             return None
         num_prompt = len(group.request.prompt_ids)
         block_size = self.config.block_size
-        known = self._prefix_cache.find(live[0])
+        cached = self._prefix_cache.find(live[0])
         needed = worst_case_blocks(num_prompt, live[0].max_positions, len(live), block_size)
-        if not self._blocks.fits(needed - len(known), known):
+        if not self._blocks.fits(needed - len(cached), cached):
             return None
-        num_new = sum(len(s.token_ids) for s in live) - len(known) * block_size
+        num_new = sum(len(s.token_ids) for s in live) - len(cached) * block_size
         return self.tokens_left + num_new
 
     def admit(self, group: SequenceGroup) -> None:
-        """Start a request that has room."""
+        """Start a request for which `tokens_left_with` found room."""
         self.slots.cancel_ahead(self._is_unneeded)
         self._groups[group.key] = group
         leader, *siblings = group.live
         block_size = self.config.block_size
-        known = self._prefix_cache.find(leader)
-        cached_tokens = len(known) * block_size
-        self._start(leader, known, cached_tokens)
+        cached = self._prefix_cache.find(leader)
+        cached_tokens = len(cached) * block_size
+        self._start(leader, cached, cached_tokens)
         num_shared = (len(group.request.prompt_ids) - 1) // block_size
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared], cached_tokens, leader)
@@ -332,7 +338,7 @@ class Scheduler:
         self._blocks.release(sequence.id)
 
     def give_back(self) -> GivenBack:
-        """Close: all requests will be computed again, here or elsewhere."""
+        """Close, and return all requests: they will be computed again, here or on another replica."""
         self.is_open = False
         in_flight = self.slots.lose()
         self._blocks.forget_contents()
@@ -344,7 +350,7 @@ class Scheduler:
         return GivenBack(groups, in_flight)
 
     def open(self, epoch: int) -> None:
-        """An epoch has formed: requests may be admitted."""
+        """Open for an epoch that has formed: requests may be admitted."""
         self.slots.begin_epoch(epoch)
         self.is_open = True
         self.num_releases += 1
@@ -352,18 +358,18 @@ class Scheduler:
     # State
 
     def request_of(self, sequence_id: int) -> Request | None:
-        """The request of a running sequence; None for one that has ended."""
+        """Return the request of a running sequence; None if the sequence has ended."""
         sequence = self._running.get(sequence_id)
         return None if sequence is None else sequence.request
 
     @property
     def num_running(self) -> int:
-        """Admitted sequences that have not ended."""
+        """The number of admitted sequences that have not ended."""
         return len(self._running)
 
     @property
     def tokens_left(self) -> int:
-        """To compute until all running sequences have their longest answers."""
+        """Tokens to compute until all running sequences have answers of their greatest length."""
         return sum(s.max_positions - s.computed for s in self._running.values())
 
     @property
@@ -372,7 +378,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks held by sequences, 0 to 1."""
+        """The share of KV blocks that sequences hold, 0 to 1."""
         return self._blocks.num_held / self._blocks.num_blocks
 
     @property

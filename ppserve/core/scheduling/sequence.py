@@ -31,7 +31,7 @@ from ppserve.errors import AnswerImpossible, RequestError
 
 
 def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
-    """The name of a full block that follows the block named `parent`."""
+    """Return the name of a full block of these tokens that follows the block named `parent`."""
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
@@ -60,8 +60,9 @@ EndCause = FinishReason | RequestError
 
 
 TextRule = Callable[[int, int, FinishReason | None], FinishReason | None]
-"""Reads the next token of one of a request's answers: (the answer's index, the token, why it ends the answer, its
-text aside). Returns why it ends the answer, its text included. It is called once for each token, in order."""
+"""Decides whether the text of an answer ends it. It is called once for each token, in order, with the answer's
+index, the token, and the reason for which this token ends the answer without regard to text (None: it does not).
+It returns the reason for which the token ends the answer, text included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,20 @@ class SequenceEvent:
     index: int  # of the request's answers
     sequence_id: int
     offset: int
-    """The token's place in the answer, resumed tokens included; without a token, the answer's length."""
+    """The token's place in the answer, resumed tokens included. Without a token, it is the answer's length."""
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of the prompt's tokens after the first; only in the first event that is not an error."""
+    """Log-probabilities of the prompt's tokens after the first, in the first event that is not an error."""
     finish: FinishReason | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
-    admitted_s: float | None = None  # on the head's clock; None: it never left the queue
-    replica: int | None = None  # the latest to compute it
+    admitted_s: float | None = None  # on the head's clock; None: the request never left the queue
+    replica: int | None = None  # the latest one to which the request was admitted
 
     @property
     def is_terminal(self) -> bool:
-        """Whether it is the sequence's last event."""
+        """Whether this is the sequence's last event."""
         return self.finish is not None or self.error is not None
 
 
@@ -104,7 +105,8 @@ class Sequence:
         self.id = sequence_id
         self._text_rule = text_rule
         self.masks = masks
-        self._found_masks: dict[tuple[int, ...], bytes | None] = {}  # by draft tokens after the known ones
+        # Masks after the known tokens and these draft tokens; None where all ids may follow.
+        self._found_masks: dict[tuple[int, ...], bytes | None] = {}
         self.request = request
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
@@ -112,20 +114,20 @@ class Sequence:
         self.scheduled = 0  # positions that were put into steps
         self.computed = 0  # positions whose result has returned
         self.loss_mark = 0  # known tokens when a stage was last lost
-        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
+        self.cached_tokens = 0  # tokens of the prompt that were in the prefix cache at the first admission
         self.block_table: tuple[int, ...] = ()
-        self.num_published = 0  # leading blocks that others may find
-        self.leader: Sequence | None = None  # for n > 1, until the first slice: it fills the first blocks
+        self.num_published = 0  # leading blocks that other sequences may share
+        self.leader: Sequence | None = None  # fills the prompt's blocks if n > 1; unset from the first slice on
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
         is_first = index == (request.resume_index or 0) and not request.resume_ids
         self.wants_scores = is_first and request.output.prompt_logprobs is not None
         self._block_size = config.block_size
         self._eos_ids = config.eos_ids
-        # Why it ends without a draw: it is only scored, or resumed complete.
+        # Why it ends without a draw: its prompt is only scored, or it is resumed when it was already complete.
         self.known_end = self._end_after(self.token_ids[-1]) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
-        self.awaits_mask = masks is not None and self.known_end is None  # it is in no step until then
+        self.awaits_mask = masks is not None and self.known_end is None  # while it does, it is put into no step
         self._digests: list[bytes] = []
         banned = request.banned(self._eos_ids)
         banned_before = len(request.prompt_ids) + request.stop.min_tokens if banned else 0
@@ -143,71 +145,74 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far, resumed ones included."""
+        """The number of the answer's tokens so far, resumed ones included."""
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
-    def remaining(self) -> int:
-        """Known tokens that are in no step yet."""
+    def num_pending(self) -> int:
+        """The number of known tokens that are in no step yet."""
         return max(0, len(self.token_ids) - self.scheduled)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be scheduled: the tokens before its next one are in earlier steps, and its masks are
-        there."""
-        follows = self.leader is None or self.leader.scheduled >= self.scheduled
-        return follows and not self.awaits_mask
+        """Whether its pending tokens may be scheduled: the blocks before them are filled by earlier steps, and its
+        masks are there."""
+        is_prefix_scheduled = self.leader is None or self.leader.scheduled >= self.scheduled
+        return is_prefix_scheduled and not self.awaits_mask
 
     @property
-    def num_likely(self) -> int:
-        """The likely tokens that come back with each token that a step scores or draws."""
+    def num_top_logprobs(self) -> int:
+        """How many of the most likely tokens are returned with each token that a step scores or draws."""
         output = self.request.output
         of_prompt = (output.prompt_logprobs or 0) if self.wants_scores else 0
         return max(output.logprobs or 0, of_prompt)
 
     @property
     def num_free_positions(self) -> int:
-        """Positions after the known tokens that its blocks have room for."""
+        """The number of positions after the known tokens for which its blocks have room."""
         return self.max_positions - len(self.token_ids)
 
     @property
     def is_live(self) -> bool:
-        """Whether it has had no terminal event yet."""
+        """Whether the sequence has had no terminal event yet."""
         return self.status is not SequenceStatus.ENDED
 
     @property
     def max_positions(self) -> int:
-        """The most positions that may need keys and values; the last drawn token is never computed."""
+        """The most positions that may need keys and values: the last drawn token is never computed."""
         num_prompt = len(self.request.prompt_ids)
         return max(len(self.token_ids), num_prompt + self.request.stop.max_tokens - 1)
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Raises InvalidTransition."""
+        """Change the status. Raises InvalidTransition where `NEXT` does not have the change."""
         if status not in NEXT[self.status]:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
     def start(self, cached_tokens: int) -> None:
-        """cached_tokens: of the prompt, found in the prefix cache."""
+        """Begin to run. cached_tokens: how many tokens of the prompt were found in the prefix cache."""
         self.move_to(SequenceStatus.RUNNING)
         if not self.loss_mark:
             self.cached_tokens = cached_tokens
 
     def use_blocks(self, block_table: tuple[int, ...], num_shared: int, leader: Sequence | None = None) -> None:
-        """Begin behind the first `num_shared` of them, which others fill."""
+        """Begin to compute after the first `num_shared` blocks of a table: other sequences fill these. leader:
+        fills the blocks of the prompt, where it is another sequence of the request."""
         self.block_table = block_table
         self.num_published = num_shared
         self.leader = leader
         self.scheduled = self.computed = num_shared * self._block_size
 
     def publish(self, num_blocks: int) -> range:
-        """Others may find its first blocks from now on. Returns the indices of the new ones."""
+        """Note that the first `num_blocks` blocks may be shared from now on. Return the indices of those that
+        might not be shared before."""
         newly_published = range(self.num_published, num_blocks)
         self.num_published = num_blocks
         return newly_published
 
     def digests(self, num_blocks: int, salt: bytes) -> list[bytes]:
-        """The names of its first full blocks. salt: sequences with different ones share no names."""
+        """Return the names of the first `num_blocks` blocks, which are full. salt: sequences with different salts
+        have no name in common."""
         while len(self._digests) < num_blocks:
             start = len(self._digests) * self._block_size
             parent = self._digests[-1] if self._digests else salt
@@ -216,8 +221,8 @@ class Sequence:
         return self._digests[:num_blocks]
 
     def schedule(self, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> Slice:
-        """Put the next `num_tokens` known tokens into a step, and draft tokens after them."""
-        assert 0 < num_tokens <= self.remaining, (self.id, num_tokens)
+        """Put the next `num_tokens` pending tokens into a step, and draft tokens after them. Return the slice."""
+        assert 0 < num_tokens <= self.num_pending, (self.id, num_tokens)
         start = self.scheduled
         end = start + num_tokens
         token_ids = (*self.token_ids[start:end], *draft_ids)
@@ -234,7 +239,7 @@ class Sequence:
         return Slice(self.id, start, token_ids, table, draw, targets, num_scored, len(draft_ids), draft_masks)
 
     def schedule_ahead(self) -> Slice:
-        """Put the token that follows the known ones into a step, before it is drawn."""
+        """Put the token that follows the known ones into a step before it is drawn. Return the slice."""
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
         self.scheduled += 1
@@ -244,9 +249,9 @@ class Sequence:
     def _blocks_until(self, position: int) -> tuple[int, ...]:
         return self.block_table[: -(-position // self._block_size)]
 
-    def finds_mask(self, draft_ids: tuple[int, ...] = ()) -> bool:
-        """Whether the mask of what may follow the known tokens and these draft tokens is there, or none is needed.
-        Raises the RequestError that ends the request, if nothing may follow."""
+    def find_mask(self, draft_ids: tuple[int, ...] = ()) -> bool:
+        """Look up the mask for the token that follows the known tokens and these draft tokens. Return whether it
+        is there, or none is needed. Raises the RequestError that ends the request if no token may follow."""
         if self.masks is None or draft_ids in self._found_masks:
             return True
         mask = self.masks.find((*self.token_ids[len(self.request.prompt_ids) :], *draft_ids))
@@ -263,23 +268,24 @@ class Sequence:
         return True
 
     def mask_after(self, draft_ids: tuple[int, ...]) -> bytes | None:
-        """A mask that `finds_mask` has found; None: all ids may follow."""
+        """Return a mask that `find_mask` has found; None: all ids may follow."""
         return None if self.masks is None else self._found_masks[draft_ids]
 
     def note_masks(self, are_there: bool) -> None:
-        """Whether all masks that its next step needs are there."""
+        """Note whether all masks that its next step needs are there."""
         self.awaits_mask = not are_there
 
     def cancel_ahead(self) -> None:
+        """Take back what `schedule_ahead` did, if the token is still not drawn."""
         self.scheduled = min(self.scheduled, len(self.token_ids))
 
     def commit_slice(self, slice_: Slice, scores: Seq[TokenLogprobs]) -> None:
-        """A step has computed the known tokens of a slice. scores: of the prompt's tokens in it."""
+        """Note that a step has computed the known tokens of a slice. scores: those of its prompt tokens."""
         self.scores.extend(scores)
         self.computed = slice_.end - slice_.num_draft_tokens
 
     def accept_draft(self, token_id: int) -> bool:
-        """Whether a draft token is the token that was drawn. Then it counts as computed."""
+        """Return whether a draft token equals the token that was drawn. If so, it counts as computed."""
         if self.token_ids[self.computed] != token_id:
             return False
         self.computed += 1
@@ -287,7 +293,7 @@ class Sequence:
         return True
 
     def commit_token(self, token_id: int) -> FinishReason | None:
-        """The next token was drawn. Returns why the answer ends with it; None when it does not."""
+        """Append the token that was drawn. Return the reason if the answer ends with it, else None."""
         self.token_ids.append(token_id)
         if self.masks is not None:
             found = self._found_masks.items()
@@ -301,14 +307,15 @@ class Sequence:
         return self.request.end_after(self.num_generated, token_id, self._eos_ids)
 
     def give_back(self) -> None:
-        """Its replica is lost or drained: it waits, with all tokens known, nothing computed and no block."""
+        """Wait again, because the replica is lost or drained: all tokens stay known, none is computed, and no
+        block is held."""
         self.move_to(SequenceStatus.WAITING)
         self.use_blocks((), 0)
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
     def take_scores(self) -> tuple[TokenLogprobs, ...]:
-        """The prompt's scores, once all are there; nothing after that."""
+        """Return the prompt's scores, once, when all are there. Before and after that return nothing."""
         if not self.wants_scores or self.computed < len(self.request.prompt_ids):
             return ()
         scores = tuple(self.scores)
@@ -329,7 +336,7 @@ class SequenceGroup:
         masks: MaskSource | None = None,
         text_rule: TextRule | None = None,
     ) -> None:
-        """All sequences of a request, or the one that it resumes, with ids from `first_id` on."""
+        """Make all sequences of a request, or the one that it resumes, with ids from `first_id` on."""
         self.request = request
         self.sequences = [
             Sequence(first_id + i, request, index, config, masks, text_rule)
@@ -337,27 +344,29 @@ class SequenceGroup:
         ]
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None  # for the first time
-        self.replica: int | None = None  # the latest to compute it
+        self.replica: int | None = None  # the latest one to which it was admitted
         most_tokens = len(request.prompt_ids) + request.stop.max_tokens
-        self.num_tokens = len(self.sequences) * most_tokens
+        self.num_tokens = len(self.sequences) * most_tokens  # the most that its sequences can have
 
     def place(self, replica: int, now: float) -> None:
+        """Note that a replica admits the request. now: on the head's clock, in seconds."""
         self.replica = replica
         if self.admitted_s is None:
             self.admitted_s = now
 
     def token_event(self, sequence: Sequence, drawn: Drawn) -> SequenceEvent:
-        """A sequence has a further token, and goes on."""
+        """Return the event of a drawn token after which the sequence goes on."""
         return self._event(sequence, drawn, None)
 
     def end(self, sequence: Sequence, cause: EndCause, drawn: Drawn | None = None) -> SequenceEvent:
-        """End a sequence, with its last token if `drawn`. Nothing else makes a terminal event, so each sequence
-        has one: a second end is an InvalidTransition. Of a running sequence only its scheduler may call this."""
+        """End a sequence, and return its terminal event. Nothing else makes terminal events, so each sequence has
+        exactly one: a second end raises InvalidTransition. For a running sequence, only its scheduler may call
+        this. drawn: the sequence's last token, if that ends it."""
         sequence.move_to(SequenceStatus.ENDED)
         return self._event(sequence, drawn, cause)
 
     def _event(self, sequence: Sequence, drawn: Drawn | None, cause: EndCause | None) -> SequenceEvent:
-        """drawn: the last of the sequence's `token_ids`."""
+        """drawn: the last of the sequence's `token_ids`, if the event has a token."""
         error = cause if isinstance(cause, RequestError) else None
         return SequenceEvent(
             request_id=self.key,
@@ -380,9 +389,10 @@ class SequenceGroup:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens of all its sequences, each with the common prompt."""
+        """The number of known tokens of all its sequences. The common prompt counts once for each."""
         return sum(len(s.token_ids) for s in self.sequences)
 
     @property
     def live(self) -> list[Sequence]:
+        """The sequences that have had no terminal event yet."""
         return [s for s in self.sequences if s.is_live]

@@ -1,4 +1,4 @@
-"""How many slots one replica has: how many steps may be in flight.
+"""How many slots one replica has, which is how many of its steps may be in flight.
 
 There are as many slots as the P stages, or one more. With P slots a step is sent only when an earlier one has
 returned, so what delays one stage (the return of tokens, a chunk of a prompt) delays all. With one slot more the
@@ -22,9 +22,9 @@ from ppserve.core.cost_model import StageCost, StepSize
 from ppserve.core.plan import StepResult, StepStamps
 
 MEASURED_STEPS = 64
-"""Steps of each stage by which the wait is measured."""
+"""The wait is measured over so many steps of each stage."""
 HELD_STEPS = 16 * MEASURED_STEPS
-"""Steps for which P + 1 slots are kept before the wait is measured again."""
+"""P + 1 slots are kept for so many steps before the wait is measured again."""
 # P + 1 slots begin where the wait exceeds their cost by this factor, and stay while it exceeds the cost.
 HYSTERESIS = 1.25
 
@@ -39,7 +39,7 @@ class _MeasuredSteps:
     other_s: float = 0.0
 
     def add(self, at: StepStamps, last_sent_ns: int) -> None:
-        """last_sent_ns: when the stage was done with the step before."""
+        """Add a step's times. last_sent_ns: when the stage had sent the step before."""
         free_ns = max(last_sent_ns, at.planned)
         self.num_steps += 1
         self.waited_s += (free_ns - last_sent_ns + at.received - at.awaited) / 1e9
@@ -55,13 +55,13 @@ class SlotCount:
         self.num_slots = self._num_stages = num_stages = len(costs)
         self._costs = costs
         self._had_one_more = False  # before the present measurement
-        self._steps_left = 0  # on the last stage, until steps are measured
+        self._steps_left = 0  # so many steps of the last stage are still not measured
         self._times = [_MeasuredSteps() for _ in range(num_stages)]
-        self._last_sent_ns: list[int | None] = [None] * num_stages  # None where the next step does not count
+        self._last_sent_ns: list[int | None] = [None] * num_stages  # None: the stage's next step does not count
 
     def observe(self, result: StepResult, was_full: bool) -> int:
-        """A stage's next result. Returns the number of slots. was_full: all were in use when it was sent: so an
-        epoch's first step, and the outage before it, do not count."""
+        """Take a stage's next result. Return the number of slots. was_full: all slots were in use when the step
+        was sent. Only such steps count, so an epoch's first step, and the outage before it, do not."""
         stage = result.stage
         last_ns = self._last_sent_ns[stage]
         self._last_sent_ns[stage] = result.stamps.sent if was_full else None
@@ -80,6 +80,7 @@ class SlotCount:
         return self.num_slots
 
     def _one_more_pays(self) -> bool:
+        """Whether the measured wait of the busiest stage exceeds what one slot more costs."""
         busiest = max(range(self._num_stages), key=lambda stage: self._times[stage].computed_s)
         times = self._times[busiest]
         fixed_s = min(self._costs[busiest].seconds(StepSize()) * times.num_steps, times.computed_s)
@@ -87,7 +88,7 @@ class SlotCount:
         return times.waited_s > cost_s * (1.0 if self._had_one_more else HYSTERESIS)
 
     def _change(self, num_slots: int) -> None:
-        # Steps in flight were sent with the old number, so the next ones of each stage tell nothing.
+        # Steps in flight were sent with the old number of slots, so each stage's next steps do not count.
         self._had_one_more = self.num_slots > self._num_stages
         self.num_slots = num_slots
         self._steps_left = HELD_STEPS if num_slots > self._num_stages else num_slots + 1

@@ -1,16 +1,21 @@
 """Draft tokens: tokens that are computed before they are known, as further rows of a sequence's step.
 
-A step of few rows takes hardly longer with one row more, because most of its time goes into reading weights.
-So a step that decodes may take tokens that are likely to follow. Each is drawn from the model as without them.
-A draft token that equals the drawn one saves a step; what was computed after a wrong one is dropped.
+A step of few rows takes hardly longer with one row more, because most of its time goes into reading weights. So a
+step that decodes may also compute guesses of the tokens that follow. Every token is still drawn from the model's
+logits, as it would be without drafts. A draft token that equals the drawn one saves a step. What was computed
+after a wrong one is dropped.
 
-A draft token is added while the step is then likely to bring more tokens per second:
+A draft token is added to a step if the step is then expected to yield more tokens per second:
 
     probability / row_s  >  tokens / step_s
 
-probability: that it and all before it are right, by the measured acceptance. row_s, step_s: what the row adds and
-what the step takes, by the cost model. tokens: expected of the step so far. Draft tokens are made only where one
-sequence runs, or fewer than stages: with more, other sequences fill the steps.
+    probability   of this draft token and all before it being right, by the measured acceptance
+    row_s         the time that its row adds, by the cost model
+    tokens        the number of tokens expected of the step so far
+    step_s        the time of the step so far, by the cost model
+
+Drafts are made only while one sequence runs, or fewer sequences than there are stages. Otherwise other sequences
+fill the steps.
 """
 
 from __future__ import annotations
@@ -20,22 +25,25 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from ppserve.core.cost_model import StageCost, StepSize
-from ppserve.core.scheduling.composer import MAX_STEP_LIKELY, Pick
+from ppserve.core.scheduling.composer import MAX_STEP_TOP_LOGPROBS, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.token_filter import is_allowed
 from ppserve.errors import RequestError
 
-# Most draft tokens of a sequence in one step.
+# The most draft tokens of a sequence in one step.
 MAX_DRAFT_TOKENS = 15
-# Rows also take energy and the head's time, and a step with draft tokens cannot be sent ahead.
+# A draft token needs this probability even where a lower one would pay: rows also take energy and the head's time,
+# and a step with draft tokens cannot be sent ahead.
 MIN_PROBABILITY = 0.25
 
 
 class DraftToken(NamedTuple):
+    """A guess of a sequence's next token."""
+
     token_id: int
     probability: float
-    """Probability that it is right, if all tokens before it are."""
+    """The probability that it is right if all tokens before it are."""
 
 
 class Speculation:
@@ -52,8 +60,9 @@ class Speculation:
         self._drafters: dict[int, PromptLookup] = {}  # by sequence
 
     def add_drafts(self, picks: list[Pick], running: Mapping[int, Sequence]) -> list[Pick]:
-        """The picks of a step with draft tokens; unchanged where it has tokens of prompts."""
-        if any(sequence.remaining > 1 or sequence.known_end for sequence, *_ in picks):
+        """Return the picks of a step with draft tokens added. If the step has tokens of prompts, none are
+        added."""
+        if any(sequence.num_pending > 1 or sequence.known_end for sequence, *_ in picks):
             return picks
         drafted, num_rows = [], len(picks)
         for pick in picks:
@@ -65,14 +74,14 @@ class Speculation:
     def draft(
         self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS
     ) -> tuple[int, ...] | None:
-        """The draft tokens that pay after the sequence's known ones, at most `max_rows`; None while a mask that
-        decides about them is not there."""
+        """Return the draft tokens that pay after a sequence's known tokens, at most `max_rows`. Return None while
+        a mask that decides about them is not there."""
         if self._forced is None and len(running) > self._most_sequences:
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
         limit = min(limit, max_rows, sequence.num_free_positions)
-        if sequence.num_likely:
-            limit = min(limit, MAX_STEP_LIKELY // sequence.num_likely - 1)
+        if sequence.num_top_logprobs:
+            limit = min(limit, MAX_STEP_TOP_LOGPROBS // sequence.num_top_logprobs - 1)
         if limit <= 0:
             return ()
         if not _knows_mask(sequence):
@@ -87,12 +96,12 @@ class Speculation:
             if self._forced is None and not pays:
                 break
             if not is_allowed(sequence.mask_after(tuple(draft_ids)), found.token_id):
-                break  # it cannot be drawn there
+                break  # the mask forbids it, so it cannot be drawn
             try:
-                if not sequence.finds_mask((*draft_ids, found.token_id)):
+                if not sequence.find_mask((*draft_ids, found.token_id)):
                     return None
             except RequestError:
-                break  # the request ends if this token is drawn, and not before
+                break  # no token may follow it: the request ends if it is drawn, and not before
             draft_ids.append(found.token_id)
             step_s += row_s
             num_expected += probability
@@ -105,7 +114,8 @@ class Speculation:
         return self._drafters[sequence.id]
 
     def _seconds(self, num_tokens: int) -> tuple[float, float]:
-        """What all stages take for a step with the last of so many tokens, and what a row adds."""
+        """Return the seconds that all stages together take for a step that computes the last of `num_tokens`
+        tokens, and the seconds that one row more adds."""
         one = StepSize().with_slice(num_tokens - 1, 1, 1)
         two = StepSize().with_slice(num_tokens - 1, 2, 2)
         step_s, longer_s = (sum(cost.seconds(size) for cost in self._costs) for size in (one, two))
@@ -113,28 +123,29 @@ class Speculation:
 
 
 def _knows_mask(sequence: Sequence) -> bool:
-    """Whether the mask after the known tokens is there; not where it ends the request, which is told elsewhere."""
+    """Return whether the mask after the known tokens is there. If no token may follow them, it never is; the
+    caller of `Scheduler.take_masks` learns of that."""
     try:
-        return sequence.finds_mask()
+        return sequence.find_mask()
     except RequestError:
         return False
 
 
-# Longer matches are hardly better.
+# Tokens that a match may have; longer ones are hardly better.
 MAX_MATCH = 3
-# How often a draft token is right, by the length of the match, before it is measured.
+# How often a draft token is taken to be right before that is measured, by the length of the match.
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
-# The weight of the newest measurement: about the last 16 count.
+# The weight of the newest observation: about the last 16 count.
 _NEWEST = 1 / 16
-# Tokens that are learned in one call: all requests wait while the engine learns a prompt.
+# The most tokens that are learned in one call. All requests wait while the engine learns a prompt.
 MAX_LEARNED = 256
 
 
 class PromptLookup:
-    """Drafts what followed the latest earlier place of a sequence's last tokens, at most MAX_MATCH of them.
+    """Drafts the token that followed when a sequence's last tokens (up to MAX_MATCH) occurred before.
 
-    Every known token tells whether it would have been drafted, so the acceptance is measured for this very text.
-    Time and memory are constant per token.
+    Each known token shows whether it would have been drafted rightly, so the acceptance is measured on this very
+    text. Time and memory are constant per token.
     """
 
     def __init__(self, _sequence: Sequence | None = None) -> None:
@@ -143,7 +154,8 @@ class PromptLookup:
         self._num_learned = 0
 
     def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
-        """What may follow `token_ids` and then `draft_ids`, if anything. token_ids only ever grows."""
+        """Return a guess of the token after `token_ids` and then `draft_ids`; None: there is none. From call to
+        call `token_ids` only grows."""
         self._learn(token_ids)
         if self._num_learned < len(token_ids):
             return None
@@ -154,7 +166,7 @@ class PromptLookup:
         return DraftToken(self._followers[match], self._hit_rates[len(match)])
 
     def _learn(self, token_ids: Seq[int]) -> None:
-        """Learn of the next tokens whether each would have been drafted, and what followed what."""
+        """Learn the next tokens: whether each would have been drafted, and after which tokens it came."""
         until = min(len(token_ids), self._num_learned + MAX_LEARNED)
         for place in range(self._num_learned, until):
             token_id = token_ids[place]
@@ -167,5 +179,5 @@ class PromptLookup:
         self._num_learned = until
 
     def _longest_match(self, tail: tuple[int, ...]) -> tuple[int, ...]:
-        """The longest end of `tail` that was seen before; empty if none was."""
+        """Return the longest end of `tail` that has occurred before; empty if none has."""
         return next((tail[i:] for i in range(len(tail)) if tail[i:] in self._followers), ())

@@ -1,8 +1,8 @@
-"""Which tokens an answer may have, where a rule such as a grammar says so.
+"""Which tokens an answer may have, if a rule such as a grammar decides that.
 
-A mask has a bit for each id of the vocabulary: bit i % 8 of byte i // 8, counted from the least significant. A bit
-that is set allows its id; ids beyond the mask's end are forbidden. Masks travel in plans (`plan.Draw.mask`). The
-rank that draws applies them before temperature, top_k and top_p.
+A mask has a bit for each id of the vocabulary: for id i it is bit i % 8 of byte i // 8, counted from the least
+significant. A bit that is set allows its id. Ids beyond the mask's end are forbidden. Masks travel in plans
+(`plan.Draw.mask`). The rank that draws applies them before temperature, top_k and top_p.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ class TokenFilter(Protocol):
     """The rule of one request; all of its sequences share it."""
 
     def allowed(self, output_ids: Seq[int]) -> bytes | None:
-        """The mask of the ids that may follow these tokens of an answer; None: all may. It may take long, and
-        raise a PpserveError: its text is what the caller reads.
+        """Return the mask of the ids that may follow these tokens of an answer; None: all may.
 
-        It is a pure function: after a loss, and for draft tokens, it is asked again. output_ids: of the answer,
-        resumed tokens included. Every one of them was allowed."""
+        This is a pure function: it is called again for the same tokens after a loss, and for draft tokens. It may
+        take long. It may raise a PpserveError, whose text the caller reads. output_ids: all tokens of the answer,
+        resumed ones included; each of them was allowed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What may follow some tokens of an answer."""
+    """Which ids may follow certain tokens of an answer."""
 
     bits: bytes | None
-    """None: all ids may."""
+    """The mask; None: all ids may follow."""
 
 
 class MaskSource(Protocol):
@@ -39,11 +40,11 @@ class MaskSource(Protocol):
 
     @property
     def is_slow(self) -> bool:
-        """Whether a step should not be sent before its mask is there."""
+        """Whether making a mask may take longer than a step, so that no step should be sent before its masks."""
 
     def find(self, output_ids: tuple[int, ...]) -> Mask | None:
-        """The mask that a TokenFilter gives for these tokens. None: it is not there yet, and is being made; it is
-        asked for again. Returns at once. Raises the RequestError that ends the request."""
+        """Return at once the mask that the TokenFilter gives for these tokens; None: it is being made, and has to
+        be asked for again. Raises the RequestError that ends the request."""
 
 
 class ImmediateMasks:
@@ -59,7 +60,8 @@ class ImmediateMasks:
 
 
 def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
-    """Ask a filter. Raises AnswerImpossible where it refuses, and RequestFailed where it is at fault itself."""
+    """Ask a filter. Raises AnswerImpossible if it raises a PpserveError, and RequestFailed if it raises another
+    error: then the filter is at fault."""
     try:
         return Mask(token_filter.allowed(output_ids))
     except PpserveError as error:
@@ -69,7 +71,7 @@ def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
 
 
 def without(bits: bytes, banned: Iterable[int]) -> bytes:
-    """The mask that allows these ids no more."""
+    """Return a mask that allows what `bits` allows, without these ids."""
     mask = bytearray(bits)
     for token_id in banned:
         if token_id < 8 * len(mask):
@@ -78,7 +80,7 @@ def without(bits: bytes, banned: Iterable[int]) -> bytes:
 
 
 def packed_mask(token_ids: Iterable[int], vocab_size: int) -> bytes:
-    """The mask that allows these ids."""
+    """Return the mask that allows these ids and no others."""
     mask = bytearray(-(-vocab_size // 8))
     for token_id in token_ids:
         mask[token_id // 8] |= 1 << token_id % 8
@@ -86,7 +88,7 @@ def packed_mask(token_ids: Iterable[int], vocab_size: int) -> bytes:
 
 
 def is_allowed(mask: bytes | None, token_id: int) -> bool:
-    """Whether a mask, or None for that of all ids, allows an id."""
+    """Return whether a mask allows an id. None is the mask that allows all ids."""
     if mask is None:
         return True
     return token_id < 8 * len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)

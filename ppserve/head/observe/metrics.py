@@ -28,7 +28,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason
-from ppserve.core.scheduling.scheduler import OUTCOMES, Scheduler
+from ppserve.core.scheduling.scheduler import DRAFT_OUTCOMES, Scheduler
 from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.control import LossCause
@@ -168,8 +168,8 @@ class StepMetrics(StepObserver):
         self._transfer = [[transfer.labels(r, s) for s in stages[:-1]] for r in replicas]
         self._transfer_bytes = [[transfer_bytes.labels(r, s) for s in stages[:-1]] for r in replicas]
         self._tokens = [{p: tokens.labels(r, p) for p in BUSY} for r in replicas]
-        self._drafted = [{o: drafted.labels(r, o) for o in OUTCOMES} for r in replicas]
-        self._num_drafted = [dict.fromkeys(OUTCOMES, 0) for _ in replicas]
+        self._drafted = [{o: drafted.labels(r, o) for o in DRAFT_OUTCOMES} for r in replicas]
+        self._num_drafted = [dict.fromkeys(DRAFT_OUTCOMES, 0) for _ in replicas]
         for replica, stage, cause in product(replicas, stages, LossCause):
             self._restarts.labels(replica, stage, cause)
         for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
@@ -200,7 +200,7 @@ class StepMetrics(StepObserver):
     def _count_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
         before = self._num_drafted[replica]
         if sum(outcomes.values()) < sum(before.values()):
-            before = dict.fromkeys(OUTCOMES, 0)  # the replica has a new scheduler, which counts from zero
+            before = dict.fromkeys(DRAFT_OUTCOMES, 0)  # the replica has a new scheduler, which counts from zero
         if outcomes != before:
             for outcome, count in outcomes.items():
                 self._drafted[replica][outcome].inc(count - before[outcome])

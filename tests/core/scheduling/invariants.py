@@ -68,7 +68,7 @@ def check_one_of_several(scheduler: Scheduler) -> None:
         assert sequence.is_live
         assert sequence.block_table == scheduler._blocks._tables[sequence.id]
         assert sequence in scheduler._groups[sequence.request.id].live
-        assert (sequence.id in scheduler._ready) == (sequence.remaining > 0), (sequence.id, sequence.remaining)
+        assert (sequence.id in scheduler._ready) == (sequence.num_pending > 0), (sequence.id, sequence.num_pending)
     assert scheduler._groups.keys() == {sequence.request.id for sequence in admitted}
     assert len(scheduler._speculation._drafters) <= config.max_num_seqs, "drafters of sequences that have ended"
     if not scheduler.num_running and not scheduler.is_busy:

@@ -8,7 +8,7 @@ from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
     MAX_CHUNK_BESIDE_DECODES,
-    MAX_STEP_LIKELY,
+    MAX_STEP_TOP_LOGPROBS,
     MIN_CHUNK,
     MIN_CHUNK_BESIDE_DECODES,
     SPREAD_ROUNDS,
@@ -67,13 +67,15 @@ def likely(num_tokens: int, scheduled: int, logprobs: int, prompt_logprobs: int 
 
 
 def test_a_step_returns_no_more_likely_tokens_than_fit_a_result() -> None:
-    some = MAX_STEP_LIKELY // 4
+    some = MAX_STEP_TOP_LOGPROBS // 4
     drawing = [likely(10, 9, some) for _ in range(9)]
     assert sizes(composer().compose([*drawing, *decodes(2)], 11, 1)) == [1] * 6, "the plain ones fit beside four"
-    assert sizes(composer().compose([likely(10, 9, 3 * MAX_STEP_LIKELY), *drawing], 10, 1)) == [1], "one always"
+    assert sizes(composer().compose([likely(10, 9, 3 * MAX_STEP_TOP_LOGPROBS), *drawing], 10, 1)) == [1], (
+        "one always"
+    )
     scored = [likely(10, 0, 0, prompt_logprobs=some) for _ in range(2)]
     assert sizes(composer().compose(scored, 2, 1)) == [4]
-    assert sizes(composer().compose([likely(10, 0, 0, prompt_logprobs=3 * MAX_STEP_LIKELY)], 1, 1)) == [1]
+    assert sizes(composer().compose([likely(10, 0, 0, prompt_logprobs=3 * MAX_STEP_TOP_LOGPROBS)], 1, 1)) == [1]
     assert sizes(composer().compose([*drawing[:1], *scored], 3, 1)) == [1, 3]
     assert sizes(composer().compose([likely(10, 0, 20, prompt_logprobs=20) for _ in range(9)], 9, 1)) == [10] * 9
 
@@ -88,7 +90,7 @@ def test_a_configured_chunk_is_exact() -> None:
 def test_chunks_shrink_so_that_every_slot_gets_some_but_not_below_the_minimum() -> None:
     sequence = sequence_of(1000)
     chunks = []
-    while sequence.remaining:
+    while sequence.num_pending:
         (pick,) = composer().fill([], 0, [sequence], 2)
         chunks.append(pick.num_tokens)
         sequence.scheduled += pick.num_tokens

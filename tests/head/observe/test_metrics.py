@@ -10,7 +10,7 @@ from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, StopConditions
-from ppserve.core.scheduling.scheduler import OUTCOMES
+from ppserve.core.scheduling.scheduler import DRAFT_OUTCOMES
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
@@ -167,7 +167,7 @@ def loaded(running: int, kv_usage: float, drafted: tuple[int, ...] = (0, 0)) -> 
     return SimpleNamespace(
         num_running=running,
         kv_usage=kv_usage,
-        num_draft_tokens=dict(zip(OUTCOMES, drafted, strict=True)),
+        num_draft_tokens=dict(zip(DRAFT_OUTCOMES, drafted, strict=True)),
     )
 
 
@@ -197,7 +197,7 @@ def test_draft_tokens_are_counted_as_often_as_there_were_some() -> None:
     metrics.steps.on_load(1, loaded(1, 0.5, (2, 1)), 1, 3)
     seen = read(metrics)
     for replica, drafted in (("0", (9, 4)), ("1", (2, 1))):
-        for outcome, count in zip(OUTCOMES, drafted, strict=True):
+        for outcome, count in zip(DRAFT_OUTCOMES, drafted, strict=True):
             assert seen("ppserve_draft_tokens_total", replica=replica, outcome=outcome) == count
 
 

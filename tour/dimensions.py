@@ -52,7 +52,8 @@ def run_shape(tour: Tour, prompt: list[int], shape: tuple[int, int, int]) -> Sha
     """Ranks are threads of this process."""
     tensor, stages, replicas = shape
     settings: Settings = {"tensor_parallel": tensor, "replicas": replicas, "dtype": "float32", "threads": 1}
-    with Pipeline(tour.options.model, stages, **settings, force_cpu=True) as pipeline:
+    settings["force_cpu"] = True
+    with Pipeline(tour.options.model, stages, **settings) as pipeline:
         run_callers(pipeline, [prompt], _NUM_TOKENS)  # a warm-up
         alone = [run_callers(pipeline, [prompt], _NUM_TOKENS) for _ in range(ROUNDS)]
         together = [run_callers(pipeline, [prompt] * _CALLERS, _NUM_TOKENS) for _ in range(ROUNDS)]

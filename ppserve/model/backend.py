@@ -1,8 +1,8 @@
 """What the model asks of a kind of device.
 
-The model knows which tensors go through which operator in which order; a backend knows how. It owns the layout of
-weights, keys and values in memory, and the arithmetic. `cpu` and `cuda` have own kernels; `stock` has torch's
-operators, for all else.
+The model knows which tensors go through which operator in which order; a backend knows how they are computed. It
+owns the layout of weights, keys and values in memory, and the arithmetic. `cpu` and `cuda` have kernels of their
+own; `stock` has torch's operators, for everything else.
 
 T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S slices.
 """
@@ -27,11 +27,11 @@ INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 (torch has it, its stub
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The types in which numbers are kept.
+    """The types in which numbers are kept and computed.
 
-    weights: the type of linear layers' weights; embeddings, biases and norms are kept as `hidden` or wider.
-    kv: the type of keys and values. compute: what operators take and give.
-    hidden: what hidden states are rounded to after every attention and MLP, wherever stages are cut.
+    weights: the type of linear layers' weights; embeddings, biases and norms are kept as `hidden` or wider. kv:
+    the type of keys and values. compute: the type that operators take and return. hidden: the type to which hidden
+    states are rounded after every attention and every MLP, so that it does not matter where stages are cut.
     """
 
     weights: torch.dtype
@@ -46,7 +46,7 @@ class Precision:
 
 
 class Linear(Protocol):
-    """A linear layer, y = x Wᵀ + b. num_bytes: the size of the weight as it is kept."""
+    """A linear layer, y = x Wᵀ + b. num_bytes: the size of its weights as they are kept."""
 
     num_inputs: int
     num_outputs: int
@@ -74,7 +74,7 @@ class NormWeights:
 class AttentionWeights(Generic[OwnLinear]):
     """What an attention sublayer is made of."""
 
-    number: int  # among the attentions of the stage, from 0
+    number: int  # its place among the attentions of the stage, from 0
     spec: AttentionSpec
     rotary: int | None  # the number of its rotary positions in `Architecture.rotaries`
     qkv: OwnLinear  # queries, then keys, then values of the rank's heads
@@ -90,7 +90,7 @@ class MLPWeights(Generic[OwnLinear]):
     """What an MLP sublayer is made of."""
 
     spec: MLPSpec
-    expand: OwnLinear  # of a gated MLP, what is activated, then what it is multiplied with
+    expand: OwnLinear  # where the MLP is gated: the gate, which is activated, then what it is multiplied with
     contract: OwnLinear
     inner: Cut  # the inputs of `contract`, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
@@ -107,24 +107,25 @@ class ResidualWeights(Generic[OwnLinear]):
 
 
 Sublayer = Callable[[torch.Tensor, Inputs], torch.Tensor]
-"""It takes rows (T, D), contiguous, and gives (T, D). An attention or an MLP takes normed rows and gives what is
-added to the hidden states, both in `Precision.compute`. A block takes and gives the hidden states, in
+"""It takes rows (T, D), contiguous, and returns (T, D). An attention or an MLP takes normed rows and returns what
+is added to the hidden states, both in `Precision.compute`. A block takes and returns hidden states, in
 `Precision.hidden`."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and in all."""
+"""It is called with the number of bytes read so far, and that of all bytes to be read."""
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
 """A norm or an activation of rows."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""It takes hidden states (R, D) and gives float32 logits (R, v) of the rank's ids, which last until the next
-call."""
+"""It takes hidden states (R, D) and returns float32 logits (R, v) of the ids that this tensor rank has. They are
+valid until the next call."""
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
+"""What a step has drawn and scored."""
 
 Reading = Callable[[], Results]
-"""Waits for what a step draws and scores; the device has all work for it."""
+"""It waits for what a step draws and scores, and returns it. The device has been given all work for it before."""
 
 
 class Timing(Protocol):
@@ -134,7 +135,7 @@ class Timing(Protocol):
         """Note that all work of the step has been given to the device."""
 
     def busy_ns(self) -> tuple[int, int]:
-        """Return when the device began and ended, by the host's clock. Waits for that work."""
+        """Wait for the work, and return when the device began and ended it, by the host's clock."""
 
 
 class HostTiming:
@@ -155,21 +156,21 @@ class PreparedStep:
     """A step of a stage, whose inputs are on the device."""
 
     forward: Callable[[torch.Tensor | None], torch.Tensor]
-    """Takes (T, D) hidden states of the stage before, None on the first stage, and gives those after this stage's
-    sublayers. It writes the rows' keys and values to the cache."""
+    """Takes the hidden states (T, D) of the stage before; None on the first stage. Returns those after this
+    stage's sublayers. It writes the rows' keys and values to the cache."""
     read_out: Callable[[torch.Tensor, StepPlan], Reading]
-    """Draws and scores what the plan asks for, which has its masks now, from what `forward` gave. Last stage
-    only."""
+    """Takes what `forward` returned and the plan, which has all its masks now. Draws and scores what the plan asks
+    for. Only the last stage may call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A stage's model with its KV cache, which computes plans."""
+    """A stage's model with its KV cache: it computes plans."""
 
     layout: StageLayout
     backend: AnyBackend
     prepare: Callable[[StepPlan, Gather], PreparedStep]
-    """Prepares a step from its plan alone: it can run ahead of the data."""
+    """Prepares a step. It needs the plan alone, so it can be called before the hidden states are there."""
 
 
 class LoadedModel(Protocol):
@@ -187,12 +188,13 @@ class LoadedModel(Protocol):
         """See `selftest.check_determinism`."""
 
     def with_cache(self, num_blocks: int, block_size: int, *, populate: bool = False) -> CachedModel:
-        """Add a KV cache, and record usual steps where the backend can, which takes seconds.
-        populate: a thread begins to take the cache's memory from the system."""
+        """Return the model with a KV cache. A backend that can record steps records the usual ones now, which
+        takes seconds. populate: let a thread begin to take the cache's memory from the system."""
 
     def parts(self, num_blocks: int, block_size: int) -> list[CachedModel]:
-        """Return the model without its sublayers, with the first, with the first two and so on, to measure what
-        each of them costs. All share weights and a cache, which is not empty."""
+        """Return the model without its sublayers, with the first one, with the first two, and so on. The probe
+        measures by them what each sublayer costs. All share their weights and one cache, which is filled with
+        numbers."""
 
 
 class AnyBackend(Protocol):
@@ -206,7 +208,8 @@ class AnyBackend(Protocol):
 
     @property
     def reads_masks_last(self) -> bool:
-        """Whether a plan's masks may come while all before its draws is computed."""
+        """Whether a plan's masks are needed only for its draws, so that they may come while the rest is
+        computed."""
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None
@@ -220,7 +223,8 @@ class AnyBackend(Protocol):
         """Begin to time a step, whose computation begins now."""
 
     def describe(self) -> str:
-        """Return, in words, what it computes with. Where these words differ, bits may differ too."""
+        """Return, in words, what this backend computes with. Backends with different words may give different
+        bits."""
 
 
 ReadInputs = TypeVar("ReadInputs", bound=StepInputs, contravariant=True)
@@ -228,13 +232,13 @@ ReadInputs = TypeVar("ReadInputs", bound=StepInputs, contravariant=True)
 
 
 class Computing(Protocol[ReadInputs]):
-    """What computes a stage's steps: a `Decoder`, or one whose work was recorded."""
+    """What computes a stage's steps: a `Decoder`, or one whose steps were recorded."""
 
     def forward(self, inputs: ReadInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """See `PreparedStep.forward`."""
 
     def read_out(self, inputs: ReadInputs, hidden_TD: torch.Tensor) -> Reading:
-        """See `PreparedStep.read_out`. No row, no head."""
+        """See `PreparedStep.read_out`. Where no row is read out, the LM head is not computed."""
 
 
 class StageModel(Computing[ReadInputs], Protocol[ReadInputs]):
@@ -253,8 +257,9 @@ class StageModel(Computing[ReadInputs], Protocol[ReadInputs]):
 class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
     """A device in one precision, with its own inputs of a step and its own linear layers.
 
-    read_rows_at_once: rows of logits in memory at a time. more_rows, more_head_rows: for the self-test, ascending
-    numbers of rows above 128 for which linear layers and the LM head may get other kernels.
+    read_rows_at_once: how many rows of logits are in memory at a time. more_rows, more_head_rows: ascending
+    numbers of rows above 128 for which linear layers, and the LM head, may use other kernels. The self-test tries
+    them.
     """
 
     read_rows_at_once: int
@@ -265,17 +270,17 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
         """Round an embedding, a bias or a norm's weight as hidden states are, and put it on the device."""
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> OwnLinear:
-        """Pack a weight, which can then be released. bias_N: as `stored` gives it. is_probe: whether the self-test
-        asks, which soon drops the layer."""
+        """Pack a weight; afterwards it is no longer needed. bias_N: as `stored` returns it. is_probe: the layer is
+        made for the self-test, which drops it soon."""
 
     def lm_head(self, weight_NK: Matrix) -> OwnLinear:
         """Pack the LM head's weight, in the type `Precision.head`."""
 
     def check(self, weights: ResidualWeights[OwnLinear]) -> None:
-        """Raises ConfigError where this precision is too coarse for these weights."""
+        """Raise ConfigError if this precision is too coarse for these weights."""
 
     def norm(self, weights: NormWeights) -> Operator:
-        """Return the norm of hidden states or of a sublayer's results. It gives `Precision.compute`."""
+        """Return the norm of hidden states or of a sublayer's results. Its results are in `Precision.compute`."""
 
     def attention(self, weights: AttentionWeights[OwnLinear]) -> Sublayer[Inputs]:
         """Return proj(attend(qkv(x))), with queries and keys rotated if the model asks for it."""
@@ -285,8 +290,9 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
         activation."""
 
     def fused(self, lines: Sequence[ResidualWeights[OwnLinear]]) -> Sublayer[Inputs] | None:
-        """Return one call for several residual lines, an optimisation with the bits of their `decoder.Residual`s
-        one after the other; None where there is none. lines: at least one, which follow each other."""
+        """Return one call for several residual lines, or None if this backend has none. It is an optimisation: it
+        gives the same bits as the lines' `decoder.Residual`s called one after the other. lines: at least one; they
+        follow each other."""
 
     def head(self, norm: NormWeights, linear: OwnLinear) -> Head:
         """Return linear(norm(x))."""
@@ -294,7 +300,7 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> KVCache[Inputs]:
-        """Make the cache of one rank. populate: a thread begins to take its memory from the system."""
+        """Make the cache of one rank. populate: let a thread begin to take its memory from the system."""
 
     def with_cache(
         self, model: StageModel[Inputs], num_blocks: int, block_size: int, *, populate: bool = False
@@ -302,5 +308,5 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
         """See `LoadedModel.with_cache`."""
 
     def read_logits(self, inputs: Inputs, parts_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        """Draw from logits and score them, some rows at a time in the order of `StepRows.read_rows`. Only the
-        first tensor rank has results. vocabulary: whose logits each tensor rank has."""
+        """Draw from logits and score them. Only the first tensor rank has results. parts_Rv: some rows at a time,
+        in the order of `StepRows.read_rows`. vocabulary: which ids' logits each tensor rank has."""

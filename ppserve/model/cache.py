@@ -1,6 +1,7 @@
 """The directories where a user keeps what is made once per machine: compiled kernels, measurements, downloads.
 
-It imports neither torch nor numba: whether there is such a place is asked before anything starts.
+This module imports neither torch nor numba, so that a command can check before it starts anything that there is
+such a place.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ KERNELS = "NUMBA_CACHE_DIR"
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return ppserve's directory in the user's cache. It need not exist. It is below `/` for a user
-    without a home: nothing is made there. A relative XDG_CACHE_HOME is ignored, as its specification says."""
+    """Return ppserve's directory in the user's cache, which need not exist. For a user without a home it is below
+    `/`, where nothing is made. A relative XDG_CACHE_HOME is ignored, as its specification demands."""
     chosen = environment.get("XDG_CACHE_HOME", "")
     base = chosen if os.path.isabs(chosen) else os.path.expanduser("~/.cache")
     return Path(base if os.path.isabs(base) else "/", "ppserve")
 
 
 def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] = ("/tmp", "/var/tmp")) -> Path:
-    """Choose the operator's NUMBA_CACHE_DIR, whatever its owner; else the user's cache directory, else one below
-    TMPDIR or `temporary`, where nobody else can write (cached kernels are code). Raises ConfigError.
+    """Choose a directory that can be written to: below the operator's NUMBA_CACHE_DIR, whoever owns it; else in
+    the user's cache; else below TMPDIR or `temporary`. Apart from the first, nobody else may be able to write to
+    it, because cached kernels are code. Raises ConfigError if there is none.
 
-    It can be written to. In place of one that cannot, numba would use a directory without a digest in its name.
+    numba is never given a directory that cannot be written to: it would use another one instead, whose name has no
+    digest.
     """
     name = _directory_name()
     if chosen := environment.get(KERNELS):
@@ -49,8 +52,9 @@ def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] 
 
 
 def _directory_name() -> str:
-    """Names the sources of all kernels, and what they are made with: numba looks only at a kernel's own file to
-    decide whether it is stale, and not at those that it calls into."""
+    """Return a name with a digest of the sources of all kernels, and of what they are made with. To decide whether
+    a kernel is stale, numba looks only at the kernel's own file, and not at the files of functions that it
+    calls."""
     model = Path(__file__).parent
     folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
     sources = [model / "sampling_kernels.py", *folders]
@@ -58,7 +62,7 @@ def _directory_name() -> str:
 
 
 def _make(path: Path) -> bool:
-    """`path` and its parent, if need be; whether it can be written to."""
+    """Make `path` and its parent if they are missing. Return whether `path` can be written to."""
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         for each in (path.parent, path):
@@ -73,6 +77,6 @@ def _is_private(path: Path) -> bool:
     status, parent = path.stat(), path.parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
-    # The owner, and without the sticky bit all who may write, can replace the directory.
+    # The parent's owner can replace the directory; without the sticky bit, so can all who may write to the parent.
     safe = parent.st_mode & stat.S_ISVTX or not parent.st_mode & stat.S_IWOTH
     return parent.st_uid in (0, os.getuid()) and bool(safe)

@@ -1,12 +1,12 @@
 """One stage of a decoder: the whole model, or the same class with parts missing.
 
-A layer is two residual lines: x + attention(norm(x)), then x + mlp(norm(x)). `Residual` has them as they are
-written, with what a layer may have beside (`core/layers.py`). `model/layers.py` says which tensors make them. A
-backend computes norms, attentions and MLPs (`model/backend.py`), and may have one call for several lines
-(`Backend.fused`).
+A layer is two residual lines: x + attention(norm(x)), then x + mlp(norm(x)). `Residual` computes such a line as it
+is written here, with the norms and multipliers that a layer may have beside (`core/layers.py`). `model/layers.py`
+says which tensors make a line. A backend computes norms, attentions and MLPs (`model/backend.py`), and may have
+one call for several lines (`Backend.fused`).
 
-Each tensor rank of a stage has some outputs of every matrix. All are gathered before anything sums over them.
-So every sum is one rank's, in the same order.
+Each tensor rank of a stage has some outputs of every matrix. All outputs are gathered before anything sums over
+them. So every sum is made by one rank, in the same order as without tensor ranks.
 
 T rows (tokens of all slices, packed), D width, R rows read out, v a rank's own vocabulary.
 """
@@ -40,7 +40,7 @@ from ppserve.model.weights import WeightReader
 
 
 class Residual(Generic[Inputs]):
-    """A residual line of a block: what its attention or its MLP adds to the hidden states."""
+    """A residual line of a block: it adds what its attention or its MLP computes to the hidden states."""
 
     def __init__(self, backend: Backend[Inputs, OwnLinear], weights: ResidualWeights[OwnLinear]) -> None:
         backend.check(weights)
@@ -58,21 +58,21 @@ class Residual(Generic[Inputs]):
 
 
 def _norm(backend: Backend[Inputs, OwnLinear], weights: NormWeights | None) -> Operator:
-    """A norm; without weights rows stay as they are, in the computing dtype."""
+    """Return a norm. Without weights it leaves rows as they are, apart from their dtype, which is `compute`."""
     if weights is None:
         return lambda x_TD: x_TD.to(backend.precision.compute)
     return backend.norm(weights)
 
 
 class Block(Generic[Inputs, OwnLinear]):
-    """A layer, or this stage's half of it: two residual lines."""
+    """A layer: two residual lines, or the one of them that this stage has."""
 
     def __init__(self, read: WeightReader[Inputs, OwnLinear], layer: int) -> None:
         """layer: its number in the whole model."""
         self.attention: Residual[Inputs] | None = None
         self.mlp: Residual[Inputs] | None = None
         self.lines: list[ResidualWeights[OwnLinear]] = []
-        """What each of its residual lines is made of."""
+        """The weights of each of its residual lines."""
         if layer in read.layout.attentions:
             self.lines.append(of := read_attention_line(read, layer))
             self.attention = Residual(read.backend, of)
@@ -89,7 +89,7 @@ class Block(Generic[Inputs, OwnLinear]):
 
 
 class LMHead:
-    """Final norm and logits of a tensor rank's vocabulary, without padding ids."""
+    """The final norm and the logits of the ids that this tensor rank has, padding ids not included."""
 
     def __init__(self, read: WeightReader[Inputs, OwnLinear]) -> None:
         norm = read.norm("ln_f", read.arch.final_norm)
@@ -106,18 +106,18 @@ class Decoder(Generic[Inputs, OwnLinear]):
         self.arch = read.arch
         self.layout = read.layout
         self.backend = read.backend
-        # The LM head first: on GPUs, packing has the largest matrix twice in memory.
+        # The LM head comes first: on GPUs, the largest matrix is in memory twice while it is packed.
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = Embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, layer) for layer in self.layout.layers]
         self.computed: Sequence[Sublayer[Inputs]] = self._computed()
         self.linears = read.linears
-        """The blocks' linears, by name."""
+        """The blocks' linear layers, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     def _computed(self) -> Sequence[Sublayer[Inputs]]:
-        """Choose what computes the blocks. Where the backend has one call for all residual lines, or for those of
-        a block, that is an optimisation which changes no bit."""
+        """Return what computes the blocks: one call for all residual lines or for those of each block, where the
+        backend has it, else the blocks themselves. The bits are the same."""
         whole = self.backend.fused(self._lines)
         if whole is not None:
             return [whole]
@@ -129,11 +129,11 @@ class Decoder(Generic[Inputs, OwnLinear]):
 
     @cached_property
     def sublayers(self) -> list[Sublayer[Inputs]]:
-        """The stage's residual lines one by one, as they are computed."""
+        """The stage's residual lines one by one, in the order in which they are computed."""
         return [self.backend.fused([line]) or Residual(self.backend, line) for line in self._lines]
 
     def computing(self, *sublayers: Sublayer[Inputs]) -> Decoder[Inputs, OwnLinear]:
-        """Return a stage with the same weights and these sublayers in place of its blocks."""
+        """Return a stage with the same weights, which computes these sublayers in place of its blocks."""
         other = copy(self)
         other.computed = sublayers
         return other
@@ -157,7 +157,7 @@ class Decoder(Generic[Inputs, OwnLinear]):
         return self.head.logits(hidden_RD)
 
     def _read_logits(self, inputs: Inputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Logits of the rows to read out, a few at a time."""
+        """Yield the logits of the rows that are read out, some rows at a time."""
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):
                 yield self.logits(hidden_TD.index_select(0, rows_R))

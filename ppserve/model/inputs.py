@@ -1,8 +1,7 @@
-"""What all layers of a stage share in a step, computed from the plan: for a KV cache and, with several ranks, for
-the gather between them.
+"""The inputs of a step, which all layers of a stage share: they are computed from the plan.
 
-Every tensor rank has some columns of the rows, and all need all. No sum is divided, so the model only exchanges
-whole columns (docs/decisions/tensor-parallelism.md).
+Each tensor rank computes some columns of the rows, and needs all of them. No sum is divided between ranks, so they
+only exchange whole columns (docs/decisions/tensor-parallelism.md).
 
 T rows (tokens of all slices, packed), S slices, R rows read out, N columns, n those of one rank.
 """
@@ -24,22 +23,23 @@ Ints = NDArray[np.int64]
 
 
 class Gather(Protocol):
-    """What exchanges rows between a stage's tensor ranks, which make the same calls in order."""
+    """Exchanges columns between the tensor ranks of a stage. All ranks make the same calls in the same order."""
 
     @property
     def waited_ns(self) -> int:
-        """How long this rank has waited for others so far."""
+        """How long this rank has waited for the others so far, in nanoseconds."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Return (T, N), contiguous: all ranks' columns side by side, on every rank. Raises TransportError.
+        """Return the columns of all ranks side by side, (T, N), contiguous. Raises TransportError if a rank is
+        gone.
 
         own_Tn: this rank's columns; the tensor may be reused afterwards. cut: how the ranks share the columns.
         """
 
 
 class Alone:
-    """A rank that exchanges nothing. If its stage has others, its own columns stand for theirs, for a self-test
-    or a measurement."""
+    """A `Gather` that exchanges nothing. If the stage has other ranks, this rank's columns stand in for theirs, as
+    in a self-test or a measurement."""
 
     waited_ns = 0
 
@@ -53,12 +53,13 @@ ALONE = Alone()
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """A plan as arrays on the host: where its rows stand in their sequences, and in the KV blocks.
+    """A plan as arrays on the host: where its rows stand in their sequences and in the KV blocks.
 
-    token_ids_T: only on the first stage. slots_T: where a row's key and value go, as block * block_size + offset.
-    first_row_S, num_rows_S, start_S: each slice's rows and its first one's position. tables, table_begin_S: all
-    block tables in a row, and where each begins. read_rows: the rows for the head, only on the last stage: those
-    that are drawn from, in slice order, then those that are scored.
+    token_ids_T: empty after the first stage. slots_T: where a row's key and value are written, as block *
+    block_size + offset. first_row_S, num_rows_S: the rows of each slice. start_S: the position of its first row.
+    tables: all block tables, one after the other. table_begin_S: where each of them begins. read_rows: the rows
+    that the LM head reads, empty before the last stage: first those from which tokens are drawn, in the order of
+    slices, then those that are scored.
     """
 
     plan: StepPlan
@@ -75,13 +76,13 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What all layers of a stage share in a step. Rows are the slices' tokens in a row.
+    """The inputs of a step. Its rows are the tokens of all slices, one slice after the other.
 
-    A cache's own subclass adds what its backend needs to attend.
+    Each kind of cache has a subclass, which adds what its backend needs for attention.
     """
 
     rows: StepRows
-    token_ids_T: torch.Tensor  # as in `rows`, on the stage's device; the next two likewise
+    token_ids_T: torch.Tensor  # this and the next two: as in `rows`, on the stage's device
     positions_T: torch.Tensor
     read_rows_R: torch.Tensor
     gather: Gather  # to the other tensor ranks of the stage
@@ -91,7 +92,7 @@ class StepInputs:
         return len(self.rows.slots_T)
 
     def with_plan(self, plan: StepPlan) -> Self:
-        """Return the inputs of a plan that differs in its masks."""
+        """Return the inputs of a plan that differs from this one only in its masks."""
         return replace(self, rows=replace(self.rows, plan=plan))
 
 
@@ -102,23 +103,24 @@ MadeInputs = TypeVar("MadeInputs", bound=StepInputs, covariant=True)
 
 
 class KVCache(Protocol[MadeInputs]):
-    """One stage's keys and values: preallocated blocks, addressed by id, owned by it alone.
+    """One stage's keys and values, in preallocated blocks that are addressed by their ids.
 
-    A block is written before it is read, so nothing is erased.
+    A block is written before it is read, so blocks are never erased.
     """
 
     num_blocks: int
     block_size: int
 
     def inputs(self, rows: StepRows, gather: Gather) -> MadeInputs:
-        """Prepare a step. It touches no block, so it can run ahead of the step before."""
+        """Prepare a step. This touches no block, so it can be done before the previous step is computed."""
 
     def fill(self, value: float) -> None:
-        """Set every number in the cache."""
+        """Set every number in the cache to this value."""
 
 
 def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache[Inputs], gather: Gather = ALONE) -> Inputs:
-    """Prepare a step's inputs from its plan alone: it can run ahead of the data."""
+    """Prepare a step's inputs. They depend on the plan alone, so they can be made before the hidden states
+    arrive."""
     slices, block_size = plan.slices, cache.block_size
     count = len(slices)
     num_rows_S = np.fromiter((len(s.token_ids) for s in slices), np.int64, count)
@@ -150,17 +152,18 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache[Inputs], ga
 
 
 def _starts(sizes: Ints) -> Ints:
-    """Where each of several consecutive runs begins."""
+    """Return where each of several consecutive runs begins."""
     return np.cumsum(sizes) - sizes
 
 
 def _runs(first: Ints, sizes: Ints) -> Ints:
-    """Consecutive numbers, so many from each of `first` on."""
+    """Return runs of consecutive numbers, one after the other. first, sizes: each run's first number and
+    length."""
     return np.arange(sizes.sum()) - np.repeat(_starts(sizes) - first, sizes)
 
 
 def _read_rows(plan: StepPlan, first_row_S: Ints, num_rows_S: Ints) -> Ints:
-    """The hidden states that the head reads: the drawn, then the scored rows."""
+    """Return the rows that the LM head reads: those that are drawn from, then those that are scored."""
     drawn_S = np.fromiter((s.num_draws for s in plan.slices), np.int64, len(plan.slices))
     scored_S = np.fromiter((len(s.targets) for s in plan.slices), np.int64, len(plan.slices))
     return np.concatenate([_runs(first_row_S + num_rows_S - drawn_S, drawn_S), _runs(first_row_S, scored_S)])

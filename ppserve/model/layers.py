@@ -1,6 +1,7 @@
-"""The parts of a model as a stage reads them: which tensors make its embedding, and an attention and an MLP.
+"""The parts of a model as a stage reads them: which tensors make an embedding, an attention and an MLP.
 
-The names are canonical (`model.checkpoint.families.tensor_shapes`); what a layer has, its specification says.
+Tensors have canonical names (`model.checkpoint.families.tensor_shapes`). A layer's specification says which it
+has.
 
 T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabulary, P positions.
 """
@@ -15,8 +16,8 @@ from ppserve.model.weights import Outputs, WeightReader
 
 
 class Embedding:
-    """The embedding: a token's vector, and its position's where the model has learned some. A tensor rank has some
-    of the columns."""
+    """The embedding: a token's vector, plus its position's vector where the model has learned positions. A tensor
+    rank has some of the columns."""
 
     def __init__(self, read: WeightReader[Inputs, OwnLinear]) -> None:
         self._columns = read.layout.cut(read.arch.width)
@@ -50,9 +51,7 @@ def _read_line(
     number: int,
     of: AttentionWeights[OwnLinear] | MLPWeights[OwnLinear],
 ) -> ResidualWeights[OwnLinear]:
-    """A sublayer with the norms around it, and what multiplies what it adds.
-
-    number: 1 or 2, as in the norms' names."""
+    """Read the norms around a sublayer, and return its residual line. number: 1 or 2, as in the norms' names."""
     spec = read.arch.layers[layer]
     pre_norm = read.norm(f"h.{layer}.ln_{number}", spec.pre_norm)
     post_norm = read.norm(f"h.{layer}.post_ln_{number}", spec.post_norm)
@@ -60,7 +59,8 @@ def _read_line(
 
 
 def _read_attention(read: WeightReader[Inputs, OwnLinear], layer: int) -> AttentionWeights[OwnLinear]:
-    """A tensor rank has some heads of keys and values, and the queries that read them."""
+    """Read an attention. A tensor rank has some heads of keys and values, and the heads of queries that read
+    them."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.attn"
     spec = arch.layers[layer].attention
     heads, kv_heads = (cut.times(spec.head_size) for cut in (layout.heads(arch), layout.kv_heads(arch)))
@@ -80,7 +80,7 @@ def _read_attention(read: WeightReader[Inputs, OwnLinear], layer: int) -> Attent
 
 
 def _read_mlp(read: WeightReader[Inputs, OwnLinear], layer: int) -> MLPWeights[OwnLinear]:
-    """A tensor rank has some outputs of each matrix."""
+    """Read an MLP. A tensor rank has some outputs of each matrix."""
     arch, layout, name = read.arch, read.layout, f"h.{layer}.mlp"
     spec = arch.layers[layer].mlp
     inner, columns = layout.cut(spec.inner_width), layout.cut(arch.width)

@@ -1,6 +1,7 @@
-"""Where a backend's own types end: a stage's model is loaded, tested, given a cache, and computes steps.
+"""A loaded model without its backend's types: a stage tests it, gives it a cache, and has it compute steps.
 
-Inside of this room `Backend`'s inputs and linear layers are type parameters. A stage need not know which they are.
+Within `model`, a `Backend` has types of its own for a step's inputs and for linear layers, which are its type
+parameters. A stage need not know them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def load(
 def cached(
     computing: Computing[Inputs], cache: KVCache[Inputs], layout: StageLayout, backend: AnyBackend
 ) -> CachedModel:
-    """Return what computes steps over this cache."""
+    """Return a model that computes steps with this cache."""
 
     def prepare(plan: StepPlan, gather: Gather) -> PreparedStep:
         inputs = build_inputs(plan, layout, cache, gather)
@@ -54,7 +55,7 @@ def cached(
 
 
 class _LoadedDecoder(Generic[Inputs, OwnLinear]):
-    """A `LoadedModel`."""
+    """A `LoadedModel` that is made of a `Decoder`."""
 
     def __init__(self, model: Decoder[Inputs, OwnLinear]) -> None:
         self.arch, self.layout, self.backend = model.arch, model.layout, model.backend
@@ -70,7 +71,8 @@ class _LoadedDecoder(Generic[Inputs, OwnLinear]):
     def parts(self, num_blocks: int, block_size: int) -> list[CachedModel]:
         model = self._model
         cache = self.backend.make_cache(self.arch, self.layout, num_blocks, block_size)
-        # Memory that was never written reads as one cached page of zeros.
+        # Reading memory that was never written would be too fast: the system shows one cached page of zeros for
+        # it.
         cache.fill(0.01)
         models = (model.computing(*model.sublayers[:number]) for number in range(len(model.sublayers) + 1))
         return [cached(each, cache, self.layout, self.backend) for each in models]

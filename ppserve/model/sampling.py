@@ -1,16 +1,16 @@
 """Draw a token from logits: a pure function of (seed, index, position, logits).
 
-There is no generator state: a draw's one uniform number is a hash of its key, and inverting the cumulative
-distribution over the surviving ids, in id order, gives the token.
-So a token does not depend on other draws, the stage, or what is drawn again after a loss.
+There is no generator state. A draw uses one uniform number, which is a hash of (seed, index, position). The token
+is found by inverting the cumulative distribution over the surviving ids, in the order of ids. So a token does not
+depend on other draws, on the stage, or on what is drawn again after a loss.
 
-Order of application: logit_bias; repetition, frequency and presence penalties; banned ids and those that a mask
-forbids; temperature; top_k; top_p; min_p. The surviving set is that of transformers' logits processors. If
-probabilities tie at the edge of top_p, or for greedy, the lower id wins (transformers leaves that to its sort).
-Log-probabilities are the model's own: of the raw logits.
+The options are applied in this order: logit_bias; repetition, frequency and presence penalties; banned ids and
+those that a mask forbids; temperature; top_k; top_p; min_p. The surviving ids are those of transformers' logits
+processors. If probabilities are equal at the edge of top_p, or in a greedy draw, the lower id wins (in
+transformers its sort decides). Log-probabilities are those of the raw logits.
 
-Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id.
-All else takes the whole row: sums by ranks would change bits.
+Each tensor rank has the logits of its own ids. For a greedy draw, the ranks exchange their best scores and ids.
+For everything else, they exchange whole rows, because sums made by several ranks would change bits.
 
 V vocabulary, v consecutive ids of it, R rows, T tensor ranks.
 """
@@ -45,34 +45,36 @@ from ppserve.model.sampling_kernels import (
 Floats = NDArray[np.float32]
 
 GREATEST = float(np.finfo(np.float32).max)
-"""The greatest score: beyond it `sampling_kernels` has no bins."""
+"""The greatest score that penalties may make: for greater ones `sampling_kernels` has no bins."""
 
 _MASK = (1 << 64) - 1
 
 _FEW_OF = 8
-"""Fewer ids than the vocabulary divided by this are drawn from alone."""
+"""If fewer ids than the vocabulary's size divided by this are allowed, only their scores are looked at."""
 _MANY = 64
-"""More likely tokens than these are found by sorting all."""
+"""If more of the most likely tokens than this are asked for, they are found by sorting all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """What a row of logits is read for: a draw, a target's log-probability, or neither."""
+    """The purpose for which a row of logits is read: a draw, the log-probability of a target, or none
+    (padding)."""
 
     sequence_id: int = 0
     draw: Draw | None = None
     position: int = 0  # of the token that is drawn
     target: int | None = None
     num_top: int | None = None
-    """How many of the likeliest tokens are asked for; None without log-probabilities."""
+    """How many of the most likely tokens are asked for; None: no log-probabilities are."""
 
     @property
     def needs_best_only(self) -> bool:
+        """Whether nothing is needed of the row but the id of the greatest score."""
         return self.draw is not None and self.draw.params.temperature == 0 and self.num_top is None
 
 
 def rows_read(plan: StepPlan) -> list[ReadRow]:
-    """List the rows that are read, in the order of `StepRows.read_rows`."""
+    """Return the rows of a step that are read, in the order of `StepRows.read_rows`."""
     drawn = [
         ReadRow(s.sequence_id, draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws
     ]
@@ -83,7 +85,8 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 
 def read_logits(plan: StepPlan, parts_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
-    """Draw from and score logits in `read_rows`' order, for the first tensor rank."""
+    """Draw from logits, and score them. All ranks of the stage must call this; only the first has results.
+    parts_Rv: in the order of `StepRows.read_rows`."""
     rows = iter(rows_read(plan))
     drawn = list[Drawn]()
     logprobs = list[TokenLogprobs]()
@@ -106,7 +109,8 @@ def read_logits(plan: StepPlan, parts_Rv: Iterable[torch.Tensor], gather: Gather
 
 
 def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
-    """The lowest id of each row's best score; None where none is left or finite."""
+    """Return the id of each row's greatest score, and of equal ones the lowest. None: no id is left, or the logits
+    are not finite."""
     if not rows:
         return []
     own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, exact in float64
@@ -122,13 +126,13 @@ def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabul
     count = len(vocabulary.widths)
     pairs = Cut((2,) * count, vocabulary.rank)
     all_RT2 = gather.all(torch.from_numpy(own_R2), pairs).numpy().reshape(len(rows), count, 2)
-    where_R = all_RT2[:, :, 0].argmax(1)  # the first of equals; a NaN is the greatest
+    where_R = all_RT2[:, :, 0].argmax(1)  # of equal scores the first; a NaN counts as the greatest
     best_R2 = all_RT2[np.arange(len(rows)), where_R]
     return [int(token_id) if np.isfinite(best) else None for best, token_id in best_R2]
 
 
 def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) -> Drawn:
-    """Draw the token at absolute `position` of a sequence."""
+    """Draw the token at `position` of a sequence, counted from the beginning of its prompt."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
     ids_n, scores_n = _candidates(adjusted(logits_V, wanted, position), wanted.mask)
@@ -148,7 +152,8 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Return the log-probabilities of one token and of the `num_top` likeliest (ties: lower id first)."""
+    """Return the log-probabilities of one token and of the `num_top` most likely ones (of equal ones, the lower id
+    first)."""
     normalizer = log_normalizer(logits_V)
     top: NDArray[np.int64] | tuple[int, ...] = ()
     if num_top > _MANY:
@@ -160,7 +165,7 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """Return a draw's number in [0, 1), by SplitMix64's finalizer (Steele et al., 2014)."""
+    """Return the number in [0, 1) of a draw, made by SplitMix64's finalizer (Steele et al., 2014)."""
     state = 0
     for part in (seed, index, position):
         state = _mix((state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK)
@@ -174,7 +179,8 @@ def _mix(z: int) -> int:
 
 
 def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
-    """Return the scores to draw from, with bias, penalties and bans. logits_v: those of ids from `first` on."""
+    """Return the scores from which a token is drawn: logits after biases, penalties and bans. logits_v: those of
+    the ids from `first` on."""
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (wanted.biases or params.needs_history or banned):
@@ -193,10 +199,11 @@ def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> F
 
 
 def _candidates(scores_v: Floats, mask: bytes | None, first: int = 0) -> tuple[NDArray[np.int64] | None, Floats]:
-    """Return the scores to draw from, where a mask forbids some, and their ids; None for all from `first` on.
+    """Apply a mask. Return the ids of the scores that remain, and the scores. None in place of the ids: these are
+    all from `first` on.
 
-    Few of them are drawn from alone, which is faster. The token is that of all ids with -inf for the others: in id
-    order nothing that is added up changes.
+    If few ids are allowed, only their scores are returned, because that is faster. The token that is drawn is the
+    same as from all scores with -inf for the forbidden ids: what is added up, in the order of ids, is the same.
     """
     if mask is None:
         return None, scores_v
@@ -224,7 +231,7 @@ _BIAS = np.dtype([("id", "<i4"), ("bias", "<f4")])
 
 
 def _within(token_ids: NDArray[np.int64], first: int, size: int) -> NDArray[np.int64]:
-    """Return those of `size` ids from `first` on, counted from there."""
+    """Return where those of the ids that lie among the `size` ids from `first` on stand in these."""
     places = token_ids - first
     return places[(places >= 0) & (places < size)]
 
@@ -232,7 +239,8 @@ def _within(token_ids: NDArray[np.int64], first: int, size: int) -> NDArray[np.i
 def _penalize(
     scores_v: Floats, params: SamplingParams, prompt: NDArray[np.int64], output: NDArray[np.int64]
 ) -> None:
-    """Repetition looks at prompt and output, frequency and presence at the output."""
+    """Apply the penalties in place. Repetition counts the tokens of prompt and output, frequency and presence only
+    those of the output."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([prompt, output]))
         scores = scores_v[seen]

@@ -1,6 +1,7 @@
-"""The loops over the vocabulary behind `sampling`, each over one row of float32 scores in id order.
+"""The loops over the vocabulary that `sampling` needs, each over one row of float32 scores in the order of ids.
 
-Scores of -inf (banned ids) never survive. Ranks are by score, greatest first, then by id.
+Ids with a score of -inf (banned ones) are never drawn. Ids are ranked by their scores, the greatest first; equal
+ones by their ids.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
@@ -29,7 +30,7 @@ Floats = NDArray[np.float32]
 _BINS = 4096
 _LEAST = np.float32(-np.inf)
 _PIECE = 1024
-"""So many scores' float32 sum is rounded before it is added in float64."""
+"""So many exponentials are added in float32 before their sum is added in float64."""
 
 
 @kernel
@@ -50,7 +51,7 @@ def allowed_ids(mask_B: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.i
 
 @kernel
 def num_allowed(mask_B: NDArray[np.uint8]) -> int:
-    """Return how many bits of a mask are set: a byte's bits are added in pairs, then in fours, then all."""
+    """Return how many bits of a mask are set. The bits of a byte are added in pairs, then in fours, then all."""
     count = 0
     for bits in mask_B:
         pairs = np.uint32(bits) - ((np.uint32(bits) >> np.uint32(1)) & np.uint32(0x55))
@@ -61,7 +62,7 @@ def num_allowed(mask_B: NDArray[np.uint8]) -> int:
 
 @kernel
 def forbid(scores_V: Floats, mask_B: NDArray[np.uint8], first: int) -> None:
-    """Give -inf to the scores that a mask forbids, byte by byte. scores_V: those of ids from `first` on."""
+    """Set the scores that a mask forbids to -inf, byte by byte. scores_V: those of the ids from `first` on."""
     i = 0
     while i < len(scores_V):
         place, bit = (first + i) // 8, (first + i) % 8
@@ -76,7 +77,7 @@ def forbid(scores_V: Floats, mask_B: NDArray[np.uint8], first: int) -> None:
 
 @inlined
 def _load_or(array, i, other):
-    """array[i : i + 16], with `other` beyond its end."""
+    """Return array[i : i + 16], filled up with `other` behind the array's end."""
     if i + 16 <= len(array):
         return load(array, i)
     rest = np.empty(16, np.float32)
@@ -100,7 +101,7 @@ def _maximum(scores_V, begin, end):
 
 @kernel
 def is_finite(scores_V: Floats) -> bool:
-    """Whether no score is infinite or a NaN: times zero, these stay in a sum."""
+    """Return whether all scores are finite. Infinity and NaN make a sum of scores times zero a NaN."""
     zero, whole = splat(np.float32(0)), len(scores_V) // 16 * 16
     total = zero
     for i in range(0, whole, 16):
@@ -113,7 +114,7 @@ def is_finite(scores_V: Floats) -> bool:
 
 @kernel
 def greatest(scores_V: Floats) -> int:
-    """The id of the greatest score; the lowest such id; -1 when all are -inf."""
+    """Return the lowest id that has the greatest score; -1 if all scores are -inf."""
     most, where = _LEAST, 0
     for begin in range(0, len(scores_V), _PIECE):
         here = _maximum(scores_V, begin, min(begin + _PIECE, len(scores_V)))
@@ -127,7 +128,7 @@ def greatest(scores_V: Floats) -> int:
 
 @kernel
 def log_normalizer(scores_V: Floats) -> float:
-    """log Σ exp(score), float32 exponentials summed piecewise in float64."""
+    """Return log Σ exp(score). The float32 exponentials are summed in pieces, and these in float64."""
     most = _maximum(scores_V, 0, len(scores_V))
     total = 0.0
     for begin in range(0, len(scores_V), _PIECE):
@@ -140,7 +141,7 @@ def log_normalizer(scores_V: Floats) -> float:
 
 @kernel
 def most_likely(scores_V: Floats, count: int) -> NDArray[np.int64]:
-    """The `count` first ids by rank."""
+    """Return the `count` first ids by rank."""
     ids = np.empty(count, np.int64)
     held = 0
     for i in range(len(scores_V)):
@@ -157,7 +158,7 @@ def most_likely(scores_V: Floats, count: int) -> NDArray[np.int64]:
 
 @inlined
 def _weights(scores_V, most, temperature):
-    """exp((score - most) / temperature) for all ids, zero-padded to whole vectors."""
+    """Return exp((score - most) / temperature) for all ids, filled up with zeros to whole vectors."""
     size = len(scores_V)
     weights_V = np.empty((size + 15) // 16 * 16, np.float32)
     for i in range(0, size, 16):
@@ -173,7 +174,8 @@ def _bin_of(score, most, bins_per_unit):
 
 @inlined
 def _bins_per_unit(scores_V, most):
-    """Bins spread over the finite scores, greatest in bin 0."""
+    """Return the number of bins per unit of score, if all bins are spread over the finite scores. The greatest
+    score is in bin 0."""
     least = splat(most)
     for i in range(0, len(scores_V), 16):
         here = _load_or(scores_V, i, _LEAST)
@@ -185,7 +187,7 @@ def _bins_per_unit(scores_V, most):
 
 @inlined
 def _members(scores_V, least, wanted_bin, most, bins_per_unit):
-    """One bin's ids by rank, those of scores >= least."""
+    """Return, by rank, the ids in one bin whose scores are at least `least`."""
     ids, held = np.empty(len(scores_V), np.int64), 0
     for i in range(len(scores_V)):
         is_left = scores_V[i] >= least and scores_V[i] > _LEAST
@@ -193,13 +195,13 @@ def _members(scores_V, least, wanted_bin, most, bins_per_unit):
             ids[held] = i
             held += 1
     ids = ids[:held]
-    return ids[np.argsort(-scores_V[ids], kind="mergesort")]  # stable: of equal scores the lower id first
+    return ids[np.argsort(-scores_V[ids], kind="mergesort")]  # a stable sort: of equal scores, the lower id first
 
 
 @inlined
 def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
-    """The last id, by rank, of scores >= least before which fewer than `count` of them lie; if that is 0, less
-    than a share of their weight."""
+    """Return where a rank-ordered set ends: its last id. The set has the first `count` ids with scores of at least
+    `least`. If count is 0, it has as many of them as are needed to reach this share of their weight."""
     sums = np.zeros(_BINS, np.float64)
     for i in range(len(scores_V)):
         if scores_V[i] >= least and scores_V[i] > _LEAST:
@@ -225,7 +227,8 @@ def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
 
 @kernel
 def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
-    """The survivor, in id order, at `where` in [0, 1). -1 without any."""
+    """Draw an id: the one at which the cumulative weight of the surviving ids, in the order of ids, exceeds
+    `where` times the total. where: in [0, 1). Returns -1 if no id survives."""
     most = _maximum(scores_V, 0, len(scores_V))
     if most == _LEAST:
         return -1
@@ -246,7 +249,7 @@ def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, mi
 
 @inlined
 def _invert(weights_V, where):
-    """The first id at which the cumulative weight exceeds `where` times the total."""
+    """Return the first id at which the cumulative weight exceeds `where` times the total."""
     total = 0.0
     for i in range(len(weights_V)):
         total += weights_V[i]

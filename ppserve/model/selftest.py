@@ -1,16 +1,17 @@
-"""The self-test, at start-up: a row's result must not depend on the other rows.
+"""The self-test at start-up: it checks that a row's result does not depend on the other rows.
 
-Our own kernels are so by construction; a library's may not be. So it is tried, with the stage's own weights,
-shapes, threads and size of KV blocks:
+Our own kernels are made so; those of a library may not be. So this tries, with the stage's own weights, shapes,
+threads and size of KV blocks:
 
-- linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
+- linear layers, with every number of rows for which a kernel works in another way (for a library's kernels, up to
   the largest step);
-- one layer of each kind, with prompts at once, in chunks, beside others, and token by token;
-- the LM head and the drawing, with rows alone and among others.
+- one layer of each kind, with prompts whole, in chunks, beside others, and token by token;
+- the LM head and the draws, with rows alone and among others.
 
-Linear layers are tried with weights [w, -w] and inputs [r, r] too. Their true products are 0, so what comes out is
-the rounding of one order of summation. Another order shows in nearly every number.
-On the way every kernel is compiled (or read from its cache), so that no request waits.
+Linear layers are also tried with weights [w, -w] and inputs [r, r]. Their true products are 0, so the results are
+the rounding errors of one order of summation. With another order, nearly every number would differ.
+
+Meanwhile every kernel is compiled (or read from its cache), so that no request has to wait for that.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from ppserve.model.inputs import Inputs, KVCache, build_inputs
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 # The head reads at most 64 rows at a time.
 _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
-# Of [w, -w], packed for the check alone.
+# The most outputs of a layer [w, -w], which is packed for this check alone.
 _MOST_PROBE_OUTPUTS = 4096
 
-# Threads share the first sequence; a further one fills a step.
+# Rows of the sequences. The first is so long that threads share it. One more is added where a step has room for
+# it.
 _LENGTHS = (130, 41, 7)
 # (sequence, first position, rows): a slice of a step.
 _Part = tuple[int, int, int]
@@ -47,7 +49,7 @@ def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
 
 
 def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
-    """Steps that must give each row the numbers of its prompt at once and alone."""
+    """Return ways to compute prompts in steps. Each must give the same rows as each prompt whole and alone."""
     return {
         "token by token": _in_chunks(1, 1),
         "in chunks of 7": _in_chunks(0, 7),
@@ -62,10 +64,10 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 @torch.inference_mode()
 def check_determinism(stage: Decoder[Inputs, OwnLinear], block_size: int = 16) -> str | None:
-    """Return None if every promise holds on this machine; else the first check that failed, in words.
+    """Return None if no row's result depends on other rows; else the first check that failed, in words.
 
-    block_size: positions of a KV block. It waits for no other tensor rank. It takes a second or two, and the first
-    time it compiles.
+    It does not wait for other tensor ranks. It takes a second or two; the first time it also compiles kernels.
+    block_size: positions of a KV block.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -88,11 +90,11 @@ def check_determinism(stage: Decoder[Inputs, OwnLinear], block_size: int = 16) -
 
 
 def layers_of_each_kind(stage: Decoder[Inputs, OwnLinear]) -> list[list[Sublayer[Inputs]]]:
-    """Return the residual lines of the stage's first layer of each kind: of all layers that compute alike, one is
-    tried."""
+    """Return the residual lines of the stage's first layer of each kind. Layers with equal specifications compute
+    in the same way, so one of them is enough."""
     kinds: dict[LayerSpec, dict[bool, Sublayer[Inputs]]] = {}
     for number, sublayer in zip(stage.layout.sublayers, stage.sublayers, strict=True):
-        # Where a stage begins within a layer, the MLP's half of a kind may stand before an attention.
+        # Where a stage begins within a layer, the first line of a kind may be an MLP.
         kinds.setdefault(stage.arch.layers[number // 2], {}).setdefault(number % 2 == 1, sublayer)
     return [list(halves.values()) for halves in kinds.values()]
 
@@ -119,7 +121,7 @@ def _check_reading(stage: Decoder[Inputs, OwnLinear], generator: torch.Generator
 def _check_linear(
     stage: Decoder[Inputs, OwnLinear], linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
-    """Whether rows are the same with more rows after or before them."""
+    """Check that rows are the same with more rows after or before them. Return None, or what differs."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
     half = linear.num_inputs // 2
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
@@ -137,7 +139,8 @@ def _check_linear(
 def _compare_rows(
     compute: Callable[[torch.Tensor], torch.Tensor], rows_T: torch.Tensor, row_counts: tuple[int, ...]
 ) -> str | None:
-    """rows_T: `compute` makes one row each of them, as many as the last count."""
+    """Check that the first and the last rows are the same when fewer are computed at once. Return None, or what
+    differs. rows_T: as many as the last of `row_counts`."""
     y_TN = compute(rows_T).clone()
     for count in row_counts[:-1]:
         if not torch.equal(compute(rows_T[:count]), y_TN[:count]):
@@ -158,7 +161,8 @@ def _check_layer(
     block_size: int,
     generator: torch.Generator,
 ) -> str | None:
-    """Whether prompts have equal hidden states in any chunks, beside any others."""
+    """Check that prompts have the same hidden states in any chunks and beside others. Return None, or what
+    differs."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
@@ -179,7 +183,7 @@ def _through_layer(
     prompts_TD: Sequence[torch.Tensor],
     steps: Iterable[Sequence[_Part]],
 ) -> dict[int, torch.Tensor]:
-    """These sublayers, on an own cache: sequence number → all rows."""
+    """Compute these sublayers with a cache of their own. Return the rows of each sequence, by its number."""
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)

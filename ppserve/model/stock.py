@@ -1,4 +1,4 @@
-"""The parts of backends whose norms, activations and plain linear layers are torch's.
+"""What backends share that use torch's norms, activations and plain linear layers.
 
 T rows, D width, E outputs of queries, keys and values, K inputs, N outputs; c, d, n a tensor rank's own columns of
 queries, hidden states and inner rows; h heads of f features.
@@ -30,7 +30,7 @@ from ppserve.model.checkpoint import Matrix
 from ppserve.model.inputs import StepInputs
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""x Wᵀ + b."""
+"""It computes x Wᵀ + b from x, W and b."""
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
@@ -40,17 +40,18 @@ ACTIVATIONS: dict[str, Operator] = {
     "silu": silu,
     "tanh": torch.tanh,
 }
-"""The GPT-2 family's activations by Hugging Face's names."""
+"""The activations of GPT-2 and the Llamas, by Hugging Face's names."""
 
 
 Attend = Callable[[int, torch.Tensor, AttentionSpec], torch.Tensor]
-"""The attention of one step. It takes its number in the stage, rows (T, E) and what it computes; it gives (T, c).
-It keeps the rows' keys and values, then attends to all so far that it sees."""
+"""It computes an attention for one step. It takes the attention's number in the stage, rows (T, E), and the
+specification; it returns (T, c). It writes the rows' keys and values to the cache, then attends to all positions
+that each row sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendInputs(StepInputs):
-    """A step's inputs with which a backend attends by one call."""
+    """The inputs of a step for backends that compute an attention by one call."""
 
     attend: Attend
     rotations_RTf: torch.Tensor | None
@@ -67,7 +68,7 @@ def norm_of(weights: NormWeights) -> Operator:
 
 
 def _rotated(x_Thf: torch.Tensor, rotation_Tf: torch.Tensor) -> torch.Tensor:
-    """Heads rotated by their rows' positions, in float32."""
+    """Rotate heads by their rows' positions, in float32."""
     cosines_T1f, sines_T1f = rotation_Tf[:, None].chunk(2, dim=2)
     first_Thf, second_Thf = x_Thf.float().chunk(2, dim=2)
     rotated = first_Thf * cosines_T1f - second_Thf * sines_T1f, second_Thf * cosines_T1f + first_Thf * sines_T1f
@@ -77,7 +78,7 @@ def _rotated(x_Thf: torch.Tensor, rotation_Tf: torch.Tensor) -> torch.Tensor:
 def _with_positions(
     qkv_TE: torch.Tensor, weights: AttentionWeights[Linear], rotations_RTf: torch.Tensor | None
 ) -> torch.Tensor:
-    """Queries and keys normed where the model asks for it, and rotated; with the values."""
+    """Norm and rotate queries and keys, each if the model asks for it. Return them with the values."""
     own = weights.heads.width
     queries_TE, keys_TE, values_TE = torch.split(qkv_TE, [own, *[(qkv_TE.shape[1] - own) // 2] * 2], dim=1)
     heads_shape = len(qkv_TE), -1, weights.spec.head_size
@@ -93,7 +94,7 @@ def _with_positions(
 
 
 class TorchBackend:
-    """What torch computes of a model, in one dtype; keys and values may have another."""
+    """What torch computes of a model, in one dtype. Keys and values may have another dtype."""
 
     more_rows: tuple[int, ...] = ()
     more_head_rows: tuple[int, ...] = ()
@@ -113,7 +114,7 @@ class TorchBackend:
         return self.linear(weight_NK, None)
 
     def check(self, weights: ResidualWeights[Linear]) -> None:
-        """Accept all weights: none are too much for floating-point numbers."""
+        """Accept all weights: floating-point numbers are fine enough for any."""
 
     def norm(self, weights: NormWeights) -> Operator:
         return norm_of(weights)
@@ -155,7 +156,7 @@ class TorchBackend:
 
 
 class PlainLinear:
-    """A linear layer whose weights stay as they are, by torch's product or another."""
+    """A linear layer whose weights are not repacked. product: torch's, or another."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, product: Product = linear) -> None:
         self._weight_NK = weight_NK

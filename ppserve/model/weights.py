@@ -1,4 +1,4 @@
-"""Brings a stage's weights from a checkpoint into the form in which a backend keeps them.
+"""Reads a stage's weights from a checkpoint, in the form in which a backend keeps them.
 
 V vocabulary, D width, N outputs.
 """
@@ -17,14 +17,14 @@ from ppserve.model.checkpoint.families import tensor_shapes
 from ppserve.model.inputs import Inputs
 
 Outputs = tuple[str, slice]
-"""A linear layer's canonical name without `.weight`, and some of its outputs."""
+"""The canonical name of a linear layer, without `.weight`, and some of its outputs."""
 
 _EMBEDDING_ROWS = 1024
-"""Rows of an embedding that are read at once."""
+"""How many rows of an embedding are read at once."""
 
 
 class StoredMatrix:
-    """A `Matrix` of these outputs in a row. A slice is read when it is asked for."""
+    """A `Matrix` of outputs that are read from a checkpoint. A slice is read when it is asked for."""
 
     def __init__(self, read: TensorReader, outputs: tuple[Outputs, ...], num_inputs: int) -> None:
         self._read, self._outputs = read, outputs
@@ -55,7 +55,8 @@ class StoredMatrix:
 
 
 class TensorReader:
-    """Takes parts of tensors one at a time, by their canonical names, and counts the numbers in `num_params`."""
+    """Reads parts of tensors one at a time, by their canonical names. num_params: how many numbers have been
+    read."""
 
     def __init__(self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress) -> None:
         self.arch, self.layout = checkpoint.architecture, layout
@@ -81,10 +82,9 @@ class TensorReader:
 
 
 class WeightReader(TensorReader, Generic[Inputs, OwnLinear]):
-    """Takes tensors into the form in which a backend keeps them.
+    """Reads tensors into the form in which a backend keeps them.
 
-    Of a matrix it takes the rank's outputs. weight_bytes: the size of what is kept. linears: by the first of their
-    names.
+    weight_bytes: the size of what is kept. linears: the linear layers, by the first of their names.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightReader(TensorReader, Generic[Inputs, OwnLinear]):
         self._shapes = tensor_shapes(self.arch)
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
-        """Read columns of an embedding. It is the largest tensor, so its parts are read one by one."""
+        """Read columns of an embedding. It is the largest tensor, so it is read some rows at a time."""
         num_rows, _ = self._shapes[name]
         dtype = self.backend.precision.hidden
         device = self.backend.device
@@ -113,11 +113,11 @@ class WeightReader(TensorReader, Generic[Inputs, OwnLinear]):
         return kept_Vd
 
     def has(self, name: str) -> bool:
-        """Whether the model has this linear layer or norm."""
+        """Return whether the model has this linear layer or norm."""
         return f"{name}.weight" in self._shapes
 
     def norm(self, name: str, spec: NormSpec | None) -> NormWeights | None:
-        """Read a norm; None for one that the layer does not have."""
+        """Read a norm. Return None if there is no specification, because the layer has no such norm."""
         if spec is None:
             return None
         weight_D = self._stored(f"{name}.weight")
@@ -125,7 +125,8 @@ class WeightReader(TensorReader, Generic[Inputs, OwnLinear]):
         return NormWeights(weight_D, bias_D, spec.epsilon, spec.is_rms)
 
     def linear(self, *outputs: Outputs) -> OwnLinear:
-        """Read outputs of one linear layer, or of several with the same inputs, and join them in this order."""
+        """Read outputs of one linear layer, or of several that have the same inputs, and join them in this
+        order."""
         name = outputs[0][0]
         biases = [
             self._stored(f"{name}.bias", TensorPart((own,)))

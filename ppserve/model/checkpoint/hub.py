@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub, by id: from the local cache when they are there, else downloaded.
+"""Models of the Hugging Face hub, by id: from the local cache if they are there, else downloaded.
 
-Needs the package huggingface-hub (the extra `hub`); imported only when an id is asked for. It fetches the weights
-in one format, the configuration and the tokenizer, with huggingface-hub's progress bars.
+It needs the package huggingface-hub (the extra `hub`), which is imported only when an id is asked for. The weights
+in one format, the configuration and the tokenizer are downloaded, with huggingface-hub's progress bars.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppserve.files import read_json, reason, shown, within
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that the hub has for its first answer, before anything is downloaded."""
+"""The hub must give its first answer, before anything is downloaded, within so many seconds."""
 
 REQUIRED = "config.json"
 OPTIONAL = (
@@ -31,7 +31,7 @@ WEIGHT_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Files of weights, in the order in which transformers looks for them."""
+"""The files that may have the weights, in the order in which transformers looks for them."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -52,17 +52,18 @@ FOREIGN = {
     "*.bin": "weights without their config.json, or under another name",
     "*.pth": "weights of PyTorch under another name",
 }
-"""What may be found in a directory instead of a model."""
+"""Patterns of files that a directory without a model may have, and what they are."""
 
 
 def foreign(directory: Path) -> str:
-    """Return what a directory without a model holds instead, as the end of a sentence."""
+    """Return what a directory has in place of a model, as the end of a sentence; empty if nothing is
+    recognised."""
     found = ((kind, next(directory.glob(name), None)) for name, kind in FOREIGN.items())
     return next((f"; {path.relative_to(directory)}: {kind}" for kind, path in found if path), "")
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the file with the weights, or an index and then the files that it names. Raises CheckpointError."""
+    """Return the file with the weights, or an index and then the files that it names. Raises CheckpointError."""
     path = next((directory / name for name in WEIGHT_FILES if lexists(directory / name)), None)
     if path is None:
         raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}{foreign(directory)}")
@@ -75,13 +76,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it has the form `org/name` and does not look like a file."""
+    """Return whether a name has the form `org/name` and does not look like a file."""
     return bool(HUB_ID.fullmatch(name)) and not re.search(r"\.(bin|pt|pth|safetensors|json)$|\.\.|--", name)
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """Return the local directory of a model's files, downloaded if need be. weights=False: configuration only.
-    Raises CheckpointError."""
+    """Return the local directory of a model's files; download them if they are missing. weights=False: the
+    configuration and the tokenizer are enough. Raises CheckpointError."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -92,7 +93,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     if isinstance(cached, str) and (not weights or _has_weights(Path(cached).parent)):
         return Path(cached).parent
     try:
-        # One question without retries: a download would repeat it for 23 s.
+        # This is asked once, without retries: a download would repeat it for 23 s.
         answer = within(ANSWER_TIMEOUT_S, lambda: hub.HfApi().model_info(model))
         offered = {file.rfilename for file in answer.siblings or ()}
         return _download(partial(hub.hf_hub_download, model), model, offered, weights)
@@ -101,7 +102,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     except errors.RepositoryNotFoundError as error:
         problem = "no such file or directory, and no such model on the hub, or no access to it"
         raise CheckpointError(model, problem) from error
-    except Exception as error:  # of several HTTP libraries, by the version of huggingface-hub
+    except Exception as error:  # which HTTP library's error it is depends on the version of huggingface-hub
         problem = "no such file or directory, not in the local hub cache, and the hub cannot be asked"
         raise CheckpointError(model, f"{problem} ({reason(error)})") from error
 
@@ -112,7 +113,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _download(download: Callable[[str], str], model: str, offered: set[str], weights: bool) -> Path:
-    """The directory of what is needed of the offered files."""
+    """Download the offered files that are needed. Return their directory."""
     main = [name for name in WEIGHT_FILES if name in offered][:1]
     if REQUIRED not in offered or (weights and not main):
         problem = f"the hub's model has no {REQUIRED}, or none of {', '.join(WEIGHT_FILES)}"

@@ -1,6 +1,6 @@
-"""Llama and its kin in checkpoints: the names of their tensors, and the keys of config.json.
+"""Llama and its relatives in checkpoints: the names of their tensors, and the keys of config.json.
 
-All that the reference code (transformers, models/llama, mistral, qwen2, qwen3) computes with is read.
+Everything that the reference code (transformers, models/llama, mistral, qwen2, qwen3) computes with is read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from ppserve.model.checkpoint.family import Config, ModelFamily
 from ppserve.model.checkpoint.rotary import rotary
 
 KINDS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""What a `model_type` is served as. (A GGUF's Mistral is a Llama.)"""
+"""The model type as which each `model_type` is served. (In a GGUF, a Mistral is a Llama.)"""
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 class LlamaConfig(Config, frozen=True, kw_only=True):
+    """The keys of a Llama, Mistral, Qwen 2 or Qwen 3."""
+
     architectures: tuple[str, ...] = ()
     vocab_size: settings.Rows
     hidden_size: settings.Width
@@ -31,9 +33,9 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     num_hidden_layers: settings.Layers
     num_attention_heads: settings.Width
     max_position_embeddings: settings.RotaryPositions | None = None
-    """None stands for `POSITIONS`, as in transformers."""
+    """None: see `POSITIONS`, as in transformers."""
     num_key_value_heads: settings.Width | None = None
-    """None stands for as many heads as of queries."""
+    """None: there are as many heads of keys and values as of queries."""
     head_dim: settings.Width | None = None
     """None: the heads divide the width evenly."""
     hidden_act: settings.ActivationName = "silu"
@@ -41,15 +43,15 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    """The two keys before in one, as transformers 5 writes them."""
+    """The two keys above in one, as transformers 5 writes them."""
     tie_word_embeddings: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] | None = 4096
-    """null or 0: no window. Mistral has one where this is set, Qwen only with `use_sliding_window`."""
+    """None or 0: there is no window. A Qwen has one only with `use_sliding_window`."""
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Meta(ge=0)] = 28
-    """How many layers of a Qwen, the first ones, have no window."""
+    """So many of a Qwen's first layers have no window."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
-    """Which layers have the window. If it is empty, the two keys before decide."""
+    """Which layers have the window. If it is empty, the two keys above decide."""
 
     def architecture(self, path: Path) -> Architecture:
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -58,7 +60,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
         has_window = self.model_type == "mistral" or self.use_sliding_window
         if not head_size:
             settings.check_heads(path, self.hidden_size, self.num_attention_heads, "num_attention_heads")
-        # A window of all positions is none.
+        # A window as large as the model's positions changes nothing.
         window = self.sliding_window if has_window and 0 < (self.sliding_window or 0) < positions else None
         if window is not None and len(self.layer_types) not in (0, self.num_hidden_layers):
             problem = f"names {len(self.layer_types)} layers, not {self.num_hidden_layers}"
@@ -92,7 +94,7 @@ class LlamaConfig(Config, frozen=True, kw_only=True):
         )
 
     def _has_window(self, layer: int) -> bool:
-        """Whether this layer has the window of a model that has one."""
+        """Return whether a layer has the window, in a model that has one."""
         if self.layer_types:
             return self.layer_types[layer] == "sliding_attention"
         return not self.model_type.startswith("qwen") or layer >= self.max_window_layers
@@ -125,6 +127,6 @@ FAMILY = ModelFamily(
         "mlp.down": ("mlp.down_proj", "ffn_down"),
     },
     layers="model.layers.",
-    # What is computed anew.
+    # Tensors that are computed here.
     ignored=r".*rotary_emb\.inv_freq|rope_freqs\.weight",
 )

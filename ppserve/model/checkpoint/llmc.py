@@ -1,7 +1,7 @@
 """llm.c's `gpt2_124M.bin`: a header of 256 integers, then every tensor, each stacked over the layers.
 
-The header implies the file's size, which is checked. Linears are (out, in), the head is tied, GELU is the tanh
-form, layer norm's epsilon is 1e-5. (Layout: karpathy/llm.c, train_gpt2.py, write_model.)
+The header implies the file's size, which is checked. Linear layers are (out, in), the LM head is tied, GELU is the
+tanh form, and the epsilon of layer norms is 1e-5. (Layout: karpathy/llm.c, train_gpt2.py, write_model.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTenso
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
 STORED_DTYPES = {3: "float32", 5: "bfloat16"}
-"""The stored type by the file's version. llm.c itself no longer reads versions 1, 2 and 4."""
+"""The stored type, by the file's version. llm.c itself no longer reads versions 1, 2 and 4."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The integers of the header that are used, in their order, by llm.c's names."""
+    """The integers of the header that are used, in their order, with llm.c's names."""
 
     magic: int
     version: int
@@ -50,7 +50,7 @@ def open_llmc(path: Path) -> FileCheckpoint:
 
 
 def _read_header(path: Path) -> tuple[Architecture, str]:
-    """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
+    """Return the architecture and the stored dtype. Raises CheckpointError, which names the header's field."""
     content = read_start(path, HEADER_BYTES)
     magic = MAGIC.to_bytes(4, "little")
     if not content.startswith(magic):
@@ -77,7 +77,8 @@ def _architecture(path: Path, header: Header) -> Architecture:
 
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:
-    """Each follows the one before; the last must end where the file ends."""
+    """Return the tensors. They follow each other; the last must end where the file ends. Raises
+    CheckpointError."""
     layers = [f"h.{i}.{name}" for name in layer_shapes(arch, 0) for i in range(arch.num_layers)]
     names = ("wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias")
     shapes, itemsize = tensor_shapes(arch), DTYPES[dtype].itemsize

@@ -1,8 +1,8 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
 A name is `tiny`, one that `ppserve fetch` knows, a directory with config.json or with one ckpt.pt, llm.c or GGUF
-file, such a file, or a hub id. Formats are told apart by content.
-Readers are imported when needed: a configuration needs no torch.
+file, such a file, or a hub id. Formats are recognised by content. The module that reads a format is imported when
+it is needed, because a configuration can be read without torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ppserve.model.checkpoint.tensors import FileCheckpoint
 
 MAGICS = {".bin": (20240326).to_bytes(4, "little"), ".gguf": MAGIC}
-"""How files with a model begin, by suffix: llm.c's and llama.cpp's."""
+"""The first bytes of llm.c's and llama.cpp's files, by suffix."""
 
 
 def open_checkpoint(path: str) -> FileCheckpoint:
-    """Open a checkpoint: read headers only, and check the shape of every tensor. Raises CheckpointError, which
-    names the file and the field."""
+    """Open a checkpoint. Only headers are read, and the shape of every tensor is checked. Raises CheckpointError,
+    which names the file and the field."""
     place = find_model(path)
     if place.is_dir():
         from ppserve.model.checkpoint.hf import open_directory
@@ -38,7 +38,7 @@ def open_checkpoint(path: str) -> FileCheckpoint:
 
 
 def read_architecture(path: str) -> Architecture:
-    """Read a model's architecture; a directory or a hub id needs only its configuration. Raises
+    """Read a model's architecture. Of a directory or a hub id, only the configuration is needed. Raises
     CheckpointError."""
     place = find_model(path, weights=False)
     if place.is_dir():
@@ -49,10 +49,8 @@ def read_architecture(path: str) -> Architecture:
 
 
 def find_model(path: str, weights: bool = True) -> Path:
-    """Return the directory (with a config.json) or the file that `path` means; a hub id is downloaded.
-
-    weights=False: only its configuration and tokenizer.
-    """
+    """Return the directory (with a config.json) or the file that `path` means. A model of the hub is downloaded.
+    weights=False: only its configuration and tokenizer are. Raises CheckpointError."""
     if path == "tiny":
         return TINY
     place = Path(os.path.expanduser(path))
@@ -67,9 +65,9 @@ def find_model(path: str, weights: bool = True) -> Path:
 
 
 def _only_file(directory: Path) -> Path:
-    """Return the one checkpoint file of a directory without config.json, or the one GGUF beside a config.json.
-
-    Of a model in parts it is the first; where a config.json is alone, it is the directory."""
+    """Return the only checkpoint file of a directory without config.json, or the only GGUF of one with
+    config.json. If the model is in parts, return the first part. If there is only a config.json, return the
+    directory. Raises CheckpointError if there is none of these, or several models."""
     has_config = lexists(directory / "config.json")
     if lexists(directory / "ckpt.pt") and not has_config:
         return directory / "ckpt.pt"

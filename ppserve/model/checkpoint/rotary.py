@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions, by a config's parameters, as transformers computes them."""
+"""The frequencies of rotary positions, computed from a config's parameters as in transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ppserve.files import shown
 
 
 def rotary(path: Path, head_size: int, scaling: dict[str, Any], max_positions: int) -> Rotary:
-    """Return the rotary positions that a config asks for. scaling: `rope_theta` and its type's parameters, by
-    transformers' names. Raises CheckpointError."""
+    """Return the rotary positions that a config asks for. scaling: `rope_theta` and the parameters of the rope
+    type, with transformers' names. Raises CheckpointError."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SCALINGS:
         problem = f"is {shown(kind)}; served are {', '.join(SCALINGS)}"
@@ -56,14 +56,14 @@ NEUTRAL = {
     "mscale": 0,
     "mscale_all_dim": 0,
 }
-"""Parameters, and the value of each that changes nothing."""
+"""Parameters, each with the value that changes nothing."""
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Scaled = tuple[Frequencies, float]
 
 
 def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
-    """Long waves are stretched, short ones stay, those between in proportion."""
+    """Divide low frequencies by the factor, leave high ones as they are, and interpolate between the two."""
     factor, low, high = (float(of[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise ValueError("high_freq_factor above low_freq_factor")
@@ -73,8 +73,8 @@ def _llama3(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
 
 
 def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
-    """Scale as _llama3 does, in proportion to the feature's number; queries and keys grow as well. (arXiv
-    2309.00071)"""
+    """Scale as `_llama3` does, but interpolate by the feature's number; also scale queries and keys by a
+    magnitude. (arXiv 2309.00071)"""
     factor = float(of["factor"])
     base = float(of["rope_theta"])
     original = float(of.get("original_max_position_embeddings") or of["max_positions"])
@@ -99,9 +99,8 @@ def _yarn(frequencies: Frequencies, of: dict[str, Any]) -> Scaled:
 
 
 SCALINGS: dict[str, Callable[[Frequencies, dict[str, Any]], Scaled]] = {
-    **dict.fromkeys(
-        ("default", "dynamic"), lambda given, of: (given, 1.0)
-    ),  # dynamic: beyond the model's positions
+    # "dynamic" changes frequencies only beyond the model's positions, which are never served.
+    **dict.fromkeys(("default", "dynamic"), lambda given, of: (given, 1.0)),
     "linear": lambda given, of: (given / float(of["factor"]), 1.0),
     "llama3": _llama3,
     "yarn": _yarn,

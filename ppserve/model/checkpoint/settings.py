@@ -1,12 +1,12 @@
-"""What every format says of a model: its sizes, the end of a text, and how many tokens are real.
+"""What every format says of a model: its sizes, its ends of text, and how many tokens are real.
 
-The bounds leave room above every GPT-2 in existence. Sizes computed from them cannot exhaust the memory before the
-tensors are compared with the file.
+The bounds are greater than the sizes of any model of these families. Tables of tensors that are made from sizes
+within them cannot exhaust the memory before the tensors are compared with the file.
 
-Embeddings are padded to a round number of rows. Those beyond the vocabulary are untrained, with logits near zero
-while those of real tokens may be near -70: they must never be drawn.
-The tokenizer beside the weights knows where the vocabulary ends.
-Without one, 50304 rows are GPT-2's 50257, padded as nanoGPT and llm.c do.
+Embeddings are padded to a round number of rows. Rows beyond the vocabulary are untrained: their logits are near
+zero, while those of real tokens may be near -70, so their ids must never be drawn. The tokenizer beside the
+weights says where the vocabulary ends. Without a tokenizer, 50304 rows are taken for GPT-2's 50257, padded as in
+nanoGPT and llm.c.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
 Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 RotaryPositions = Annotated[int, Meta(ge=1)]
-"""A number of positions that no tensor has a row for; the first `MAX_POSITIONS` are served."""
+"""A number of positions for which no tensor has rows. The first `MAX_POSITIONS` are served."""
 Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
 InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 Id = Annotated[int, Meta(ge=0)]
@@ -39,12 +39,12 @@ ACTIVATIONS = {
     "gelu_python": "gelu",
     "swish": "silu",
 }
-"""Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
+"""The names in config.json, with the keys of `model.stock.ACTIVATIONS`. Several names mean the same function."""
 
 ActivationName = Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")]
 
 EndOfText = int | Annotated[list[int], Meta(min_length=1)] | None
-"""The id that ends a text, or several; null for none."""
+"""The id that ends a text, or several; None: no id does."""
 
 END_OF_TEXT = 50256
 """The id of GPT-2's end of text."""
@@ -76,10 +76,10 @@ class _BesideVocabulary(msgspec.Struct, frozen=True):
 
 
 def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
-    """Return the architecture without ends of text beyond the vocabulary. heads: the file's name for their number.
+    """Check an architecture, and return it without ends of text that are not in the vocabulary.
 
-    Raises CheckpointError unless the heads of keys and values divide those of queries, and for layers that no
-    backend computes.
+    Raises CheckpointError if the heads of keys and values do not divide those of queries, or if no backend
+    computes one of the layers. heads: the key under which the file has the number of heads.
     """
     if arch.num_heads % arch.num_kv_heads:
         problem = f"{arch.num_kv_heads} heads of keys and values do not divide the {arch.num_heads} of queries"
@@ -91,7 +91,7 @@ def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
 
 
 def _not_served(layer: LayerSpec, first: LayerSpec) -> str | None:
-    """What no backend computes of a layer, in words; None if there is nothing."""
+    """Return what a layer has that no backend computes, as the end of a sentence; None if there is nothing."""
     if layer.mlp.experts is not None:
         return "has a mixture of experts; no model with experts is served"
     if layer.attention.has_sinks:
@@ -103,14 +103,15 @@ def _not_served(layer: LayerSpec, first: LayerSpec) -> str | None:
 
 
 def check_heads(path: Path, width: int, num_heads: int, field: str) -> None:
-    """Raises CheckpointError unless the heads divide the width. field: the file's name for their number."""
+    """Raise CheckpointError if the heads do not divide the width. field: the key under which the file has their
+    number."""
     if width % num_heads:
         raise CheckpointError(path, f"{num_heads} heads do not divide the width {width}", field=field)
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> tuple[int, int | None]:
-    """Return the number of real tokens among `num_rows`, and the tokenizer's end of text. Raises CheckpointError
-    when its file is damaged."""
+    """Return how many of `num_rows` tokens are real, and the tokenizer's end of text. Raises CheckpointError if a
+    file of the tokenizer is damaged."""
     count, end = _json_vocabulary(directory)
     count = count or _ranked_vocabulary(directory, eos_id)
     if count is None:
@@ -119,7 +120,8 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> tuple
 
 
 def _json_vocabulary(directory: Path) -> tuple[int | None, int | None]:
-    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens; and the end of a text."""
+    """Return one more than the highest id in tokenizer.json, vocab.json and the lists of added tokens, and the id
+    that ends a text; None for what is not there."""
     ids: dict[str, int] = {}
     if lexists(path := directory / "tokenizer.json"):
         tokenizer = read_json(path, _TokenizerJson)

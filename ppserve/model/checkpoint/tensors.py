@@ -1,6 +1,7 @@
-"""The tensors in checkpoint files under their canonical names; `FileCheckpoint` reads them when asked.
+"""The tensors in checkpoint files, by their canonical names. `FileCheckpoint` reads them when it is asked for
+them.
 
-Files are mapped, not read: opening one costs no memory. A stage copies its tensors a part at a time.
+Files are mapped, not read, so opening one takes no memory. A stage copies its tensors a part at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 StoredRows = slice | torch.Tensor
-"""Rows of a tensor in a file: a range, or their numbers."""
+"""Some rows of a tensor in a file: a range, or the indices of rows."""
 
 
 class Numbers(Protocol):
-    """A tensor's numbers, mapped and not read: a torch tensor, or what reads them where it is sliced."""
+    """The numbers of a tensor, which are mapped: a torch tensor, or an object that reads them when it is
+    sliced."""
 
     def __getitem__(self, part: StoredRows | tuple[StoredRows, slice], /) -> torch.Tensor: ...
 
@@ -44,12 +46,12 @@ class StoredTensor:
     """The tensor's name in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """The type as the file names it, e.g. `float32` or `int8`."""
+    """The type of the numbers, as `float32` or `int8`."""
     numbers: Numbers
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
     four_bits: Callable[[StoredRows], FourBits] | None = None
-    """Reads rows as they are stored, where that is in 4 bits."""
+    """Reads rows as they are stored; None: they are not stored in 4 bits."""
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ class StoredTensor:
         return torch.cat([part.to(dtype) for part in parts])
 
     def has_bits_of(self, other: StoredTensor) -> bool:
-        """Whether both hold the same bits in the same shape."""
+        """Return whether both tensors have the same bits in the same shape."""
         if (self.canonical_shape, self.dtype) != (other.canonical_shape, other.dtype):
             return False
         mine, theirs = (stored.numbers[:].contiguous().view(torch.uint8) for stored in (self, other))
@@ -75,7 +77,7 @@ class StoredTensor:
 
 
 class FileCheckpoint:
-    """A checkpoint whose tensors are all in files. Implements `Checkpoint`."""
+    """A `Checkpoint` whose tensors are all in files."""
 
     def __init__(
         self,
@@ -85,9 +87,11 @@ class FileCheckpoint:
         canonical: Callable[[str], str | None] = str,
         is_in_out: bool = False,
     ) -> None:
-        """canonical: gives the canonical name for a name in the file; None for what is no weight. is_in_out: the
-        file holds the layers' linears as (in, out). Raises CheckpointError for a tensor that is missing, unknown
-        or does not fit."""
+        """Raises CheckpointError if a tensor is missing, unknown, or of another shape or type than it must be.
+
+        canonical: returns the canonical name for a name in the file; None: it is no weight. is_in_out: the file
+        has the layers' linear weights as (in, out).
+        """
         self.path = path
         self._converted_to: str | None = None
         tensors = _by_canonical_name(stored, arch, canonical, is_in_out)
@@ -112,13 +116,14 @@ class FileCheckpoint:
         return FourBits(*map(torch.cat, zip(*map(read, rows), strict=True)))
 
     def _has_mostly_four_bits(self) -> bool:
-        """Whether `four_bits` gives most of the weights."""
+        """Return whether most of the weights are stored in 4 bits."""
         sizes = [(tensor.four_bits is not None, math.prod(tensor.shape)) for tensor in self._tensors.values()]
         return 2 * sum(size for is_in_four, size in sizes if is_in_four) > sum(size for _, size in sizes)
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors[name]
-        if file_size(stored.path) != self._sizes[stored.path]:  # what is mapped and gone ends the process
+        # Reading a mapped part that is gone ends the process.
+        if file_size(stored.path) != self._sizes[stored.path]:
             raise CheckpointError(stored.path, "has another size than when it was opened", field=stored.name)
         return stored
 
@@ -132,10 +137,10 @@ class FileCheckpoint:
 def _settle_head(
     arch: Architecture, tensors: dict[str, StoredTensor]
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
-    """Which matrix is the LM head, decided as transformers does.
+    """Decide which matrix is the LM head, as transformers does. Return the architecture and the tensors.
 
-    Untied: the stored one. Tied: the embedding, or the head where only that is stored.
-    If both are stored and differ, the config is wrong: they stay apart.
+    If the config says that it is not tied, it is the stored one. If it is tied, it is the embedding, or the head
+    where only that is stored. If both are stored and differ, the config is wrong, and both are used.
     """
     embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
     one = embedding or head
@@ -149,7 +154,8 @@ def _settle_head(
 def _by_canonical_name(
     stored: Iterable[StoredTensor], arch: Architecture, canonical: Callable[[str], str | None], is_in_out: bool
 ) -> dict[str, StoredTensor]:
-    """The tensors of a file under their canonical names, their shapes and dtypes checked."""
+    """Return the tensors of a file by their canonical names, with checked shapes and dtypes. Raises
+    CheckpointError."""
     expected = tensor_shapes(arch)
     found: dict[str, StoredTensor] = {}
     for tensor in stored:
@@ -180,10 +186,11 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash by which ranks see that they opened the same weights, in whatever format. Raises CheckpointError.
+    """Return a digest by which ranks see whether they opened the same weights, in whatever format. Raises
+    CheckpointError.
 
-    It covers three squares of each matrix and all of every vector. Weights that were trained further differ there,
-    even by adapters of queries or values alone. A few changed numbers may not show.
+    It covers three squares of each matrix, and every vector whole. Weights that were trained further differ there,
+    even if only queries or values were. A few changed numbers may go unnoticed.
     """
     digest = hashlib.sha256()
     for name, shape in tensor_shapes(checkpoint.architecture).items():
@@ -194,7 +201,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _squares(shape: tuple[int, ...]) -> TensorPart:
-    """Choose squares in the middle of each third of the rows, as of queries, keys and values."""
+    """Choose a square in the middle of each third of the rows, because the thirds may be queries, keys and
+    values."""
     rows, columns = shape
     thirds = tuple(_around(rows * sixths // 6, rows) for sixths in (1, 3, 5))
     return TensorPart(thirds, _around(columns // 2, columns))

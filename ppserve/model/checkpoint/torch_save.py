@@ -1,7 +1,7 @@
 """Files that torch.save wrote, mapped into memory: Hugging Face's `.bin`, and nanoGPT's `ckpt.pt`.
 
-A `ckpt.pt` holds model_args and a state dict, beside an optimizer state that is never read. Linears are (out, in),
-GELU is the exact one, layer norm's epsilon is 1e-5, and `bias=False` is for layer norms too.
+A `ckpt.pt` has model_args, a state dict, and an optimizer's state, which is never read. Linear layers are (out,
+in), GELU is the exact form, the epsilon of layer norms is 1e-5, and `bias=False` applies to layer norms too.
 (Layout: karpathy/nanoGPT, train.py, model.py.)
 """
 
@@ -27,7 +27,7 @@ from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 
 
 class ModelArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What nanoGPT builds its model from."""
+    """The values from which nanoGPT builds its model."""
 
     n_layer: settings.Layers
     n_head: settings.Width
@@ -48,7 +48,7 @@ def open_nanogpt(path: Path) -> FileCheckpoint:
 
 
 def read_state_dict(path: Path) -> list[StoredTensor]:
-    """List the tensors of a file that holds nothing else. Raises CheckpointError."""
+    """Return the tensors of a file that has nothing else. Raises CheckpointError."""
     return _stored_tensors(path, _load(path))
 
 
@@ -68,15 +68,16 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
 
 
 def _canonical(stored_name: str) -> str | None:
-    """Without what torch.compile and DistributedDataParallel put in front."""
+    """Return the canonical name. torch.compile and DistributedDataParallel put prefixes in front, which are
+    dropped."""
     for prefix in ("module.", "_orig_mod.", "module."):
         stored_name = stored_name.removeprefix(prefix)
     return FAMILIES["gpt2"].hugging_face_name(stored_name)
 
 
 def _load(path: Path) -> Any:
-    """What torch.save was given. Tensors are mapped; those of the old format, which is no zip, are in memory.
-    Raises CheckpointError for a damaged file, or one with more than tensors and plain values."""
+    """Return what torch.save was given. Tensors are mapped; those of the old format, which is no zip, are read.
+    Raises CheckpointError if the file is damaged, or has anything but tensors and plain values."""
     file_size(path)
     try:
         is_zip = zipfile.is_zipfile(path)
@@ -88,11 +89,10 @@ def _load(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything: it is a program
-        # The line that names the cause: the rest of torch's tells how to load the file carelessly.
+        # Only one line of torch's message names the cause. The rest says how to load the file carelessly.
         found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
-        if found and read_start(path, 2).startswith(
-            (b"PK", b"\x80")
-        ):  # any text with a c at its beginning names one
+        # A text file that begins with a c is no pickle, though torch's message then names a global, too.
+        if found and read_start(path, 2).startswith((b"PK", b"\x80")):
             problem = f"holds {shown(found[1])}, code that would run; only tensors are read: save a state_dict()"
             raise CheckpointError(path, problem) from error
         cause = re.search(r"(?:WeightsUnpickler error:|Trying to load)\s+(.+)", str(error))
@@ -101,7 +101,7 @@ def _load(path: Path) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """Raises CheckpointError for a compressed entry, whose bytes torch would map as numbers."""
+    """Raise CheckpointError if an entry is compressed: torch would take its bytes for numbers."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
@@ -109,7 +109,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _stored_tensors(path: Path, state: object, field: str | None = None) -> list[StoredTensor]:
-    """The tensors of a state dict. field: where in the file it was found. Raises CheckpointError."""
+    """Return the tensors of a state dict. field: where in the file it was found. Raises CheckpointError."""
     if not isinstance(state, dict):
         raise CheckpointError(path, f"holds a {type(state).__name__}, not a dict of tensors", field=field)
     return [_stored(path, name, tensor) for name, tensor in state.items()]
@@ -120,7 +120,7 @@ def _stored(path: Path, name: object, tensor: object) -> StoredTensor:
         raise CheckpointError(path, "is not a tensor under its name", field=shown(name))
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(path, "is not a plain tensor", field=shown(name))
-    # A stride of 0 lets one number stand for any number of them.
+    # With strides of 0, a small file could claim a tensor of any size.
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""What kernels want of numba beyond its options: each piece of machine code is made once.
+"""How kernels are compiled where numba's options do not suffice: each piece of machine code is made once.
 
-Imported by `jit` alone, which says where the cache is before numba looks.
+Only `jit` may import this module, because it sets the cache's directory before numba reads it.
 """
 # mypy: ignore-errors
 # (numba's compiler has no types that mypy could check)
@@ -20,15 +20,15 @@ from numba.core.compiler import Compiler
 log = logging.getLogger("ppserve.stage")
 
 LONGEST_WAIT_S = 60.0
-"""Seconds to wait for another process that compiles the same kernel, or hangs."""
+"""How long a process waits for another one that compiles the same kernel; that one may hang."""
 
 _LOOK_AGAIN_S = 0.02
 
 
 class SharedCache(FunctionCache):
-    """A cache on disk: of the processes that lack a kernel one compiles it, and the others wait.
+    """A cache on disk. Of the processes that lack a kernel, one compiles it, and the others wait.
 
-    A cache that is damaged or cannot be written costs compiling, never a start.
+    Where a cache is damaged or cannot be written, kernels are compiled again, and processes still start.
     """
 
     _lock = None
@@ -51,17 +51,17 @@ class SharedCache(FunctionCache):
         return found
 
     def _look(self, sig, target_context):
-        """The kernel, or None; and what a damaged cache raised, else None."""
+        """Return the cached kernel, or None, and the error that a damaged cache raised, or None."""
         try:
             return super().load_overload(sig, target_context), None
-        except Exception as damage:  # what unpickling raises can be anything
+        except Exception as damage:  # unpickling may raise anything
             return None, damage
 
     def _acquire(self):
-        """Wait until no other process compiles this kernel, where locks work."""
+        """Wait until no other process compiles this kernel. Where locks do not work, do not wait."""
         try:
             self._impl.locator.ensure_cache_path()
-            # A process that ends, however, gives its lock back.
+            # The system releases a lock when its process ends, however it ends.
             self._lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             until = time.monotonic() + self._longest_wait_s
             while not self._try_lock():
@@ -104,7 +104,7 @@ class SharedCache(FunctionCache):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """A part's code, compiled in each kernel, not in every function on the way."""
+    """The code of a part of kernels. It is compiled with each kernel, not once more by itself."""
 
     def _optimize_functions(self, module):
         pass
@@ -118,7 +118,7 @@ class _PartLibrary(JITCodeLibrary):
 
     @property
     def codegen(self):
-        """Asked only to tell machine code where its Python objects are; here is none."""
+        """This library. numba asks its code generator only to bind Python objects, of which a part has none."""
         return self
 
     def set_env(self, env_name, env):
@@ -126,7 +126,7 @@ class _PartLibrary(JITCodeLibrary):
 
 
 class PartCompiler(Compiler):
-    """The compiler of functions that are called by kernels alone, never by Python."""
+    """The compiler of functions that only kernels call, never Python."""
 
     def define_pipelines(self):
         state = self.state

@@ -1,4 +1,4 @@
-"""Compiling kernels: numba, once per machine, kept in a writable directory of ours."""
+"""Kernels are compiled by numba, once per machine, and kept in a directory of ours that can be written to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CPU_FEATURES = "NUMBA_CPU_FEATURES"
 
 
 def bounded(features: str, host: Mapping[str, bool]) -> str:
-    """Return an operator's NUMBA_CPU_FEATURES without what this CPU lacks.
+    """Return an operator's NUMBA_CPU_FEATURES without the features that this CPU lacks.
 
-    The name in NUMBA_CPU_NAME may bring more than the CPU has, whose use would end the process. A name that LLVM
-    does not know brings not even what all have.
+    NUMBA_CPU_NAME may name a CPU with more features than this one has; their use would end the process. A name
+    that LLVM does not know implies no features, not even those that all CPUs have, so these are added.
     """
     words = [word for word in features.split(",") if word]
     all_have = [f"+{name}" for name in ("64bit", "cmov", "cx8", "fxsr", "sse2") if host.get(name)]
@@ -42,8 +42,8 @@ numba.config.reload_config()  # type: ignore[no-untyped-call]
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 NUMBA = (0, 62), (0, 69)
-"""The first version, and the first too new, as in pyproject.toml. Kernels use private parts of numba.
-LLVM before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
+"""The first version of numba that will do, and the first that is too new, as in pyproject.toml. Kernels use
+private parts of numba. Versions before 0.62 have an LLVM that ends the process over bfloat16 dot products."""
 
 
 def check_numba(version: str = numba.__version__) -> None:
@@ -55,13 +55,14 @@ def check_numba(version: str = numba.__version__) -> None:
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compile an entry point: cached, without the GIL, and without fast-math."""
+    """Compile a function that Python calls. It is cached, runs without the GIL, and is compiled without
+    fast-math."""
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
 
 
 def inlined(function: Kernel) -> Kernel:
-    """Compile a part of kernels, into their caches; Python cannot call it."""
+    """Compile a function that only kernels call, as a part of them. Python cannot call it."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Kernel, numba.njit(error_model="numpy", pipeline_class=PartCompiler, **options)(function))

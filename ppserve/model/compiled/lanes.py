@@ -1,10 +1,9 @@
 """Sixteen float32 lanes as a value inside numba kernels, and the arithmetic on them.
 
-numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they want.
-A `lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON). Every operation here is
-exact IEEE arithmetic per lane (`fma` is a fused multiply-add on every machine) or a reduction in a fixed tree.
-So results depend only on the order that a kernel writes down: not on the vectoriser, the row's neighbours or the
-CPU model.
+numba has no SIMD types, and without fast-math LLVM may not vectorise a sum. So kernels do it explicitly. A `lanes`
+value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON). Every operation here is exact IEEE
+arithmetic per lane (`fma` is a fused multiply-add on every machine), or a reduction in a fixed tree. So results
+depend only on the order in which a kernel is written, and not on the vectoriser, other rows or the CPU's model.
 
 Memory is addressed as `load(array, index)` on flat arrays of float32, or on their address as an integer. Indices
 are not checked.
@@ -46,7 +45,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _address(context, builder, array_type, array, index, kind):
-    """The address of array[index], seen as a pointer to `kind`."""
+    """Return the address of array[index] as a pointer to `kind`."""
     if isinstance(array_type, types.Integer):
         start = builder.inttoptr(array, F32.as_pointer())
     else:
@@ -65,7 +64,7 @@ def splat(typing, scalar):
 
 
 def _loading(element, result):
-    """An intrinsic that reads this type at array[index]."""
+    """Return an intrinsic that loads this type from array[index]."""
 
     def load(typing, array, index):
         def generate(context, builder, signature, arguments):
@@ -77,7 +76,7 @@ def _loading(element, result):
 
 
 def _storing(element, kind):
-    """An intrinsic that writes this type to array[index]."""
+    """Return an intrinsic that stores this type to array[index]."""
 
     def store(typing, array, index, value):
         def generate(context, builder, signature, arguments):
@@ -91,14 +90,14 @@ def _storing(element, kind):
 
 
 load, store = _loading(_LANES, lanes), _storing(_LANES, lanes)
-"""16 float32, from array[index] on."""
+"""Load, or store, 16 float32 numbers from array[index] on."""
 load_one = _loading(F32, types.float32)
 store_one = _storing(F32, types.float32)
 
 
 @intrinsic
 def load_int(typing, address, index):
-    """int64 number `index` behind an address."""
+    """Return int64 number `index` behind an address."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_int_at(builder, *arguments))
@@ -108,7 +107,7 @@ def load_int(typing, address, index):
 
 @intrinsic
 def store_int(typing, address, index, value):
-    """Write int64 number `index` behind an address."""
+    """Store int64 number `index` behind an address."""
 
     def generate(context, builder, signature, arguments):
         address, index, value = arguments
@@ -124,7 +123,7 @@ def _int_at(builder, address, index):
 
 @intrinsic
 def fma(typing, a, b, c):
-    """a * b + c per lane, rounded once."""
+    """Return a * b + c per lane, rounded once."""
 
     def generate(context, builder, signature, arguments):
         return call(builder, "llvm.fma.v16f32", _LANES, *arguments)
@@ -161,7 +160,7 @@ for _symbol, _name in (
 
 @intrinsic
 def where_greater(typing, a, b, yes, no):
-    """Per lane: `yes` where a > b, else `no` (also where either is a NaN)."""
+    """Return, per lane, `yes` where a > b, else `no` (also where a or b is a NaN)."""
 
     def generate(context, builder, signature, arguments):
         a, b, yes, no = arguments
@@ -172,7 +171,7 @@ def where_greater(typing, a, b, yes, no):
 
 @intrinsic
 def keep_first(typing, value, count, other):
-    """Lanes below `count` from `value`, the rest from `other`."""
+    """Return the lanes below `count` of `value`, and the other lanes of `other`."""
 
     def generate(context, builder, signature, arguments):
         value, count, other = arguments
@@ -184,7 +183,8 @@ def keep_first(typing, value, count, other):
 
 
 def _reduction(combination):
-    """Reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: joins two halves."""
+    """Return an intrinsic that reduces lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1. combination: makes the
+    function that combines two halves."""
 
     def reduce(typing, value):
         def generate(context, builder, signature, arguments):
@@ -202,12 +202,12 @@ def _reduction(combination):
 
 sum_lanes = _reduction(lambda builder: builder.fadd)
 max_lanes = _reduction(lambda builder: lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
-"""The greatest lane (no promise which, if there is a NaN)."""
+"""Return the greatest lane. If there is a NaN, any lane may be returned."""
 
 
 @intrinsic
 def _times_power_of_two(typing, value, shifted):
-    """value * 2**n, -126 <= n <= 127. shifted: n + 1.5 * 2**23, whose low bits are n."""
+    """Return value * 2**n for -126 <= n <= 127. shifted: n + 1.5 * 2**23, whose low bits are n."""
 
     def generate(context, builder, signature, arguments):
         value, shifted = arguments
@@ -228,8 +228,9 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 @inlined
 def exp(x):
-    """e**x per lane within 2 units in the last place; 0 below -87.3, capped above 88.3, NaN for NaN. The classic
-    reduction x = n ln 2 + r and the degree-5 polynomial of the Cephes library."""
+    """Return e**x per lane, with an error of at most 2 units in the last place. It is 0 below -87.3, capped above
+    88.3, and a NaN for a NaN. It is made by the usual reduction x = n ln 2 + r and the Cephes library's polynomial
+    of degree 5."""
     least, most = splat(_LEAST), splat(_MOST)
     inside = where_greater(least, x, least, where_greater(x, most, most, x))
     shifted = fma(inside, splat(_LOG2_E), splat(_ROUND))

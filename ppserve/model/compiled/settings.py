@@ -1,7 +1,7 @@
-"""Settings that kernels are compiled for: frozen records of Python that numba sees as types.
+"""Settings for which kernels are compiled: frozen records of Python that numba sees as types.
 
-A kernel takes such a record as an argument, reads its fields as constants and hands it to intrinsics, which emit
-the code that it asks for. Each record gets own machine code.
+A kernel takes such a record as an argument, reads its fields as constants, and passes it on to intrinsics, which
+emit code according to it. For each record there is machine code of its own.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
@@ -38,7 +38,7 @@ _readable: set[str] = set()
 
 
 def setting(record: type) -> type:
-    """Let kernels take instances of this dataclass and read its numbers."""
+    """Let kernels take instances of this dataclass, and read its fields and properties. Returns the class."""
     typeof_impl.register(record)(lambda value, context: KindType(value))
     properties = {name for name, value in vars(record).items() if isinstance(value, property)}
     for name in ({field.name for field in fields(record)} | properties) - _readable:
@@ -55,8 +55,8 @@ def _let_read(name: str) -> None:
 
 
 class ForSettings:
-    """A kernel for these settings, compiled or loaded at its first call, whose further arguments are integers.
-    numba would look at settings' types in Python, which takes longer than the call."""
+    """A kernel for certain settings. Its other arguments are integers. It is compiled or loaded at the first call.
+    Without this, numba would look up the settings' types in Python, which takes longer than the call."""
 
     def __init__(self, function: Callable[..., None], *settings: object) -> None:
         self._function, self._settings = function, settings

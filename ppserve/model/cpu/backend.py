@@ -1,9 +1,10 @@
 """The CPU: kernels for which a row's result depends on that row alone, not on chunks, other rows or threads.
 
-Whatever the dtype, results are float32. Weights, keys, values and hidden states are stored as `bfloat16`, and
-linear layers round their inputs to it; sums, biases, norms, activations and attention are float32.
-With `int8` weights each output and each row of inputs has a scale, and sums are exact integers.
-With `int4` so has each group of 32 inputs of both (`four_bits`), and the LM head has int8 weights.
+The dtype says how numbers are stored: operators give float32 whatever it is. With `bfloat16`, weights, keys,
+values and hidden states are stored in it, and linear layers round their inputs to it; sums, biases, norms,
+activations and attention are float32. With `int8` weights, each output and each row of inputs has a scale, and
+sums are exact integers. With `int4` weights, each group of 32 inputs has scales of its own (`four_bits`), and the
+LM head has int8 weights.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from ppserve.model.loaded import cached, load
 from ppserve.model.sampling import read_logits
 
 QUANTIZED = {"int8": torch.int8, "int4": INT4}
-"""How linear layers are kept, by `--quantization`."""
+"""The type in which linear layers' weights are kept, by `--quantization`."""
 
 
 def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
-    """Return the types that the CPU computes in. kv_dtype: None for `dtype`. Raises ConfigError for a dtype that
-    CPUs do not have."""
+    """Return the types in which the CPU keeps and computes numbers. kv_dtype: the type of keys and values; None:
+    `dtype`. Raises ConfigError for a dtype that CPUs do not have."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("--dtype", f"{dtype} needs a GPU; use bfloat16 or float32 on CPUs")
     hidden: torch.dtype = getattr(torch, dtype)
@@ -66,11 +67,11 @@ def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None =
 
 
 class CpuBackend:
-    """The CPU in one precision. num_threads: how many compute at once, the calling thread included. Raises
-    ConfigError."""
+    """The backend of CPUs, in one precision. num_threads: how many compute at once, the calling thread included.
+    Raises ConfigError."""
 
     device = torch.device("cpu")
-    read_rows_at_once = 64  # of GPT-2's vocabulary 13 MB
+    read_rows_at_once = 64  # 13 MB of logits with GPT-2's vocabulary
     reads_masks_last = True
     more_head_rows: tuple[int, ...] = ()
 
@@ -80,12 +81,12 @@ class CpuBackend:
         check_numba()
         self.precision = precision = cpu_precision(dtype, quantization, kv_dtype)
         variant = variants.in_use()
-        # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
+        # The kernels are chosen by the CPU's features, never by timing: a restarted stage computes the same bits.
         self._product, self._head_product = (
             micro_kernels(_name(weights), variant, variants.features())[0]
             for weights in (precision.weights, precision.head)
         )
-        # More rows than pass at once are more blocks of rows.
+        # More rows than `rows_at_once` are computed in several blocks: the self-test tries that, too.
         self.more_rows: tuple[int, ...] = (self._product.rows_at_once + 8,)
         self._attention = attention_kernels(_name(precision.kv), variant)[0]
         products, stored = (self._product, self._head_product), Storage(_name(precision.hidden))
@@ -104,7 +105,8 @@ class CpuBackend:
         return tensor.to(self.precision.hidden)
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> PackedLinear:
-        # A probe is let go soon, weights never.
+        # An arena lives as long as any of its arrays: a probe, which is dropped soon, must not be in that of
+        # weights.
         arena = Arena() if is_probe else self._arena
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, arena)
         return PackedLinear(packed, self._thread_pool, self._scratch)
@@ -156,10 +158,10 @@ class CpuBackend:
         return HostTiming()
 
     def describe(self) -> str:
-        """Name the arithmetic; kernel variants that share it give the same bits."""
+        """Return the arithmetic's name. Kernel variants with the same arithmetic give the same bits."""
         return f"{OPERATIONS[self._product.operation].arithmetic}, own kernels"
 
 
 def _name(dtype: torch.dtype) -> str:
-    """torch.float32 is `float32`."""
+    """Return a dtype's name: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The exchange of rows through memory that the tensor ranks of a stage share, as one of them sees it.
+"""One tensor rank's side of the exchange of rows through shared memory (`kernels.exchange`).
 
 T rows, N columns, n those of one rank.
 """
@@ -21,30 +21,29 @@ from ppserve.model.cpu.kernels.memory import address, aligned
 
 
 def memory_bytes(num_ranks: int) -> int:
-    """Return the size of the memory that ranks share."""
+    """Return how many bytes of memory so many ranks share."""
     return (num_ranks + 1) * LINE_BYTES + num_ranks * 2 * BUFFER_BYTES
 
 
 class MemoryGather:
-    """A `Gather` through shared memory: rows are put there, and a number says that they are (put-with-signal).
-    Only the reader copies. It is used by one thread, except `interrupt`."""
+    """A `Gather` through shared memory: a rank puts its rows there, then counts up a number (put-with-signal). It
+    is used by one thread, apart from `interrupt`."""
 
     def __init__(
-        self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
+        self, memory: torch.Tensor, rank: int, num_ranks: int, connections: Sequence[socket.socket] = ()
     ) -> None:
-        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are.
-        connections: to other ranks; the system closes them when those die."""
-        rank, count = place
+        """memory: `memory_bytes(num_ranks)` bytes, zeros at first. connections: to the other ranks, where these
+        are processes; the system closes a connection when the other process dies."""
         self._memory = memory  # kept: the kernels have its address
         self._connections = connections
-        self._over = memory.numpy()[count * LINE_BYTES :][:8].view(np.int64)
+        self._over = memory.numpy()[num_ranks * LINE_BYTES :][:8].view(np.int64)
         signs = b"".join(struct.pack("ihh", connection.fileno(), POLLIN, 0) for connection in connections)
         self._signs = np.frombuffer(signs or bytes(8), np.uint8).copy()
         self._side = side = aligned(kernels.NUM_FIELDS, np.int64)
         self._address = address(side)
         lines = memory.data_ptr()
-        side[[kernels.LINES, kernels.BUFFERS]] = lines, lines + (count + 1) * LINE_BYTES
-        side[[kernels.RANK, kernels.NUM_RANKS]] = rank, count
+        side[[kernels.LINES, kernels.BUFFERS]] = lines, lines + (num_ranks + 1) * LINE_BYTES
+        side[[kernels.RANK, kernels.NUM_RANKS]] = rank, num_ranks
         side[[kernels.SIGNS, kernels.NUM_SIGNS]] = address(self._signs), len(connections)
 
     @property
@@ -59,7 +58,7 @@ class MemoryGather:
         return (torch.cat(wholes) if len(wholes) > 1 else wholes[0]).to(own_Tn.device)
 
     def interrupt(self) -> None:
-        """Ends all waits, this rank's and the others', within some milliseconds."""
+        """End all waits, this rank's and the others', within some milliseconds."""
         self._over[0] = 1
 
     def close(self) -> None:
@@ -69,7 +68,7 @@ class MemoryGather:
             connection.close()
 
     def _exchange(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Rows that fit into a buffer."""
+        """Return all ranks' columns of some rows. own_Tn: this rank's; they fit into a buffer."""
         whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
         widths = np.array(cut.widths, np.int64)
         rows = own_Tn.data_ptr(), own_Tn.nbytes, address(widths), own_Tn.itemsize, len(own_Tn)

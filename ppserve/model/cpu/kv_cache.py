@@ -1,13 +1,14 @@
 """Keys and values in main memory, laid out for the attention kernels.
 
 L layers whose attention is on this stage, B blocks, H heads of this rank, d features, p positions of a block. Each
-block and head has a cell of keys, groups of 16 positions as (d, 16), and a cell of values, panels of 16 features
-as (p, 16); in int8 both end with a float32 scale for each position:
+block and head has two cells. The cell of keys consists of groups of 16 positions, each (d, 16). The cell of values
+consists of panels of 16 features, each (p, 16). In int8, both end with a float32 scale for each position:
 
     keys_LBHc    (L, B, H, bytes of a cell of keys)
     values_LBHc  (L, B, H, bytes of a cell of values)
 
-Padding to a multiple of 16 is no key, and its results no features.
+Positions and features are padded to a multiple of 16. Padding is never attended to, and its results are never
+read.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from ppserve.model.rotary import RotaryTable, rotations_of
 
 
 def _padded(size: int) -> int:
-    """`size` rounded up to whole groups or panels."""
+    """Return `size` rounded up to whole groups or panels."""
     return -(-size // GROUP) * GROUP
 
 
 def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int, int]:
-    """Return the bytes that one block and head take: of keys, and of values."""
+    """Return the bytes of one block and head: those of its keys, and those of its values."""
     scales = 4 * _padded(block_size) if element_bytes == 1 else 0
     keys, values = _padded(block_size) * head_size, _padded(head_size) * block_size
     return keys * element_bytes + scales, values * element_bytes + scales
@@ -54,7 +55,7 @@ class CpuInputs(StepInputs):
     step: int
     """The address of the step's table, as `kernels.work` reads it."""
     kept: tuple[object, ...]
-    """The table, and what it has the addresses of."""
+    """The table, and the arrays whose addresses it has: they must live as long as the table is read."""
 
 
 class CpuCache:
@@ -70,7 +71,8 @@ class CpuCache:
         *,
         populate: bool,
     ) -> None:
-        """blocks: their number and size. populate: takes its memory now, not as it is written."""
+        """blocks: their number, and the positions of one. populate: begin to take the memory from the system now,
+        rather than when it is first written."""
         self.num_blocks, self.block_size = blocks
         self._kind, self._scratch = kind, scratch
         self._rotary_tables = tuple(map(RotaryTable, arch.rotaries))

@@ -1,4 +1,4 @@
-"""Linear layers: weights are packed once, a slice of outputs at a time, while a checkpoint is loaded.
+"""Linear layers. Their weights are packed once, some outputs at a time, while a checkpoint is loaded.
 
 T rows, N outputs, K inputs, W words.
 """
@@ -25,21 +25,21 @@ from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
 
 OUTPUTS_MULTIPLE = 64
-"""Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
+"""Outputs are padded to a multiple of this, so that a row of results can be packed as the next row of inputs."""
 
 READ_BYTES = 8 << 20
-"""Bytes of a matrix as float32: the most that is in memory beside the packed weights."""
+"""The most bytes of a matrix, as float32, that are in memory beside the packed weights."""
 
 _MOST_INT8 = 127
 MOST_INT8_INPUTS = (2**31 - 1) // _MOST_INT8**2
-"""The most inputs of a linear layer: a sum of more products may not fit in 32 bits."""
+"""The most inputs that a linear layer of int8 may have: a sum of more products may not fit in 32 bits."""
 
 
 class PackedWeights:
-    """A matrix and its bias for one micro-kernel.
+    """A matrix and its bias, packed for one micro-kernel.
 
-    Float32 products start from the bias, so that a result is one chain of multiply-adds; to others it is added at
-    the end. int8 weights are symmetric, one scale for each output; those of int4 are in `four_bits`.
+    A float32 product begins with the bias, so that a result is one chain of multiply-adds; in other types the bias
+    is added at the end. int8 weights are symmetric, with one scale for each output; for int4 see `four_bits`.
     Raises ConfigError for more inputs than int8 sums have room for.
     """
 
@@ -75,6 +75,7 @@ class PackedWeights:
 
     @property
     def seen_by_kernels(self) -> Weights:
+        """The addresses and sizes that kernels are given. They are valid as long as this object lives."""
         return Weights(
             address(self._panels),
             address(self._start),
@@ -85,20 +86,21 @@ class PackedWeights:
         )
 
     def _pack(self, begin: int, weight_nK: torch.Tensor) -> None:
-        """Put some outputs, of which the first is `begin`, into their panels."""
+        """Put the weights of some outputs into their panels. begin: the number of the first output."""
         num_panels = -(-len(weight_nK) // PANEL)
         padded_nK = torch.zeros(num_panels * PANEL, self._chunks * self._kind.chunk_inputs)
         padded_nK[: len(weight_nK), : self.num_inputs] = weight_nK
         self._keep(begin, self._words(padded_nK, slice(begin, begin + len(padded_nK))))
 
     def _keep(self, begin: int, words_nW: torch.Tensor) -> None:
-        """words_nW: int32, of whole panels."""
+        """Put the words (int32) of whole panels where they belong. begin: the number of the first output."""
         num_panels, first = len(words_nW) // PANEL, begin // PANEL
         panels = words_nW.numpy().reshape(num_panels, PANEL, -1).transpose(0, 2, 1)
         self._panels[first : first + num_panels] = panels
 
     def _words(self, weight_nK: torch.Tensor, outputs: slice) -> torch.Tensor:
-        """Some outputs, rounded, as int32; keeps what belongs to each output beside the panels."""
+        """Return the weights of some outputs, rounded, as int32 words. For int8, also keep each output's scale and
+        the sum of its weights."""
         if self._dtype == torch.float32:
             return weight_nK.view(torch.int32)
         if self._dtype == torch.bfloat16:
@@ -107,7 +109,7 @@ class PackedWeights:
         if self._dtype == INT4:
             return words(in_four_bits(weight_nK))
         scale_n = weight_nK.abs().amax(dim=1) / _MOST_INT8
-        # An output whose weights are all 0 has no scale of its own.
+        # The scale of an output whose weights are all 0 is 0, by which nothing can be divided.
         steps_nK = weight_nK / scale_n.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         rounded_nK = steps_nK.round_().clamp_(-_MOST_INT8, _MOST_INT8).to(torch.int8)
         self._scales[outputs] = scale_n.numpy()
@@ -116,9 +118,9 @@ class PackedWeights:
 
 
 class PackedLinear:
-    """A linear layer. Rows come and go in float32; a row's result does not depend on the other rows.
+    """A linear layer of float32 rows. A row's result does not depend on the other rows.
 
-    job: LINEAR, or OUTPUT for that of the LM head.
+    job: LINEAR, or OUTPUT for the LM head.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class PackedLinear:
     ) -> None:
         self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
         self.weights = packed.seen_by_kernels
-        """What kernels see of the weights; it is valid as long as this object lives."""
+        """See `PackedWeights.seen_by_kernels`."""
         self._thread_pool, self._scratch = thread_pool, scratch
         self._jobs = Jobs((job, as_table(self.weights, (self.num_inputs,))), kept=packed)
         scratch.fit(self.weights)
@@ -135,7 +137,8 @@ class PackedLinear:
         return self.result_of(self._jobs, x_TK).clone()
 
     def result_of(self, jobs: Jobs, x_TK: torch.Tensor) -> torch.Tensor:
-        """Run a job that ends with this layer, and return its result, which lasts until the next job."""
+        """Run jobs of which the last ends with this layer. Return its result, which is valid until the next
+        job."""
         x_TK, num_rows = x_TK.contiguous(), len(x_TK)
         scratch, (y, *kept) = self._scratch.of_step(num_rows)
         step, x = as_table(scratch), x_TK.data_ptr()

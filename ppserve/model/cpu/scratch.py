@@ -1,4 +1,4 @@
-"""The memory that the threads of a stage write while they work: taken once, and again when a step needs more.
+"""The memory that the threads of a stage write while they work. It is taken once, and anew when a step needs more.
 
 T rows.
 """
@@ -18,28 +18,29 @@ from ppserve.model.cpu.kernels.tile_code import MicroKernel
 
 
 class ScratchMemory:
-    """Scratch memory that all steps of a stage share: none leaves anything in it for the next.
-    A step that was prepared keeps its arrays."""
+    """Scratch memory that all steps of a stage share: no step leaves anything in it for the next. A prepared step
+    keeps its arrays alive, also when later ones get larger arrays."""
 
     def __init__(self, kind: MicroKernel, num_threads: int) -> None:
         """kind: the micro-kernel of the products."""
         self._kind, self._num_threads = kind, num_threads
         self._chunks = self._outputs = 0
-        # Each with its address, which takes longer to ask for than to remember.
+        # Arrays by name, each with its address: asking an array for its address takes longer than keeping it.
         self._arrays: dict[str, tuple[NDArray[Any], int]] = {}
 
     def fit(self, weights: Weights) -> None:
-        """Make it large enough for products with these weights."""
+        """Make the memory large enough for products with these weights."""
         self._chunks, self._outputs = max(self._chunks, weights.chunks), max(self._outputs, weights.outputs)
 
     def of_step(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
-        """Return what a step writes, and the arrays to keep as long as it does: y first."""
+        """Return the memory that a step of so many rows writes, and the arrays that must live as long as the step.
+        The first array is y, the results of products."""
         kind = self._kind
         tile_rows = kind.tile_rows(num_rows)
-        # Tiles are whole; the rows behind the last are computed and never read.
+        # A tile is always whole: results of rows after the last one are computed and never read.
         rows, width = -(-num_rows // tile_rows) * tile_rows, self._chunks * kind.chunk_inputs
         arrays = [
-            # Of the last value in a row, a whole panel is read.
+            # Whole panels are read: with the last value of the last row, 15 behind it.
             self._array("y", rows * self._outputs + GROUP, np.float32),
             self._array("words", rows * self._chunks * kind.row_bytes // 4, np.int32),
             self._array("scales", rows, np.float32),
@@ -53,7 +54,8 @@ class ScratchMemory:
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], list[NDArray[Any]]]:
-        """Return what each thread writes in attention, and the arrays to keep as long as it does."""
+        """Return the memory that each thread writes in attention, and the arrays that must live as long as the
+        step. most_positions: the most positions of a sequence in the step."""
         rows = kind.rows_of_tiles(cache.num_heads * cache.queries_per_kv_head, cache.queries_per_kv_head)
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
@@ -68,7 +70,7 @@ class ScratchMemory:
         }
         arrays, places = [], []
         for name, size in sizes.items():
-            # Each thread's on cache lines of its own.
+            # Each thread's part begins on a cache line of its own.
             apart = -(-size // LINE_BYTES) * LINE_BYTES
             array, begin = self._array(name, apart * (self._num_threads - 1) + size, np.uint8)
             arrays.append(array)
@@ -79,7 +81,8 @@ class ScratchMemory:
         ], arrays
 
     def _array(self, name: str, size: int, dtype: type) -> tuple[NDArray[Any], int]:
-        """At least so many numbers, and where; half as many again when more are needed."""
+        """Return an array of at least `size` numbers, and its address. An array that has become too small is
+        replaced by one of half as much again as is needed."""
         held = self._arrays.get(name)
         if held is None or held[0].size < size:
             array = aligned(size if held is None else size * 3 // 2, dtype)

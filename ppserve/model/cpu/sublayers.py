@@ -1,4 +1,4 @@
-"""Attention, MLP and LM head: norm, products, activation and residual in one call of the kernels.
+"""A CPU stage's sublayers and LM head, made of the kernels' jobs (`kernels.work`).
 
 T rows, D width, d a rank's own of it, K inputs of the second product, k a rank's own of them, R rows read out.
 """
@@ -41,19 +41,19 @@ ACTIVATIONS = {
     "relu": Activation(RELU, np.float32(0), np.float32(0)),
     "gelu": Activation(EXACT_GELU, np.float32(0), np.float32(0)),
 }
-"""The activations of `stock.ACTIVATIONS`. torch's own treat a tensor's end with code that differs in the last bit.
-These treat every element alike."""
+"""The activations of `stock.ACTIVATIONS`, by the same names. torch computes the last elements of a tensor with
+other code, which may differ in the last bit. These compute every element alike."""
 
 
 _NORMED = Norm(0, 0, 0, np.float32(0), 0)
-"""Stands in place of a norm where rows come normed."""
+"""It stands in the place of a norm where the rows of a job are normed already."""
 NO_WINDOW = 1 << 40
-"""More positions than any row sees."""
+"""The window of a layer without one: more positions than any row sees."""
 
 
 class PlainSublayer:
-    """An attention or an MLP of normed rows, in float32: a job up to the inputs of its second product, then that
-    product. Tensor ranks gather behind each."""
+    """An attention or an MLP of normed rows, in float32. One job computes the inputs of its second product; then
+    comes that product. After each of the two, tensor ranks gather."""
 
     def __init__(self, of: _Of, thread_pool: ThreadPool, norm: NormWeights | None = None) -> None:
         self._second = of.proj if isinstance(of, AttentionWeights) else of.contract
@@ -68,14 +68,15 @@ class PlainSublayer:
         return inputs.gather.all(own_Td, self._columns)
 
     def _inner_rows(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
-        """The inputs of the second product, of all ranks."""
+        """Return the inputs of the second product, gathered from all ranks."""
         own_Tk = torch.empty(len(x_TD), self._inner.width)
         self.thread_pool.run(self._first.address, 1, inputs.step, x_TD.data_ptr(), own_Tk.data_ptr(), 0)
         return inputs.gather.all(own_Tk, self._inner)
 
 
 class CpuSublayer(PlainSublayer):
-    """A residual line as two jobs: the first has the norm, the second adds to the hidden states."""
+    """A residual line as two jobs. The first includes the norm; the second adds its result to the hidden
+    states."""
 
     def __init__(self, of: _Of, norm: NormWeights | None, thread_pool: ThreadPool) -> None:
         super().__init__(of, thread_pool, norm)
@@ -96,8 +97,8 @@ class CpuSublayer(PlainSublayer):
 
 
 class LoneSublayers:
-    """Sublayers of a rank that computes its stage alone, in one call of the kernels: on few rows, the way through
-    Python takes a tenth of a step."""
+    """The residual lines of a rank that computes its stage alone, in one call of the kernels. On few rows, a call
+    from Python for each of them would take a tenth of a step."""
 
     def __init__(self, sublayers: Sequence[CpuSublayer]) -> None:
         self._jobs = Jobs(
@@ -113,7 +114,7 @@ class LoneSublayers:
 
 
 class SharedSublayers:
-    """Sublayers of a rank that gathers rows with the other ranks of its stage after each product."""
+    """The residual lines of a rank that gathers rows with the other ranks of its stage after each product."""
 
     def __init__(self, sublayers: Sequence[CpuSublayer]) -> None:
         self._sublayers = sublayers
@@ -125,8 +126,8 @@ class SharedSublayers:
 
 
 def fuse(lines: _Lines, thread_pool: ThreadPool) -> LoneSublayers | SharedSublayers | None:
-    """Put the norms and sums of residual lines into the jobs of their sublayers. Return None where a norm follows
-    a sublayer or something multiplies what it gives: no job does that."""
+    """Return one call for several residual lines, whose norms and sums are parts of the sublayers' jobs. Return
+    None where a norm follows a sublayer, or a multiplier its result: no job computes that."""
     if any(line.pre_norm is None or line.post_norm is not None or line.multiplier != 1 for line in lines):
         return None
     sublayers = [CpuSublayer(line.of, line.pre_norm, thread_pool) for line in lines]
@@ -134,7 +135,7 @@ def fuse(lines: _Lines, thread_pool: ThreadPool) -> LoneSublayers | SharedSublay
 
 
 def norm_operator(weights: NormWeights, thread_pool: ThreadPool, scratch: ScratchMemory) -> Operator:
-    """Return the norm by itself: for hidden states as they are kept, and for float32 results."""
+    """Return a norm by itself. It takes hidden states as they are stored, or float32 rows."""
     norm, kept = _norm(weights)
     of_hidden, of_results = (Jobs((NORM, as_table(norm, (is_single,))), kept=kept) for is_single in (0, 1))
     stored = weights.weight_D.dtype
@@ -152,8 +153,8 @@ def norm_operator(weights: NormWeights, thread_pool: ThreadPool, scratch: Scratc
 
 
 def _first_job(of: _Of, norm: NormWeights | None) -> tuple[tuple[int, NDArray[np.int64]], tuple[object, ...]]:
-    """The job up to the inputs of the second product, and what its table has the addresses of. norm: None for rows
-    that come normed, in float32."""
+    """Return the job that computes the inputs of the second product, and the objects whose addresses its table
+    has. norm: None: the rows are normed already, and float32."""
     if isinstance(of, AttentionWeights):
         packed = of.qkv
         head_norms = [_norm(weights) for weights in of.head_norms or ()]
@@ -170,13 +171,14 @@ def _first_job(of: _Of, norm: NormWeights | None) -> tuple[tuple[int, NDArray[np
 
 
 def lm_head(weights: NormWeights, linear: PackedLinear) -> Head:
+    """Return the final norm and the LM head's product as one job."""
     norm, kept = _norm(weights)
     jobs = Jobs((READ, as_table(norm, linear.weights)), kept=kept)
     return lambda hidden_RD: linear.result_of(jobs, hidden_RD)
 
 
 def _norm(weights: NormWeights) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:
-    """A norm as kernels see it, and what it has the addresses of."""
+    """Return a norm as kernels see it, and the arrays whose addresses it has."""
     width = len(weights.weight_D)
     padded = -(-width * 4 // LINE_BYTES) * LINE_BYTES // 4
     weight, bias = aligned(padded, np.float32), aligned(padded, np.float32)

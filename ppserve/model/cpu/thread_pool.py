@@ -1,6 +1,6 @@
-"""The threads of a stage: they wait for jobs by spinning briefly, then asleep, and compute each job together.
+"""The threads of a stage, which compute each job together. They wait for jobs: they spin briefly, then sleep.
 
-Nothing here decides what is added to what, so no bit depends on the number of threads.
+The order of sums is not decided here, so no bit depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ppserve.model.cpu.kernels.job_queue import JOB_NUMBERS, job_queue_size
 from ppserve.model.cpu.kernels.memory import address, aligned
 
 Work = Callable[..., None]
-"""What each thread runs: (job queue, its number, number of threads, numbers of a job).
+"""What each thread runs. It takes the job queue's address, the thread's number, the number of threads, and the
+numbers of a job.
 
-Thread 0 publishes a job and does its part of it. The others do their parts of job after job, until one of zeros
+Thread 0 publishes a job and does its part of it. The others do their parts of job after job, until a job of zeros
 ends them. All threads wait for each other at a job's end, so none misses the next."""
 
 _NO_JOB = (0,) * JOB_NUMBERS
@@ -47,16 +48,17 @@ class ThreadPool:
         self._end = weakref.finalize(self, _serve, *own, 0)
 
     def run(self, *job: int) -> None:
-        """Do a job of JOB_NUMBERS numbers, and return when it is done. Calls of several threads follow each
+        """Do a job, given as JOB_NUMBERS numbers. Return when it is done. Concurrent calls are done one after the
         other."""
         with self._calls:
             self._work(self._address, 0, self.num_threads, *job)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._end()
 
 
 def _serve(job_queue: NDArray[Any], work: Work, num_threads: int, thread: int) -> None:
-    """Keeps the job queue as long as this thread uses it. Thread 0 ends the others."""
+    """Run one thread. Its arguments keep the job queue alive as long as the thread uses it. Called as thread 0, it
+    ends the others."""
     work(address(job_queue), thread, num_threads, *_NO_JOB)

@@ -1,7 +1,8 @@
-"""The GPU: steps without a loop over sequences, recorded where they repeat, which wait only for tokens.
+"""The backend of GPUs. A step has no loop over sequences. Steps that repeat are recorded. The host waits only for
+tokens.
 
-Weights, operators' results and hidden states are in one dtype, keys and values in it or, on request, another. Sums
-are float32.
+Weights, operators' results and hidden states are in one dtype. Keys and values are in it too, or in another on
+request. Sums are float32.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.loaded import cached, load
 from ppserve.model.stock import PlainLinear, TorchBackend
 
-READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
-# Per row and id to draw from: logits, twice, weights, float64 sums and ranked ids.
+READ_ROWS_AT_ONCE = 256  # 51 MB of logits with GPT-2's vocabulary
+# What drawing takes for each row and id: logits twice, weights, float64 sums, and ranked ids.
 _LOGITS_BYTES = 96
 
 
@@ -44,23 +45,24 @@ class DeviceOptions:
     """How a stage computes on a device."""
 
     batch_invariant: bool = False
-    """A linear's rows must not depend on each other, as torch's own may."""
+    """Whether a linear layer's result for a row must not depend on the other rows, as it may with torch's
+    product."""
     graphs: bool = True
-    """Whether steps of single rows are recorded."""
+    """Whether steps with one row per slice are recorded."""
     max_rows: int = 256
-    """Rows of the largest recorded step."""
+    """The rows of the largest recorded step."""
     kv_dtype: str | None = None
-    """Type of keys and values; None for that of all else."""
+    """The type of keys and values; None: the same as that of all else."""
     max_step_rows: int = 256 + MAX_PROMPT_TOKENS_PER_STEP
-    """Rows of the largest step, recorded or not."""
+    """The rows of the largest step, recorded or not."""
 
     def logits_bytes(self, vocab_size: int) -> int:
-        """Return the most bytes that drawing takes on the last stage, beside weights and cache."""
+        """Return the most bytes that drawing takes on the last stage, in addition to weights and cache."""
         return _LOGITS_BYTES * vocab_size * max(READ_ROWS_AT_ONCE, self.max_rows)
 
 
 class CudaBackend(TorchBackend):
-    """The backend of a GPU, or of the CPU in its place, with torch's operators."""
+    """The backend of a GPU. With the CPU as its device, and torch's operators, it is a reference for tests."""
 
     read_rows_at_once = READ_ROWS_AT_ONCE
     reads_masks_last = False  # they are copied with the step's other arrays
@@ -73,7 +75,7 @@ class CudaBackend(TorchBackend):
         operators: Operators | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """operators, accelerator: others than the device's own, for tests."""
+        """operators, accelerator: for tests, others than the device's own."""
         self.options = options or DeviceOptions()
         super().__init__(device, dtype, self.options.kv_dtype)
         self.accelerator = accelerator or (CudaDevice if device.type == "cuda" else Accelerator)(device)
@@ -82,7 +84,7 @@ class CudaBackend(TorchBackend):
         self.readback = Readback(self.accelerator)
         rows = {*bucket_sizes(self.options.max_step_rows), *bucket_sizes(self.options.max_rows)}
         self.more_rows = _above_128(rows)
-        # A recorded step's rows are read all at once.
+        # The rows of a recorded step are read out all at once.
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
@@ -109,8 +111,8 @@ class CudaBackend(TorchBackend):
         return cached(self.recorded(model, cache), cache, model.layout, self)
 
     def recorded(self, model: StageModel[DeviceInputs], cache: DeviceCache) -> Computing[DeviceInputs]:
-        """Record the model's steps of single rows, which takes seconds and writes to the cache. Return the model
-        itself where they may not be recorded."""
+        """Record the model's steps that have one row per slice, which takes seconds and writes to the cache.
+        Return the model itself if its steps may not be recorded."""
         # Recorded work cannot wait for other ranks.
         if not self.options.graphs or model.layout.num_tensor > 1:
             return model

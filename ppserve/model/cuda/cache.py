@@ -1,6 +1,7 @@
-"""Keys and values in a device's memory, and a step's inputs for it.
+"""Keys and values in a device's memory, and the inputs of a step on the device.
 
-A step's arrays are also padded to the size of a recorded step, which has one row per slice.
+Steps with one row per slice are recorded for some numbers of rows, called buckets. The arrays of other such steps
+are padded to the next bucket.
 
 L layers whose attention is on this stage, B blocks, p positions of a block, H heads of keys and values, d head
 size, T rows, E outputs of queries, keys and values, S slices, n tiles.
@@ -41,12 +42,12 @@ class DeviceInputs(AttendInputs):
     draws: Draws
     """What the step draws, on the host."""
     bucket: int | None = None
-    """Rows of the recorded step that computes this one; None if none does."""
+    """The rows of the recorded step that computes this one; None: the step is not computed by a recorded one."""
 
 
 class DeviceCache:
-    """Keys and values in a device's memory: a `KVCache`. A recorded step's arrays are in the buffer of its number
-    of rows."""
+    """Keys and values in a device's memory: a `KVCache`. For each bucket it has a buffer, from which the recorded
+    step reads its arrays."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class DeviceCache:
         operators: Operators,
         staging: Staging,
     ) -> None:
-        """blocks: their number and size."""
+        """blocks: their number, and the positions of one."""
         self.num_blocks, self.block_size = blocks
         self.device = staging.device
         self.operators = operators
@@ -70,7 +71,8 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """Pads steps of one row per slice to these ascending sizes. Returns each one's inputs of padding."""
+        """From now on pad steps with one row per slice to these sizes, which ascend. Return for each size the
+        inputs of a step of padding."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():
@@ -115,7 +117,8 @@ class DeviceCache:
         self.values_LBpHd.fill_(value)
 
     def _bucket(self, rows: StepRows) -> int | None:
-        """None if a slice has several rows, or a prompt is scored."""
+        """Return the smallest bucket that holds a step. None: a slice has several rows, a prompt is scored, or the
+        step is too large."""
         num_rows = len(rows.slots_T)
         if num_rows != len(rows.num_rows_S) or any(s.targets for s in rows.plan.slices):
             return None
@@ -130,7 +133,7 @@ class DeviceCache:
     def _attend(
         self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See `stock.Attend`. slots_T, tiles: of the step."""
+        """See `stock.Attend`. slots_T, tiles: those of the step."""
         keys_BpHd = self.keys_LBpHd[layer]
         values_BpHd = self.values_LBpHd[layer]
         self.operators.write(qkv_TE, keys_BpHd, values_BpHd, slots_T)
@@ -138,7 +141,8 @@ class DeviceCache:
 
 
 def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str, NDArray[Any]]:
-    """Return a step's arrays: int32, and the rotations float32. Block tables, whose size differs, come last."""
+    """Return a step's arrays: int32, apart from rotations, which are float32. Block tables come last, because
+    their size differs from step to step."""
     rotations_RTf = rotations_of(tables, rows.positions_T)
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
@@ -152,7 +156,7 @@ def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str,
 
 
 def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """Pad a step of single rows to this number of rows. Those that are added write nothing."""
+    """Pad a step with one row per slice to this number of rows. Rows of padding write no keys or values."""
     return replace(
         rows,
         token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
@@ -174,7 +178,7 @@ def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 and so on, up to `most`, which is one of them."""
+    """Return 1, 2, 4 and so on below `most`, and then `most`."""
     powers = (1 << exponent for exponent in range(most.bit_length()))
     return tuple(sorted({*(power for power in powers if power < most), most}))
 
@@ -184,7 +188,7 @@ def _extended(numbers: Ints, count: int, filler: int) -> Ints:
 
 
 def _tiles(rows: StepRows) -> Ints:
-    """Up to ROWS_PER_TILE rows of a slice: (first row, number, position, table's begin)."""
+    """Return the tiles of a step, each of up to ROWS_PER_TILE rows of a slice, as `operators.Tiles` has them."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice

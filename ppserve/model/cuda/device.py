@@ -1,7 +1,7 @@
 """Copies, events and graphs of a device that computes beside the host.
 
-Work goes to the calling thread's current stream. A step has two copies: its arrays to the device, without a wait,
-and what it draws back, the only wait.
+Work goes to the calling thread's current stream. A step has two copies: its arrays to the device, for which the
+host does not wait, and what it has drawn to the host, for which it waits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Mark(Protocol):
     """A point in the work that was given to a device."""
 
     def wait(self) -> None:
-        """Returns when the device has come so far. Later work continues meanwhile."""
+        """Return when the device has done the work up to this point. Later work continues meanwhile."""
 
 
 class Accelerator:
-    """The CPU in a GPU's place, at once. `CudaDevice` overrides all of it."""
+    """The CPU in a GPU's place: all work is done when its call returns. `CudaDevice` overrides every method."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,11 +44,12 @@ class Accelerator:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies without a wait. Leave the host's side alone until a later mark."""
+        """Begin a copy. The host's memory must be neither read nor written until a later mark has been waited
+        for."""
         to.copy_(source)
 
     def mark(self) -> Mark:
-        """Return the end of the work that was given so far."""
+        """Return a mark at the end of the work that was given so far."""
         return self
 
     def wait(self) -> None:
@@ -59,17 +60,18 @@ class Accelerator:
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records work, which uses the same memory every time, by several calls."""
+        """Record work, which must use the same memory every time. Return a function that repeats it. The work is
+        called several times."""
         work()
         return work
 
 
 _RECORDING = threading.Lock()
-"""torch's bookkeeping of a recorded graph is the process's."""
+"""It is held while a graph is recorded, because torch's bookkeeping for that belongs to the whole process."""
 
 
 class CudaDevice(Accelerator):
-    """A GPU. Graphs share one pool of memory: they never run at the same time."""
+    """A GPU. Its graphs share one pool of memory, because they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -97,16 +99,16 @@ class CudaDevice(Accelerator):
             return self._record(work)
 
     def _record(self, work: Callable[[], None]) -> Callable[[], None]:
-        # This stage's own: torch's default is one for all threads.
+        # A stream of this stage's own, because torch's default one is the same for all threads.
         stream = self._recording = self._recording or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        # Compiling, and an operator's first set-up, must not be recorded.
+        # The first calls compile kernels and set up operators, which must not be recorded.
         with torch.cuda.stream(stream):
             for _ in range(2):
                 work()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the device.
+        # Other threads of this process may use the device meanwhile.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):  # type: ignore[arg-type]
             work()
@@ -125,9 +127,9 @@ class _CudaMark:
 
 
 class CudaTiming:
-    """A step's time on the GPU: from when it reached the step's first work to when the last was done.
+    """A step's time on the GPU: from when it began the step's first work to when it had done the last.
 
-    Events know only the time between them: the end is when the host saw it.
+    Events give only the time between them. So the end is taken as the time at which the host saw it.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -150,9 +152,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _ALIGNMENT = 16
 _BUFFERS = 3
-"""Copies that may be under way before the host waits for the oldest."""
+"""So many copies may be under way before the host waits for the oldest."""
 _BUFFER_BYTES = 1 << 20
-"""Size of a buffer at first: pinning a larger one makes the host wait."""
+"""The size of a buffer at first. If it must be replaced by a larger one, pinning that makes the host wait."""
 
 
 def packed_bytes(arrays: Arrays) -> int:
@@ -161,7 +163,7 @@ def packed_bytes(arrays: Arrays) -> int:
 
 
 class Staging:
-    """Copies arrays to the device by way of pinned buffers. Used by one thread."""
+    """Copies arrays to the device by way of pinned buffers. It is for one thread."""
 
     def __init__(self, device: Accelerator) -> None:
         self.device = device.device
@@ -170,7 +172,8 @@ class Staging:
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
 
     def copy(self, arrays: Arrays, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Copies arrays at once, flat. In one buffer, equal sizes have equal addresses."""
+        """Copy arrays to the device, by one copy. Return them there, flattened. buffer: where to; in the same
+        buffer, arrays of the same sizes have the same addresses."""
         num_bytes = packed_bytes(arrays)
         host = self._host_buffer(num_bytes)
         to = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if buffer is None else buffer
@@ -184,13 +187,13 @@ class Staging:
             numbers[begin:end].view(array.dtype)[:] = array.reshape(-1)
             tensors[name] = to[begin:end].view(getattr(torch, array.dtype.name))
             begin += _aligned(array.nbytes)
-        if end:  # not the last array's padding: behind it the buffer holds older block tables
+        if end:  # without the padding of the last array, behind which the buffer may hold older block tables
             self._device.copy(to[:end], host[:end])
         self._under_way.append((self._device.mark(), host))
         return tensors
 
     def _host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """A pinned buffer that no copy still reads."""
+        """Return a pinned buffer that no copy reads any more."""
         if not self._free:
             mark, host = self._under_way.popleft()
             mark.wait()
@@ -209,7 +212,8 @@ class Readback:
         self._host = device.host_buffer(1 << 12)
 
     def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None) -> Reading:
-        """Starts the copy of a plan's columns. Call it before the next is made."""
+        """Begin to copy a plan's columns to the host. The returned reading waits for that copy. There is one
+        buffer, so read the results before the next call."""
         if columns_RC is None:
             return lambda: ((), ())
         if len(self._host) < columns_RC.nbytes:

@@ -1,6 +1,6 @@
 """What a step draws and scores, as arrays for the device.
 
-Every row that is read out gets a number to draw with and a target, used or not. R rows read out.
+Every row that is read out has a number to draw with and a target, whether they are used or not. R rows read out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 """The arrays with one number for every row."""
 
 ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency", "presence")
-"""The arrays with one number for every row and id whose score is changed before drawing.
-In this order: a bias is added; repetition multiplies a negative score and divides others; frequency (times
-occurrences) and presence are subtracted. A banned id's presence is infinite."""
+"""The arrays with one number for every pair of a row and an id whose score is changed before the draw. They are
+applied in this order: the bias is added; repetition multiplies a negative score and divides any other; frequency
+(already times the occurrences) and presence are subtracted. The presence of a banned id is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,11 @@ class Draws:
     filters: bool
     """Whether any draw leaves ids out by top_k, top_p or min_p."""
     adjustments: dict[str, NDArray[Any]]
-    """`ADJUSTMENTS` by name, rows ascending; empty without any."""
+    """The arrays of `ADJUSTMENTS` by name, with rows ascending; empty if no score is changed."""
     masks: dict[str, NDArray[Any]]
-    """`masked_rows`, ascending, and in `masks` a byte for 8 ids of each of them, as in `Draw.mask`; empty without
-    any."""
+    """`masked_rows`, ascending, and `masks`, which has each one's `Draw.mask`; empty if no row has a mask."""
     num_top: int | None
-    """The most that any row asks for; None without log-probabilities."""
+    """The most log-probabilities that any row asks for; None: no row asks for any."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
@@ -52,12 +51,12 @@ class Draws:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is asked for but a draw from all ids."""
+        """Whether each row asks only for a draw from all ids."""
         return not self.filters and not self.changes and self.num_top is None
 
     @property
     def changes(self) -> dict[str, NDArray[Any]]:
-        """All arrays that change scores before drawing; empty in a step without any."""
+        """All arrays that change scores before the draw; empty if there are none."""
         return {**self.adjustments, **self.masks}
 
     def masks_of(self, rows: slice) -> slice:
@@ -69,7 +68,7 @@ class Draws:
         return slice(*np.searchsorted(self.adjustments["adjusted_rows"], (rows.start, rows.stop)).tolist())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the point and the limits of every row's draw. A greedy one has temperature 0."""
+        """Return the arrays of `PER_ROW`. A greedy draw has temperature 0."""
         params = [_ANY if row.draw is None else row.draw.params for row in self.rows]
         seeds = np.array([of.seed & _MASK for of in params], np.uint64)
         index = np.array([0 if row.draw is None else row.draw.index for row in self.rows], np.uint64)
@@ -159,5 +158,5 @@ def _masks(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
 
 
 def _keys(lists: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-    """Rows, each with ids: row << 32 | id for all of them in a row."""
+    """Return row << 32 | id for all pairs of a row and one of its ids, one after the other."""
     return np.concatenate([np.empty(0, np.int64), *[(row << 32) + ids for row, ids in lists]])

@@ -1,8 +1,8 @@
-"""A stage whose steps of single rows are recorded: a step is then one call, whatever it is made of.
+"""A stage whose steps with one row per slice are recorded: the host then starts all of a step by one call.
 
-For every bucket, `forward` and on the last stage the head and plain draws are recorded over inputs that keep
-their place. Steps of several rows per slice are not.
-What else a request asks for is computed from the recorded step's logits.
+For every bucket, `forward` is recorded and, on the last stage, the LM head and plain draws, too. The recorded work
+always reads the same buffers. Steps with several rows in a slice are not recorded. Whatever else requests ask for
+is computed from the logits of the recorded step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RecordedStage:
         self._readback = readback
         most = sizes[-1]
         dtype = model.backend.precision.hidden
-        # In and out, shared by all buckets: their steps never overlap.
+        # All buckets share these buffers, because their steps never overlap.
         self._received_TD = torch.zeros(most, model.arch.width, dtype=dtype, device=cache.device)
         self._hidden_TD = torch.zeros_like(self._received_TD)
         vocabulary = model.arch.vocab_size if model.layout.is_last else 0
@@ -48,8 +48,8 @@ class RecordedStage:
         self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
         inputs = cache.use_buckets(sizes)
         self.replays: dict[int, Callable[[], None]] = {}
-        """What repeats the recorded step, by its number of rows."""
-        # The largest first: smaller ones then find memory.
+        """The functions that repeat a recorded step, by its number of rows."""
+        # The largest comes first: the smaller ones then use its memory.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))
             self.replays[size] = device.record(self._step(inputs[size]))
@@ -63,7 +63,7 @@ class RecordedStage:
         self.replays[inputs.bucket]()
         self.num_replays += 1
         hidden_TD = self._hidden_TD[: inputs.num_rows]
-        # A copy to send: the next step may be computed before it has left.
+        # A copy is sent, because the next step may be computed before the hidden states have left.
         return hidden_TD if self.layout.is_last else hidden_TD.clone()
 
     @torch.inference_mode()

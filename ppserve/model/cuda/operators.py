@@ -1,6 +1,6 @@
-"""The operators that torch does not have, or not for every row alone.
+"""Operators that torch does not have, or whose results for a row in torch depend on the other rows.
 
-Here torch computes them on any device: the reference for the kernels in `triton_operators`.
+Here they are written with torch, for any device: they are the reference for the kernels in `triton_operators`.
 
 T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, K inputs, N outputs, V vocabulary,
 R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows of a tile, P positions.
@@ -17,14 +17,14 @@ from torch.nn.functional import linear, pad
 from ppserve.core.layers import AttentionSpec
 
 ROWS_PER_TILE = 16
-"""Rows that share loads of keys and values: a tensor core's smallest product."""
+"""So many rows share the loads of keys and values. It is the size of a tensor core's smallest product."""
 
 
 def _float32(*numbers: float) -> list[float]:
     return [float(np.float32(number)) for number in numbers]
 
 
-# `compiled.lanes.exp`'s float32 numbers, for weights of the same bits.
+# The float32 constants of `compiled.lanes.exp`, so that weights have the same bits.
 EXP_LEAST, EXP_MOST, EXP_ROUND, EXP_LOG2_E = _float32(-87.3, 88.3, 1.5 * 2**23, 1.4426950408889634)
 EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375, 2.12194440e-4)
 EXP_POLYNOMIAL = _float32(1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -35,22 +35,23 @@ class Tiles:
     """The rows of a step for attention, on the device, int32."""
 
     tiles_n4: torch.Tensor
-    """Each tile's first row, number of rows, first position, and begin of the slice's blocks in `tables`. A tile
-    at position -1 pads a step: it has no keys, and its rows become zeros."""
+    """Each tile's first row, its number of rows, its first position, and where the slice's blocks begin in
+    `tables`. A tile at position -1 is padding: it has no keys, and its rows become zeros."""
     tables: torch.Tensor
     max_keys: int
-    """The most keys of a row in any step, on the host."""
+    """The most keys that a row can have in any step."""
 
 
 class Operators:
-    """The operators, one launch each. A result's row depends on the arguments' row alone."""
+    """The operators, each of one launch. A row of a result depends only on the same row of the arguments."""
 
     name = "torch's operators"
 
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
-        """Keep the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
+        """Write the rows' keys and values to the cache. slots_T: int32, block * block size + offset; -1: write
+        nothing."""
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
         is_kept_T = slots_T >= 0
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
@@ -64,8 +65,8 @@ class Operators:
         at: Tiles,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Return (T, c): each row's weighted sum of the values that it sees, up to its position and in its
-        window."""
+        """Return each row's weighted sum of the values that it sees, (T, c). A row sees the positions up to its
+        own, and only those in its window."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
         num_rows = len(queries_THd)
         block_size = keys_BpHd.shape[1]
@@ -83,7 +84,7 @@ class Operators:
         entries_nP = torch.where(is_seen_nP, begin_n1 + position_P // block_size, 0)
         slots_nP = at.tables.long()[entries_nP] * block_size + position_P % block_size
         slots_nP = torch.where(is_seen_nP, slots_nP, 0)
-        # Another sequence's values may be no numbers: times zero they would stay none.
+        # Another sequence's values may be NaN, and NaN times zero is NaN.
         kept_nPHd = (
             torch.where(is_seen_nP[:, :, None, None], of_BpHd.flatten(0, 1)[slots_nP].float(), 0.0)
             for of_BpHd in (keys_BpHd, values_BpHd)
@@ -93,13 +94,13 @@ class Operators:
         scores_nHmP = queries_nHmd @ keys_nPHd.permute(0, 2, 3, 1) * spec.scale
         weights_nHmP = torch.where(sees_nmP[:, None], scores_nHmP, -torch.inf).softmax(3)
         mixed_nmHd = (weights_nHmP @ values_nPHd.transpose(1, 2)).transpose(1, 2).to(qkv_TE.dtype)
-        # A row beyond the others takes what belongs to none.
+        # One row more takes what belongs to no row.
         mixed_THd = torch.zeros(num_rows + 1, *queries_THd.shape[1:], dtype=qkv_TE.dtype, device=device)
         mixed_THd[rows_nm] = torch.where((last_nm >= 0)[:, :, None, None], mixed_nmHd, 0.0)
         return mixed_THd[:num_rows].flatten(1)
 
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        """x Wᵀ + b."""
+        """Return x Wᵀ + b."""
         num_rows = len(x_TK)
         pieces_nmK = pad(x_TK, (0, 0, 0, -num_rows % ROWS_PER_TILE)).view(-1, ROWS_PER_TILE, x_TK.shape[1])
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
@@ -119,12 +120,13 @@ class Operators:
         return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Return float64 running sums. torch's own depend on the number of rows, and on chance."""
+        """Return float64 running sums. On a GPU, torch's own depend on the number of rows, and differ from run to
+        run."""
         return weights_RV.cumsum(1, dtype=torch.float64)
 
 
 def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
-    """The rows' queries, keys and values, each (T, its heads, d)."""
+    """Return the rows' queries, keys and values, each (T, its heads, d)."""
     num_heads, size = keys_BpHd.shape[2:]
     width = num_heads * size
     each_TE = torch.split(qkv_TE, [qkv_TE.shape[1] - 2 * width, width, width], dim=1)
@@ -132,6 +134,6 @@ def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c, nearly always rounded once: their product is exact in float64."""
+    """Return a * b + c. It is nearly always rounded only once, because the product is exact in float64."""
     b, c = (number.double() if isinstance(number, torch.Tensor) else number for number in (b, c))
     return (a.double() * b + c).float()

@@ -1,8 +1,8 @@
-"""Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
+"""Drawing and scoring on the device by the rules of `model.sampling`, without a loop over rows.
 
-The same logits give the CPU's tokens: points and weights have the same bits. Only float64 sums over the vocabulary
-are rounded in another order, independent of other rows.
-So a draw within 1e-15 of the border between two ids may differ, and log-probabilities by as little.
+From the same logits, a GPU draws the same tokens as a CPU: the uniform numbers and the weights have the same bits.
+Only float64 sums over the vocabulary are made in another order, which does not depend on other rows. So a draw
+within 1e-15 of the border between two ids may differ, and log-probabilities differ by as little.
 
 R rows, V vocabulary, n adjustments.
 """
@@ -28,15 +28,15 @@ _NOTHING = -1
 
 
 def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: DeviceArrays) -> torch.Tensor:
-    """Return (R, 1) float64: a token per row, drawn from all ids."""
+    """Draw a token per row from all ids. Return them as float64, (R, 1)."""
     return _draw(operators, logits_RV, logits_RV, arrays, filters=False)[:, None].double()
 
 
 def read_rows(
     operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: DeviceArrays, first: int
 ) -> torch.Tensor:
-    """Return (R, columns) float64 for the rows from `first` on: the token and, if log-probabilities are asked for,
-    the log of the sum of exponentials, the token's logit, the greatest logits, their ids."""
+    """Return float64 (R, columns) for the rows from `first` on: the token and, if log-probabilities are asked for,
+    the log of the sum of exponentials, the token's logit, the greatest logits, and the ids of these."""
     rows = slice(first, first + len(logits_RV))
     own = {name: array[rows] for name, array in arrays.items() if name in PER_ROW}
     tokens_R = targets_R = own["targets"].long()
@@ -81,7 +81,7 @@ def _token_logprobs(line: list[float], num_top: int) -> TokenLogprobs:
 def _draw(
     operators: Operators, logits_RV: torch.Tensor, scores_RV: torch.Tensor, arrays: DeviceArrays, filters: bool
 ) -> torch.Tensor:
-    """(R,) ids; _NOTHING where logits are not finite or no id is left."""
+    """Return ids (R,). It is _NOTHING where logits are not finite, or no id is left."""
     most_R, best_R = scores_RV.max(1)
     is_greedy_R = arrays["temperature"] == 0
     weights_RV = operators.weights(scores_RV, most_R, torch.where(is_greedy_R, 1.0, arrays["temperature"]))
@@ -90,7 +90,7 @@ def _draw(
     reached_RV = operators.running_sums(weights_RV)
     total_R1 = reached_RV[:, -1:].contiguous()
     drawn_R1 = torch.searchsorted(reached_RV, arrays["points"][:, None] * total_R1, right=True)
-    # Where rounding puts the point at the end: the last id that has any weight.
+    # Rounding may put the point at the very end. Then it is the last id that has any weight.
     drawn_R = torch.minimum(drawn_R1, torch.searchsorted(reached_RV, total_R1))[:, 0]
     is_drawn_R = torch.isfinite(logits_RV).all(1) & (most_R > -torch.inf)
     return torch.where(is_drawn_R, torch.where(is_greedy_R, best_R, drawn_R), _NOTHING)
@@ -99,7 +99,7 @@ def _draw(
 def _survivors(
     operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: DeviceArrays
 ) -> torch.Tensor:
-    """(R, V) bool: what top_k, top_p and min_p leave. Equal scores rank by id."""
+    """Return which ids top_k, top_p and min_p leave, bool (R, V). Equal scores are ranked by their ids."""
     vocabulary = scores_RV.shape[1]
     ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
     least_R1 = ranked_RV.gather(1, arrays["top_k"].long().clamp(max=vocabulary)[:, None] - 1)
@@ -118,7 +118,7 @@ def _survivors(
 
 
 def _adjusted(logits_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> torch.Tensor:
-    """Scores after biases, penalties, bans and masks; without any, the logits."""
+    """Return the scores after biases, penalties, bans and masks. If there are none, these are the logits."""
     scores_RV = logits_RV.clone() if draws.changes else logits_RV
     if draws.adjustments:
         _adjust(scores_RV, arrays, draws, rows)
@@ -137,7 +137,7 @@ def _adjust(scores_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: s
 
 
 def _mask(scores_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> None:
-    """Nothing is drawn that a row's mask forbids."""
+    """Set the scores that a row's mask forbids to -inf, in place."""
     own, vocabulary = draws.masks_of(rows), scores_RV.shape[1]
     masks_MB = arrays["masks"].view(len(arrays["masked_rows"]), -1)[own]
     bits_MB8 = (masks_MB[:, :, None] >> torch.arange(8, device=masks_MB.device, dtype=torch.uint8)) & 1
@@ -148,14 +148,14 @@ def _mask(scores_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: sli
 def _logprobs(
     operators: Operators, logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int
 ) -> list[torch.Tensor]:
-    """What log-probabilities are made of, in columns."""
+    """Return the columns from which log-probabilities are computed (see `read_rows`)."""
     most_R = logits_RV.amax(1)
     weights_RV = operators.weights(logits_RV, most_R, torch.ones_like(most_R))
     normalizer_R = most_R.double() + operators.running_sums(weights_RV)[:, -1].log()
     own_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None])
     columns = [normalizer_R[:, None], own_R1.double()]
     if num_top:
-        # Equal logits rank by id, unlike with `topk`.
+        # A stable sort ranks equal logits by their ids; `topk` does not.
         ranked_RV, ids_RV = logits_RV.sort(dim=1, descending=True, stable=True)
         columns += [ranked_RV[:, :num_top].double(), ids_RV[:, :num_top].double()]
     return columns

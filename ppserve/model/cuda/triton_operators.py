@@ -1,7 +1,7 @@
 """The operators as Triton kernels: for GPUs, and with TRITON_INTERPRET=1 for tests on the CPU.
 
-In every step a row's sums have the same order and are not split.
-So its result depends on that row alone.
+A row's sums are made in the same order in every step, and are never split. So a row's result depends on that row
+alone.
 """
 # mypy: ignore-errors
 # (Triton types these functions from their arguments)
@@ -16,9 +16,9 @@ from ppserve.core.layers import AttentionSpec
 from ppserve.model.cuda import operators as of
 from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
-# Of attention: keys at a time, from position 0 on; of wide heads, fewer.
+# Attention reads so many keys at a time, from position 0 on. With wide heads, it reads fewer.
 _KEYS_PER_TILE = 64
-# Keys, values and rows of a tile fit the 64 KiB of compute capability 7.5.
+# Keys, values and rows of a tile must fit the 64 KiB of shared memory of compute capability 7.5.
 _KEYS_BYTES = 16 << 10
 _TILE_ROWS = 64
 _NUMBERS_AT_ONCE = 1024
@@ -32,7 +32,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class TritonOperators(Operators):
-    """The operators as kernels. Tensors are contiguous, and on one GPU."""
+    """The operators as kernels. Tensors must be contiguous, and on one GPU."""
 
     name = f"Triton {triton.__version__}"
 
@@ -66,7 +66,7 @@ class TritonOperators(Operators):
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         (num_rows, num_inputs), num_outputs = x_TK.shape, weight_NK.shape[0]
         y_TN = x_TK.new_empty(num_rows, num_outputs)
-        # Few tiles would leave most of a GPU idle. Narrow ones give the same bits.
+        # A few wide tiles would leave most of a GPU idle. Narrow tiles give the same bits.
         num_wide = triton.cdiv(num_outputs, 64) * triton.cdiv(num_rows, _TILE_ROWS)
         is_narrow = num_wide <= 160 and x_TK.itemsize == 2
         outputs, inputs = (32, 128) if is_narrow else (64, 64)
@@ -92,22 +92,22 @@ class TritonOperators(Operators):
 
 
 def keys_per_tile(key_bytes: int) -> int:
-    """Return how many keys a tile has: equally many on every device, in every step."""
+    """Return how many keys a tile has. The number is the same on every device and in every step."""
     return max(16, min(_KEYS_PER_TILE, _KEYS_BYTES // key_bytes))
 
 
 @triton.jit
 def _dot(left, right):
-    """The product of two tiles: float32 in full, others on tensor cores."""
+    """Return the product of two tiles. float32 is multiplied in full precision; other types use tensor cores."""
     if INTERPRETED:
-        # numpy's product depends on a row's place, and multiplies bfloat16's bits.
+        # numpy's product depends on a row's place, and takes bfloat16 numbers for integers.
         return tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
     return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
 def _write(qkv, keys, values, slots, stride, width, COLUMNS: tl.constexpr):
-    """One row: its key and value to their slot."""
+    """Write the key and value of one row to their slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -125,7 +125,8 @@ def _attend(
     HEAD: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, a head: keys from 0, or from the first that is seen, to the tile's last, some at a time."""
+    """Compute the attention of a tile of rows and one head. Keys are read some at a time, from position 0 or the
+    first in the window, up to the tile's last row."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     start, begin = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
@@ -149,7 +150,7 @@ def _attend(
         is_key = position < end
         block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
         at = (block * BLOCK + position % BLOCK)[:, None] * width + kv_column
-        # Behind the sequence stands another's, which may be no number: not loaded.
+        # Behind the sequence's last key stands another sequence's, which may be NaN, so it is not loaded.
         inside = is_key[:, None] & (feature < HEAD)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
@@ -161,7 +162,7 @@ def _attend(
         new_most = tl.maximum(most, tl.max(scores, 1))
         reference = tl.where(new_most == float("-inf"), 0.0, new_most)
         weights = tl.exp(scores - reference[:, None])
-        # Keys that a row does not see change nothing: e**0 is 1, and its weights are 0.
+        # Keys that a row does not see change nothing: the factor is e**0 = 1, and the weights are 0.
         fading = tl.exp(most - reference)
         total = total * fading + tl.sum(weights, 1)
         weighted_sum = weighted_sum * fading[:, None] + _dot(weights.to(value.dtype), value)
@@ -179,7 +180,7 @@ def _product(
     x, weight, bias, y, num_rows, num_inputs, num_outputs,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y = x Wᵀ + b: a float32 sum in the inputs' order, rounded once."""
+    """Compute a tile of y = x Wᵀ + b. The sum is float32, in the order of the inputs, and is rounded once."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row, is_output = row < num_rows, output < num_outputs
@@ -214,7 +215,7 @@ def _weights(scores, most, temperature, weights, vocabulary, COUNT: tl.constexpr
 
 @triton.jit
 def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
-    """One row: so many numbers at a time, behind the sum of those before."""
+    """Compute the running sums of one row, COUNT numbers at a time, each time beginning with the last sum."""
     row = tl.program_id(0).to(tl.int64)
     reached = tl.full([], 0.0, tl.float64)
     for first in range(0, vocabulary, COUNT):
@@ -223,7 +224,7 @@ def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
         weight = tl.load(weights + row * vocabulary + number, mask=inside, other=0.0).to(tl.float64)
         own = reached + tl.cumsum(weight, 0)
         tl.store(sums + row * vocabulary + number, own, mask=inside)
-        # Computed anew it could round down, and the next interval would overlap.
+        # If the last sum were computed anew, it could be rounded down, and the next interval would overlap.
         reached = tl.max(own, 0)
 
 

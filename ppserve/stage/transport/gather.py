@@ -88,7 +88,7 @@ def connect_ranks(count: int) -> tuple[StageGather, ...]:
     if count == 1:
         return (NoGather(),)
     memory = torch.zeros(memory_bytes(count), dtype=torch.uint8)
-    return tuple(MemoryGather(memory, (rank, count)) for rank in range(count))
+    return tuple(MemoryGather(memory, rank, count) for rank in range(count))
 
 
 def connect_shared_memory(group: ParallelGroup) -> StageGather:
@@ -105,7 +105,7 @@ def connect_shared_memory(group: ParallelGroup) -> StageGather:
         for connection in connections:
             connection.close()
         raise TransportError(f"shm: cannot connect to the tensor ranks of this stage: {error}") from error
-    return MemoryGather(memory, (group.rank_in_group, group.world_size), connections)
+    return MemoryGather(memory, group.rank_in_group, group.world_size, connections)
 
 
 def _hand_out(group: ParallelGroup, size: int, connections: list[socket.socket]) -> int:

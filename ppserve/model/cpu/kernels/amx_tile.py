@@ -1,8 +1,9 @@
-"""The code of a tile whose sums stay in AMX's tile registers: 16 rows of 64 bytes each, eight of them.
+"""The code of a tile whose sums stay in AMX's eight tile registers, each of 16 rows of 64 bytes.
 
-A tile of 16 or 32 rows times 2 panels: registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. A chunk of rows
-and a chunk of weights in memory are just what the registers hold, so loading rearranges nothing. Up to 4 rows are
-multiplied in vector registers, by the same sums in the same order: memory is read 1.1 times as fast meanwhile.
+A tile has 16 or 32 rows and 2 panels. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. A chunk of rows
+or of weights lies in memory just as a register holds it, so loading rearranges nothing. Up to 4 rows are
+multiplied in vector registers instead, with the same sums in the same order: memory is then read 1.1 times as
+fast.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
@@ -20,18 +21,19 @@ from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, VectorTile
 
 _ROWS, _WEIGHTS = (4, 5), (6, 7)
 
-# Palette 1, then at byte 16 the bytes of a row of each register (16 bit), at byte 48 its rows.
+# Palette 1; from byte 16 on, the bytes of a row of each register (16 bits each); from byte 48 on, its number of
+# rows.
 _CONFIGURATION = bytes([1] + [0] * 15 + [LINE_BYTES, 0] * 8 + [0] * 16 + [PANEL] * 8 + [0] * 8)
 
 
 class TileUnit:
-    """The instructions. Register numbers are part of them; addresses and strides are in bytes."""
+    """Emits AMX's instructions, of which register numbers are a part. Addresses and strides are in bytes."""
 
     def __init__(self, builder) -> None:
         self.builder = builder
 
     def configure(self) -> None:
-        """Give the eight registers their shape. Until `release` the thread's state is 8 KiB larger."""
+        """Emit what gives the eight registers their shape. Until `release`, a thread's state is 8 KiB larger."""
         constant = ir.Constant(ir.ArrayType(I8, len(_CONFIGURATION)), bytearray(_CONFIGURATION))
         place = cgutils.alloca_once_value(self.builder, constant)
         self._call("ldtilecfg", self.builder.bitcast(place, I8.as_pointer()))
@@ -56,7 +58,7 @@ class TileUnit:
 
 
 class AmxTile(VectorTile):
-    """Each chunk of 16 rows is multiplied into one chunk of each panel."""
+    """A tile in which each chunk of 16 rows is multiplied by one chunk of each panel."""
 
     unit = TileUnit
 
@@ -85,14 +87,14 @@ class AmxTile(VectorTile):
         self.finish(num_rows)
 
     def _move(self, move, row_tiles: range, address, stride) -> None:
-        """Load or store all sums."""
+        """Emit `move`, a load or a store, for all sums."""
         for tile in row_tiles:
             rows = self.nth(address, stride, tile * PANEL)
             for panel in range(self.kind.panels):
                 move(tile * self.kind.panels + panel, self.builder.add(rows, I64(panel * LINE_BYTES)), stride)
 
     def _lines(self, fetch, chunk):
-        """The addresses of all lines to be fetched during a chunk."""
+        """Return the addresses of all cache lines that are fetched during a chunk."""
         builder, step, places = self.builder, self.arguments.fetch_step, []
         for address in fetch:
             place = builder.add(address, builder.mul(builder.mul(chunk, I64(PANEL)), step))
@@ -103,8 +105,10 @@ class AmxTile(VectorTile):
 
 
 class BFloat16Tile(AmxTile):
+    """A tile of bfloat16 pairs, which AMX adds in an order of its own."""
+
     def _chunk(self, totals, x, panels, fetch) -> None:
-        """One of few rows, in the order of `tdpbf16ps`."""
+        """Emit a chunk of few rows in vector registers, with sums in the order of `tdpbf16ps`."""
         builder, lanes = self.builder, self.kind.lanes
         zero = ir.Constant(vector(F32, 2 * lanes), [0.0] * 2 * lanes)
         pairs = [[cgutils.alloca_once_value(builder, zero) for _ in row] for row in totals]

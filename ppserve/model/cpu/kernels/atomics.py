@@ -1,4 +1,4 @@
-"""int64 numbers that threads and processes share, by address, and how they wait for one."""
+"""int64 numbers at addresses that threads and processes share, and how threads wait for one to change."""
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
 
@@ -18,17 +18,17 @@ from ppserve.model.compiled.llvm import I32, I64, call
 
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _IS_LINUX = sys.platform == "linux"
-# The number of the system call; elsewhere threads sleep for a while and look again.
+# The number of Linux's system call `futex`. Without it, threads sleep for a while and look again.
 _FUTEX_OF = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
 _FUTEX = _FUTEX_OF.get(platform.machine()) if _IS_LINUX else None
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 0x7FFFFFFF
 NAP_NS = 10_000_000 if _FUTEX is not None else 50_000
-"""How long to sleep at a time; the short one where no thread can wake another."""
+"""How long a thread sleeps at a time. It is short where no thread can wake another."""
 _SECOND_NS = 1_000_000_000
 
 
 SLEEPERS = 8
-"""So many numbers behind one that threads sleep on it says how many do."""
+"""A number on which threads sleep has a second one, so many numbers behind it: how many threads sleep on it."""
 
 
 def _number(builder, address):
@@ -37,7 +37,7 @@ def _number(builder, address):
 
 @intrinsic
 def load_shared(typing, address):
-    """The number. What another thread wrote before it changed it is visible afterwards."""
+    """Return the number. What another thread wrote before it changed the number is visible afterwards."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(_number(builder, *arguments), "seq_cst", 8)
@@ -47,8 +47,7 @@ def load_shared(typing, address):
 
 @intrinsic
 def add_shared(typing, address, value):
-    """Adds to the number, and gives what it was.
-    Those who see the change see what this thread wrote before."""
+    """Add to the number, and return what it was. A thread that sees the change sees what this one wrote before."""
 
     def generate(context, builder, signature, arguments):
         address, value = arguments
@@ -59,7 +58,7 @@ def add_shared(typing, address, value):
 
 @intrinsic
 def now_ns(typing):
-    """Return what `time.monotonic_ns` does."""
+    """Return the same as `time.monotonic_ns`."""
 
     def generate(context, builder, signature, arguments):
         place = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
@@ -72,8 +71,8 @@ def now_ns(typing):
 
 @intrinsic
 def sleep_while(typing, address, value, most_ns):
-    """Until the number at this address is another one and `wake_all` is called, or for so long.
-    Processes that share memory can wake each other."""
+    """Sleep while the number at this address has this value, until `wake_all` is called for it, or for `most_ns`.
+    Processes that share memory can wake each other. Where there is no futex, this sleeps for `most_ns`."""
 
     def generate(context, builder, signature, arguments):
         address, value, most_ns = arguments
@@ -82,7 +81,7 @@ def sleep_while(typing, address, value, most_ns):
             for i, part in enumerate((builder.udiv, builder.urem)):
                 builder.store(part(most_ns, I64(_SECOND_NS)), builder.gep(most, [I32(0), I32(i)]))
             most = builder.ptrtoint(most, I64)
-            # It compares the number's low half, which comes first.
+            # The futex compares the number's low half, which comes first in memory.
             call(builder, "syscall", I64, I64(_FUTEX), address, I64(_FUTEX_WAIT), value, most, I64(0), I64(0))
         else:
             call(builder, "usleep", I32, builder.trunc(builder.udiv(most_ns, I64(1000)), I32))
@@ -93,7 +92,7 @@ def sleep_while(typing, address, value, most_ns):
 
 @intrinsic
 def wake_all(typing, address):
-    """Wakes all that sleep while the number at this address stays."""
+    """Wake all threads that sleep on the number at this address."""
 
     def generate(context, builder, signature, arguments):
         if _FUTEX is not None:
@@ -106,7 +105,7 @@ def wake_all(typing, address):
 
 @intrinsic
 def have_news(typing, files, count):
-    """How many of so many `struct pollfd` there is something of."""
+    """Return how many of the `count` files, given as `struct pollfd`, have something to read or have ended."""
 
     def generate(context, builder, signature, arguments):
         files, count = arguments
@@ -117,7 +116,7 @@ def have_news(typing, files, count):
 
 @intrinsic
 def pause(typing):
-    """A moment: tells the CPU that this thread is waiting."""
+    """Tell the CPU that this thread spins, and wait for a moment."""
 
     def generate(context, builder, signature, arguments):
         if _IS_X86:
@@ -129,7 +128,7 @@ def pause(typing):
 
 @intrinsic
 def yield_core(typing):
-    """Lets the system run another thread on this core, if one is waiting."""
+    """Let the system run another thread on this core, if one is waiting for it."""
 
     def generate(context, builder, signature, arguments):
         call(builder, "sched_yield", I32)
@@ -140,7 +139,7 @@ def yield_core(typing):
 
 @inlined
 def sleep_below(number, goal, most_ns):
-    """Unless the number is at its goal: until it changes and `wake` is called, or for so long."""
+    """Sleep unless the number has reached its goal: until it changes and `wake` is called, or for `most_ns`."""
     # A thread that changes the number from here on sees the sleeper, or the sleeper sees the change.
     add_shared(number + 8 * SLEEPERS, 1)
     value = load_shared(number)
@@ -151,6 +150,6 @@ def sleep_below(number, goal, most_ns):
 
 @inlined
 def wake(number):
-    """Wakes all that sleep, once the number has changed."""
+    """Wake all threads that sleep on this number. Call it after the number has changed."""
     if load_shared(number + 8 * SLEEPERS) > 0:
         wake_all(number)

@@ -1,13 +1,15 @@
 """Attention over blocks of keys and values, in which a row's result depends on that row alone.
 
-For each row and head: a score per key; the greatest score; the exponentials and their sum, in lanes of 16
-positions; and the output, a weighted sum of the values in order of position, divided by the sum.
-That order depends on the row's own position alone, so prompts, chunks and decodes agree bit for bit.
-Rows of a tile share only the loads of keys and values. int8 keys and values have a scale for each position and
-head: that of a key multiplies its score, that of a value its weight.
+For each row and head, this computes a score per key; then the greatest score; then the exponentials and their sum,
+in 16 lanes, one for every 16th position; then the output, which is a weighted sum of the values in order of
+position, divided by the sum. The order of all sums depends on the row's own position alone, so prompts, chunks and
+decodes agree bit for bit. Rows of a tile share only the loads of keys and values. int8 keys and values have a
+scale for each position and head: a key's scale multiplies its score, a value's scale its weight.
 
 A thread computes some of the heads, for all rows. If every head of queries has its own head of keys and values,
-it reads those that it wrote. Else several heads of queries read one, and their rows share its loads.
+the thread reads the keys and values that it wrote. Else several heads of queries read the same keys and values,
+and their rows share the loads.
+
 T rows, S slices, d features of a head. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
@@ -42,9 +44,9 @@ _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 class CacheShape(NamedTuple):
-    """A stage's keys and values. keys, values: addresses. layer_cells: blocks times heads.
-    num_heads: of keys and values, each read by `queries_per_kv_head` heads of queries.
-    key_cell, value_cell: bytes of one block and head."""
+    """A stage's keys and values. keys, values: addresses. layer_cells: cells of one layer, blocks times heads.
+    num_heads: heads of keys and values, each of which `queries_per_kv_head` heads of queries read. key_cell,
+    value_cell: bytes of a cell, which is one block and head."""
 
     keys: int
     values: int
@@ -58,9 +60,9 @@ class CacheShape(NamedTuple):
 
 
 class StepSlices(NamedTuple):
-    """The rows of a step: addresses of int64 arrays, as `model.inputs.StepRows` has them. rotations: of each
-    row's cosines and sines for its position (`rows.rotate_row`), d float32 numbers a row, for each of the model's
-    rotary positions; 0 where nothing is rotated."""
+    """The rows of a step: addresses of the int64 arrays of `model.inputs.StepRows`. rotations: the address of d
+    float32 numbers for each row, the cosines and sines of its position (`rows.rotate_row`), for one kind of the
+    model's rotary positions after the other; 0 if the model has none."""
 
     num_rows: int
     num_slices: int
@@ -74,10 +76,10 @@ class StepSlices(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A thread's heads of all rows: qkv holds their queries, keys and values, out gets their outputs.
-    first to end: those of queries; first_kv to end_kv: those of keys and values.
-    first_cell: of the layer, in the cache. scale: the factor on Q·K.
-    window: how many positions a row sees at most."""
+    """The heads that a thread computes, of all rows. qkv: the address of queries, keys and values. out: the
+    address of the outputs. first, end: the range of heads of queries. first_kv, end_kv: the range of heads of keys
+    and values. first_cell: the layer's first cell in the cache. scale: the factor of Q·K. window: how many
+    positions a row sees at most."""
 
     qkv: int
     qkv_stride: int
@@ -93,7 +95,8 @@ class Heads(NamedTuple):
 
 
 class AttentionScratch(NamedTuple):
-    """What a thread writes while it attends; addresses. scores_stride: of a row of scores."""
+    """The addresses of what a thread writes while it attends. most_groups: how many groups have room.
+    scores_stride: from one row of scores to the next."""
 
     groups: int
     most_groups: int
@@ -105,7 +108,7 @@ class AttentionScratch(NamedTuple):
 
 @inlined
 def _write_key(kind, cache, source, cell, offset):
-    """The key of one row and head."""
+    """Write the key of one row and head into its cell."""
     size, elements = cache.head_size, kind.element_bytes
     factor = _ONE
     if elements == 1:
@@ -118,7 +121,7 @@ def _write_key(kind, cache, source, cell, offset):
 
 @inlined
 def _write_value(kind, cache, source, cell, offset):
-    """The value of one row and head."""
+    """Write the value of one row and head into its cell."""
     size, elements = cache.head_size, kind.element_bytes
     factor = _ONE
     if elements == 1:
@@ -131,8 +134,8 @@ def _write_value(kind, cache, source, cell, offset):
 
 @inlined
 def rotate_heads(cache, slices, heads, rotations):
-    """Rotate each row's queries and keys of a thread's heads by the row's position.
-    rotations: those of the layer."""
+    """Rotate the queries and keys of a thread's heads by each row's position. rotations: the address of those for
+    this layer."""
     size = cache.head_size
     key = 4 * cache.num_heads * cache.queries_per_kv_head * size
     for row in range(slices.num_rows):
@@ -145,7 +148,7 @@ def rotate_heads(cache, slices, heads, rotations):
 
 @inlined
 def write_heads(kind, cache, slices, heads):
-    """Put each row's key and value of a thread's heads into its slot."""
+    """Write the keys and values of a thread's heads into each row's slot in the cache."""
     width = 4 * cache.num_heads * cache.head_size
     for head in range(heads.first_kv, heads.end_kv):
         for row in range(slices.num_rows):
@@ -161,7 +164,7 @@ def write_heads(kind, cache, slices, heads):
 
 @inlined
 def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
-    """Scores of some rows against a tile's groups, of which the first is `group`."""
+    """Compute the scores of some rows against a tile's groups. group: the number of the first of these groups."""
     at, column = scratch.groups + 8 * group, 8 * scratch.most_groups
     score(
         kind, num_rows, queries, 4 * cache.head_size, cache.head_size, (at, at + 2 * column, at + 4 * column),
@@ -171,8 +174,8 @@ def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
 
 @inlined
 def _weigh(scores, first, window, count, end):
-    """Turn the last `window` of the first `count` scores into exponentials relative to the greatest, and the
-    others from `first` up to `end` into 0; returns the sum."""
+    """Turn scores into weights, and return their sum. Of the first `count` scores, the last `window` become
+    exponentials relative to the greatest. The other ones from `first` up to `end` become 0."""
     first = first // GROUP * GROUP
     for i in range(first, count - window):
         store_one(scores, i, _LEAST)
@@ -195,7 +198,7 @@ def _weigh(scores, first, window, count, end):
 
 @inlined
 def _scale_weights(scratch, begin, num_groups, head_at, weights):
-    """Multiply the weights of int8 values by the values' scales. begin: the first group."""
+    """Multiply the weights of int8 values by the values' scales. begin: the number of the first group."""
     positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
     scales = scratch.groups + 40 * scratch.most_groups
     for group in range(begin, num_groups):
@@ -209,7 +212,8 @@ def _scale_weights(scratch, begin, num_groups, head_at, weights):
 
 @inlined
 def _sum_values_of_head(kind, cache, scratch, begin, num_groups, num_rows, head, weights, sums):
-    """The weighted sums of a head's values for some rows, into `sums`. begin: the first group."""
+    """Compute the weighted sums of a head's values for some rows, into `sums`. begin: the number of the first
+    group."""
     at, column = scratch.groups + 8 * begin, 8 * scratch.most_groups
     groups = (at + column, at + 2 * column, at + 3 * column)
     panel_bytes = cache.block_size * GROUP * kind.element_bytes
@@ -226,7 +230,7 @@ def _sum_values_of_head(kind, cache, scratch, begin, num_groups, num_rows, head,
 
 @inlined
 def _write_output(cache, sums, total, out):
-    """A row's output of one head."""
+    """Write a row's output of one head: the weighted sums divided by the sum of the weights."""
     size = cache.head_size
     whole = size // GROUP * GROUP
     for d in range(0, whole, GROUP):
@@ -243,7 +247,7 @@ def _load_query(source, size, scale, query):
 
 @inlined
 def _heads_in_tile(kind, cache, heads, head):
-    """How many heads of queries from `head` on, of a thread's, read the same keys and fit into a tile."""
+    """Return how many of a thread's heads of queries, from `head` on, read the same keys and fit into a tile."""
     return min(
         min(heads.end, (head // cache.queries_per_kv_head + 1) * cache.queries_per_kv_head) - head, kind.most_rows
     )
@@ -251,7 +255,8 @@ def _heads_in_tile(kind, cache, heads, head):
 
 @inlined
 def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
-    """One row over what it sees of its `count` positions: block after block, all heads of a block at once."""
+    """Compute a thread's heads of one row, which stands at position count - 1. The cache is read block after
+    block, all heads of a block at once."""
     size, stride, first = cache.head_size, scratch.scores_stride, first_seen(cache, heads, count)
     query, out = heads.qkv + row * heads.qkv_stride, heads.out + row * heads.out_stride
     for head in range(heads.first, heads.end):
@@ -281,23 +286,23 @@ def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
 
 
 @inlined
-def _are_a_rows_own(sums, size):
-    """Whether a row's sums in a tile are those of its own positions, to the bit.
-    In a tile, the values that only other rows see are added with weight 0.
-    That changes a sum if such a value is not finite (to NaN), or the sum is 0 (its sign)."""
+def _are_exact(sums, size):
+    """Return whether a row's sums in a tile are to the bit those of the positions that it sees. In a tile, the
+    values that only other rows see are added with weight 0. That changes a sum if such a value is not finite (to a
+    NaN), or if the sum is 0 (its sign)."""
     spoilt = splat(_ZERO)
     for d in range(0, size, GROUP):
         here = load(sums, d)
         if d + GROUP > size:
             here = keep_first(here, size - d, splat(_ONE))
-        # A NaN for 0, infinity and NaN.
+        # This is a NaN where `here` is 0, infinite or a NaN.
         spoilt = spoilt + splat(_ZERO) / here + splat(_ZERO) * here
     return sum_lanes(spoilt) == _ZERO
 
 
 @inlined
 def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
-    """One head of some consecutive rows, of which the first stands at `position`."""
+    """Compute one head of some consecutive rows. position: that of the first row."""
     size, panels, kv_head = cache.head_size, panels_of(cache), head // cache.queries_per_kv_head
     first = first_seen(cache, heads, position + 1)
     begin = first_group(cache, scratch, first)
@@ -317,7 +322,7 @@ def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, positio
     # From the last row to the first: the list of groups gets shorter.
     for r in range(num_rows - 1, -1, -1):
         sums = scratch.sums + 4 * r * GROUP * panels
-        if not _are_a_rows_own(sums, size):
+        if not _are_exact(sums, size):
             num_groups = groups_before(scratch, num_groups, position + r + 1)
             own = first_group(cache, scratch, first_seen(cache, heads, position + r + 1))
             scores = scratch.scores + r * scratch.scores_stride
@@ -328,7 +333,7 @@ def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, positio
 
 @inlined
 def attend(kind, cache, slices, scratch, heads):
-    """Attention of some heads for all rows. Their keys and values have been written."""
+    """Compute the attention of a thread's heads for all rows. Their keys and values have been written."""
     for s in range(slices.num_slices):
         first_row, num_rows = load_int(slices.first_row, s), load_int(slices.rows, s)
         start, table = load_int(slices.start, s), slices.tables + 8 * load_int(slices.table_begin, s)

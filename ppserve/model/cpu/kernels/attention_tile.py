@@ -1,9 +1,9 @@
 """The code of attention's two products, over groups of keys and values that lie anywhere in memory.
 
-A group is up to 16 consecutive positions of one KV block. Its keys are (d, 16) numbers, feature after feature.
-Its values are panels of 16 features, each (positions, 16). Both are float32, bfloat16 or int8, and are loaded as
-float32. Each score is one chain of fused multiply-adds over the features, each output one over the positions, in
-order: the same bits on every CPU, with any number of rows.
+A group is up to 16 consecutive positions of one KV block. Its keys are (d, 16) numbers, feature after feature. Its
+values are panels of 16 features, each (positions, 16). Both are float32, bfloat16 or int8, and are loaded as
+float32. Each score is one chain of fused multiply-adds over the features, in order, and each output is one over
+the positions. So they have the same bits on every CPU, with any number of rows.
 
 d features of a head. Addresses and strides are in bytes.
 """
@@ -28,15 +28,18 @@ from ppserve.model.cpu.kernels.tile_code import Code
 from ppserve.model.cpu.kernels.variants import included
 
 GROUP = 16
-"""Positions in a group, and features in a panel of values."""
+"""How many positions a group has, and how many features a panel of values has."""
 
 
 @setting
 @dataclass(frozen=True)
 class AttentionKernel:
-    """storage: how keys and values are kept, a key of ELEMENT_BYTES. lanes: elements of a vector register, 8 or
-    16. panels: groups of keys, or panels of values, of a tile. rows: the numbers of rows that a tile may have,
-    ascending."""
+    """The shape of an attention kernel.
+
+    storage: how keys and values are stored, a key of ELEMENT_BYTES. lanes: elements of a vector register, 8 or 16.
+    panels: how many groups of keys, or panels of values, a tile has. rows: the numbers of rows that a tile may
+    have, ascending.
+    """
 
     storage: str
     lanes: int
@@ -49,7 +52,7 @@ class AttentionKernel:
 
     @property
     def groups_ahead(self) -> int:
-        """How many groups ahead values are fetched: so many that they arrive before they are needed."""
+        """How many groups ahead values are prefetched: so many that they arrive before they are needed."""
         return 8 // self.element_bytes
 
     @property
@@ -57,12 +60,13 @@ class AttentionKernel:
         return self.rows[-1]
 
     def rows_of_tiles(self, heads: int, queries_per_kv_head: int) -> int:
-        """Rows that tiles write, each filled up to one of `rows`: some rows of a head, or the heads of one row."""
+        """Return the most rows that tiles write. A tile has some rows of one head, or some heads of one row,
+        filled up to one of `rows`."""
         last = range(1, min(queries_per_kv_head, self.most_rows) + 1)
         return max(self.most_rows, *(heads - count + min(r for r in self.rows if r >= count) for count in last))
 
 
-# As many sums as the registers hold: 16 registers of AVX2, 32 of AVX-512.
+# A tile has as many sums as the registers hold: AVX2 has 16 registers, AVX-512 has 32.
 _SHAPES = {"avx512": (16, 4, (1, 3, 6)), "portable": (8, 1, (1, 3, 6))}
 
 
@@ -72,7 +76,7 @@ def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
 
 
 class _AttentionCode(Code, ABC):
-    """Emits tiles of one kind: sums of products, 16 for each row and panel."""
+    """Emits the code of tiles: sums of products, 16 for each row and panel."""
 
     def __init__(self, builder, kind: AttentionKernel, panels: int) -> None:
         super().__init__(builder)
@@ -82,10 +86,11 @@ class _AttentionCode(Code, ABC):
 
     @abstractmethod
     def tile(self, rows: int) -> None:
-        """The code of a tile of so many rows, where the builder stands."""
+        """Emit the code of a tile of so many rows."""
 
     def tile_for(self, size) -> None:
-        """Code for each number of rows, of which the first that is at least `size` is taken."""
+        """Emit code for each number of rows. The smallest number that is at least `size`, an LLVM value, is
+        taken."""
         builder = self.builder
         done = builder.append_basic_block("done")
         for rows in self.kind.rows:
@@ -99,11 +104,11 @@ class _AttentionCode(Code, ABC):
         builder.position_at_end(done)
 
     def number(self, array, index):
-        """An int64 of an array at an address."""
+        """Return an element of an array of int64. array: its address."""
         return self.load(self.nth(array, I64(8), index), 0, I64)
 
     def numbers_from(self, index):
-        """Where element `index` of a group's numbers stands, relative to the first."""
+        """Return how many bytes lie before the numbers of feature or position `index` of a group."""
         return self.builder.mul(index, I64(GROUP * self.kind.element_bytes))
 
     def zeros(self, rows: int):
@@ -114,7 +119,7 @@ class _AttentionCode(Code, ABC):
         ]
 
     def step(self, totals, x, x_stride, panels) -> None:
-        """One number of each row, the first at x, into 16 numbers of each panel."""
+        """Multiply one number of each row, the first of them at x, into 16 numbers of each panel."""
         builder = self.builder
         columns = [self._stored_at(place, part) for place in panels for part in range(self.parts)]
         for r, row in enumerate(totals):
@@ -124,12 +129,12 @@ class _AttentionCode(Code, ABC):
                 builder.store(call(builder, name, self.floats, value, column, addend), total)
 
     def _stored_at(self, address, part: int):
-        """Keys or values of a panel at an address, as float32."""
+        """Load keys or values of a panel, as float32. part: which of the registers that hold 16 numbers."""
         place = self.builder.add(address, I64(part * self.kind.lanes * self.kind.element_bytes))
         return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
 
     def store_sums(self, totals, places, stride) -> None:
-        """places: of each panel's sums of the first row. stride: from row to row."""
+        """Store sums. places: the addresses of each panel's sums of the first row. stride: from row to row."""
         for r, row in enumerate(totals):
             for column, total in enumerate(row):
                 panel, part = divmod(column, self.parts)
@@ -194,7 +199,7 @@ class _WeightedSums(_AttentionCode):
         self.store_sums(totals, places, self._out_stride)
 
     def _fetch_lines(self, ahead, position) -> None:
-        """Prefetch as many lines as the values of a position take."""
+        """Prefetch as many cache lines as the values of a position take."""
         lines = -(-self.panels * GROUP * self.kind.element_bytes // LINE_BYTES)
         first = self.nth(ahead, I64(lines * LINE_BYTES), position)
         for line in range(lines):
@@ -206,11 +211,13 @@ _AT, _THREE = types.intp, types.UniTuple(types.intp, 3)
 
 @intrinsic
 def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, scores, scores_stride):
-    """For rows r and the kind's number of groups g: scores[r] at g's position = Σ_d queries[r, d] · keys[g, d].
+    """Compute for rows r and the kind's number of groups g: scores[r] at g's position = Σ_d queries[r, d] ·
+    keys[g, d].
 
-    queries: float32 rows, `stride` bytes apart. size: d. groups: the addresses of three int64 arrays: where the
-    groups' keys lie, which positions they begin at (times 4, in bytes), where the scales of int8 keys lie; `head`
-    is added to the first and the last. ahead: from keys to those that are wanted next, which are fetched.
+    queries: float32 rows, `stride` bytes apart. size: d. groups: the addresses of three int64 arrays, with the
+    address of each group's keys, its first position (times 4, in bytes), and the address of the scales of int8
+    keys. head: is added to the first and the last of them. ahead: the distance from keys to those that are needed
+    next, which are prefetched.
     """
 
     def generate(context, builder, signature, arguments):
@@ -225,12 +232,12 @@ def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, sc
 def sum_values(
     typing, kind, panels, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, out, out_stride
 ):
-    """For rows r and the features f of some panels: out[r, f] = Σ_p weights[r, p] · values[p, f].
+    """Compute for rows r and the features f of some panels: out[r, f] = Σ_p weights[r, p] · values[p, f].
 
     panels: 1, or the kind's number. weights: float32 rows, `stride` bytes apart. groups: the addresses of three
-    int64 arrays: where the groups' values lie (and more addresses, of what is wanted next), which positions they
-    begin at (times 4, in bytes), how many they have. panel: what is added to the first. panel_bytes: from a panel
-    to the next.
+    int64 arrays, with the address of each group's values (and, after the last group, of what is needed next), its
+    first position (times 4, in bytes), and its number of positions. panel: is added to the first of them.
+    panel_bytes: from one panel to the next.
     """
 
     def generate(context, builder, signature, arguments):

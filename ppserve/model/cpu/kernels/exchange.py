@@ -1,14 +1,15 @@
 """How ranks that share memory give each other their rows.
 
-The memory begins with lines of int64 numbers: one for each rank, with a counter that only it changes, and one that
-says whether all is over. Behind these are two buffers for each rank.
-A rank puts its rows into one of its buffers, then counts up; a rank that sees the new count also sees the rows.
-When all have counted up, each copies the rows of all. The buffers take turns: no rank is more than one exchange
-ahead, so all have read the buffer before the last.
+The memory begins with lines of int64 numbers. Each rank has a line with a counter that only this rank changes. One
+line more has a number that is not 0 once the exchange has ended. After the lines, each rank has two buffers.
 
-A rank that waits spins for some microseconds, then sleeps, so that another thread has the core.
-It does not yield: Linux counts a yield as a slice of time used up, so a rank that yields beside two busy threads
-is hardly let in again.
+A rank puts its rows into one of its buffers, then counts up; a rank that sees the new count also sees the rows.
+When all have counted up, each copies the rows of all. A rank uses its two buffers in turn. That is safe: no rank
+is more than one exchange ahead, so when a buffer is used again, all have read it.
+
+A rank that waits spins for some microseconds, then sleeps, so that another thread has the core. It does not yield:
+for Linux, a thread that yields has used up its slice of time, so beside two busy threads it would hardly run
+again.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
@@ -33,13 +34,15 @@ from ppserve.model.cpu.kernels.atomics import (
 )
 
 LINE_BYTES = 128
-"""Size of each line: two of the CPU's, which fetches them in pairs."""
+"""The size of each line: two cache lines of the CPU, which fetches them in pairs."""
 BUFFER_BYTES = 4 << 20
 
 LINES, RANK, NUM_RANKS, BUFFERS, TURN, WAITED_NS, SIGNS, NUM_SIGNS, IS_LOST = range(9)
-"""Numbers of a side, which is what one rank knows of the exchange. TURN: exchanges so far. WAITED_NS: for others,
-so far. SIGNS: of an end, `struct pollfd`. IS_LOST: an exchange has failed, because a rank was gone, and there are
-no more."""
+"""The numbers of a side, which is what one rank knows of the exchange.
+
+LINES, BUFFERS: addresses. TURN: how many exchanges have been made. WAITED_NS: how long this rank has waited for
+others so far. SIGNS, NUM_SIGNS: the address and number of `struct pollfd`, which show when a rank has died.
+IS_LOST: 1 once an exchange has failed because a rank was gone; then there are no more exchanges."""
 NUM_FIELDS = 9
 _SPIN_NS = 50_000
 _LOOKS = 16
@@ -59,8 +62,9 @@ def _copy_bytes(typing, to, source, count):
 
 @kernel
 def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> None:
-    """Puts rows of all ranks next to each other, at `whole`. rows: this rank's, `num_bytes` in all. widths: the
-    address of int64, how many numbers a row of each rank has. Where a rank is lost, IS_LOST is set instead."""
+    """Put the rows of all ranks side by side at `whole`. If a rank is lost, IS_LOST is set instead. rows: this
+    rank's, `num_bytes` in all. widths: the address of int64 numbers, which say how many numbers a row of each rank
+    has."""
     if load_int(side, IS_LOST):
         return
     lines, count, turn = load_int(side, LINES), load_int(side, NUM_RANKS), load_int(side, TURN)
@@ -89,7 +93,7 @@ def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> N
 
 @inlined
 def _await(side, line, goal):
-    """Whether a rank has counted up to `goal`; False: it never will."""
+    """Wait until a rank has counted up to `goal`. Return whether it has; False: it never will."""
     begun_ns = now_ns()
     while load_shared(line) < goal and now_ns() - begun_ns < _SPIN_NS:
         for _ in range(_LOOKS):
@@ -100,7 +104,7 @@ def _await(side, line, goal):
         if has_slept and have_news(load_int(side, SIGNS), load_int(side, NUM_SIGNS)) > 0:
             add_shared(over, 1)
         if load_shared(over) > 0:
-            return load_shared(line) >= goal  # it may have counted up before the end
+            return load_shared(line) >= goal  # the rank may have counted up before the end
         sleep_below(line, goal, NAP_NS)
         has_slept = True
     return True

@@ -2,8 +2,8 @@
 
     y[r, n] = Σ over groups g of (d[n, g] · s[r, g] · Σ x[r] · q[n] + m[n, g] · (s[r, g] · Σ x[r]))
 
-x: a row's int8 numbers, so its inputs are s · x; q: numbers from 0 to 15, so weights are d · q + m. Sums within a
-group are exact integers; over groups each output is one chain of float32 multiply-adds, in order.
+A row's inputs are s · x, where x are int8 numbers. Weights are d · q + m, where q are numbers from 0 to 15. Sums
+within a group are exact integers. Over the groups, each output is one chain of float32 multiply-adds, in order.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
@@ -20,7 +20,7 @@ from ppserve.model.cpu.kernels.tile_code import VectorTile
 
 
 class GroupTile(VectorTile):
-    """Each group of a row is multiplied into those of several panels' outputs."""
+    """A tile in which each group of a row is multiplied by the same group of several panels' outputs."""
 
     sums_in_memory = F32
 
@@ -47,7 +47,7 @@ class GroupTile(VectorTile):
         return self._from_float16(lower), self._from_float16(builder.lshr(both, constant(I32, count, 16)))
 
     def _from_float16(self, halves):
-        """float16 numbers in int32 as float32; exact, also of those that are denormal. Finite numbers only."""
+        """Convert finite float16 numbers, given in int32, to float32. It is exact, also for denormal numbers."""
         builder, count = self.builder, self.kind.lanes
         size = builder.shl(builder.and_(halves, constant(I32, count, 0x7FFF)), constant(I32, count, 13))
         raised = ir.Constant(vector(F32, count), [2.0**112] * count)

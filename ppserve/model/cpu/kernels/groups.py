@@ -1,7 +1,7 @@
 """The list of groups of keys and values that some rows attend to.
 
-A group is up to 16 consecutive positions of one KV block. A list begins at a block: that of the first position
-that its rows see. Addresses are in bytes.
+A group is up to 16 consecutive positions of one KV block. A list begins with the block of the first position that
+its rows see. Addresses are in bytes.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
@@ -15,24 +15,26 @@ from ppserve.model.cpu.kernels.attention_tile import GROUP
 
 @inlined
 def panels_of(cache):
-    """Panels of 16 features of one head."""
+    """Return how many panels of 16 features one head has."""
     return -(-cache.head_size // GROUP)
 
 
 @inlined
 def first_seen(cache, heads, count):
-    """Where the KV block begins that has the first position in the window of a row, the last of `count`."""
+    """Return the first position of a KV block: the block with the first position that the window of a row
+    contains. count: the number of positions up to and with the row's own."""
     return max(0, count - heads.window) // cache.block_size * cache.block_size
 
 
 @inlined
 def find_groups(kind, cache, scratch, first_cell, table, first, count):
-    """Fill `scratch.groups` for a sequence's positions from `first`, where a block begins, up to `count`; returns
+    """Fill `scratch.groups` for a sequence's positions from `first`, where a block begins, up to `count`. Return
     the number of groups.
 
-    `scratch.groups` is six columns of `most_groups` numbers, one row for each group: the address of its keys, of
-    its values, 4 times its first position (where its scores begin in a row of scores), its number of positions,
-    the address of the keys' scales, of the values' scales. Addresses are those of head 0.
+    `scratch.groups` has six columns of `most_groups` numbers, and one row for each group: the address of its keys,
+    the address of its values, 4 times its first position (where its scores begin in a row of scores, in bytes),
+    its number of positions, the address of its keys' scales, and that of its values' scales. Addresses are those
+    of head 0.
     """
     number = 0
     elements, size = kind.element_bytes, cache.head_size
@@ -53,10 +55,10 @@ def find_groups(kind, cache, scratch, first_cell, table, first, count):
             store_int(value_scales, number, value_cell + value_numbers * elements + 4 * offset)
             number += 1
     for more in range(number, number + kind.groups_ahead):
-        # Behind the last values of a head, the first of the next head are wanted.
+        # After the last values of a head, the first ones of the next head are prefetched.
         store_int(values, more, load_int(values, (more - number) % number) + cache.value_cell)
     for more in range(number, number + kind.panels):
-        # A tile takes several groups of keys: the last again.
+        # A tile reads a fixed number of groups of keys, so the list is filled up with the last group.
         store_int(keys, more, load_int(keys, number - 1))
         store_int(positions, more, load_int(positions, number - 1))
         store_int(key_scales, more, load_int(key_scales, number - 1))
@@ -65,14 +67,15 @@ def find_groups(kind, cache, scratch, first_cell, table, first, count):
 
 @inlined
 def first_group(cache, scratch, first):
-    """The number of the group that begins at position `first`, where a block does."""
+    """Return the number of the group that begins at position `first`, where a block begins."""
     listed = load_int(scratch.groups + 16 * scratch.most_groups, 0) // 4
     return (first - listed) // cache.block_size * -(-cache.block_size // GROUP)
 
 
 @inlined
 def groups_before(scratch, num_groups, end):
-    """How many groups begin before position `end`; the last of them loses what is not before it."""
+    """Shorten a list to the positions before `end`. Return its number of groups; the last of them may get
+    shorter."""
     positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
     while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
         num_groups -= 1

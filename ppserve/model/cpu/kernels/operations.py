@@ -1,4 +1,4 @@
-"""What one step of a micro-kernel does: a word of a row into the words of several outputs.
+"""What one step of a micro-kernel does: it multiplies a word of a row into the words of several outputs.
 
 | operation | a word is | a step is | needs |
 |---|---|---|---|
@@ -12,10 +12,11 @@
 | `int4_pairs` | 8 of 4 bits | four `vpmaddwd` of int16 pairs | |
 | `int4_dot` | 8 of 4 bits | two `vpdpbusd`: lower halves of bytes, then the upper | AVX-VNNI or AVX512-VNNI |
 
-`bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs, and so do few and many rows of
-`bf16_tiles`: the instructions take those as zeros. What rounds to bfloat16 drops what is below SMALLEST_BF16, so
-every product and every sum is 0 or at least 2**-124. Integers are exact, so all int8 operations agree. Those of 4
-bits add up integers of 32 inputs each, and these with float32 multiply-adds in order (`group_tile`), so all agree.
+`bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs, because the instructions take
+those as zeros. The same holds for few and many rows of `bf16_tiles`. Rounding to bfloat16 drops what is below
+SMALLEST_BF16, so every product and every sum is 0 or at least 2**-124. Integers are exact, so all int8 operations
+agree. The int4 operations add up the exact integers of 32 inputs each, and these sums by float32 multiply-adds in
+order (`group_tile`), so all of them agree.
 """
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
@@ -29,7 +30,7 @@ from llvmlite import ir
 from ppserve.model.compiled.llvm import F32, I8, I16, I32, I64, call, constant, shuffle, splat, vector
 
 SMALLEST_BF16 = 2.0**-55
-"""Smaller numbers become 0 where inputs and weights of products are rounded to bfloat16."""
+"""Where inputs and weights of products are rounded to bfloat16, smaller numbers than this become 0."""
 
 
 class BFloat16(ir.Type):
@@ -48,8 +49,8 @@ class BFloat16(ir.Type):
 
 
 def round_to_bfloat16(builder, values, integer):
-    """float32 numbers, one or several, as int16 of the same shape: to nearest even; a NaN stays a NaN (the quiet
-    bit is set). integer: int32 of the same shape."""
+    """Round one float32 number or several to bfloat16, as int16 of the same shape: to nearest even. A NaN stays a
+    NaN (its quiet bit is set). integer: the type int32 of the same shape."""
     several = isinstance(integer, ir.VectorType)
 
     def number(value: int):
@@ -64,7 +65,7 @@ def round_to_bfloat16(builder, values, integer):
 
 
 def inputs_in_bfloat16(builder, values):
-    """<16 x float> → <16 x i16>: to nearest even, what is smaller than SMALLEST_BF16 to 0."""
+    """Round <16 x float> to bfloat16, as <16 x i16>: to nearest even, and numbers below SMALLEST_BF16 to 0."""
     size = call(builder, "llvm.fabs.v16f32", values.type, values)
     is_small = builder.fcmp_ordered("<", size, ir.Constant(values.type, [SMALLEST_BF16] * 16))
     kept = builder.select(is_small, ir.Constant(values.type, [0.0] * 16), values)
@@ -72,16 +73,14 @@ def inputs_in_bfloat16(builder, values):
 
 
 class Operation(ABC):
-    """For registers of `lanes` elements of 32 bits.
+    """An operation of registers of `lanes` elements of 32 bits.
 
-    steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
-    inputs: in a word. words: in a chunk. tail_lines: cache lines behind the words of its 16 outputs;
-    row_tail_bytes: behind those of a row. raised: what is added to a row's values before they are multiplied.
-    arithmetic: operations with the same name for it give the same bits. unroll: words in one piece of code; in
-    longer pieces LLVM rearranges so that values no longer fit the registers.
-
-    weights: what a step multiplies, made once from <lanes x i32> and used for all rows. row: its counterpart, from
-    the words at a pointer. step: the sums after it.
+    arithmetic: operations with the same arithmetic give the same bits. steps: how many steps one word takes; a
+    row's tile has a word for each of them. sums: the type in which they are added up. inputs: how many are in a
+    word. words: how many are in a chunk. tail_lines: how many cache lines follow the words of a chunk's 16
+    outputs. row_tail_bytes: how many bytes follow those of a row. raised: what is added to a row's values before
+    they are multiplied. unroll: how many words one piece of code multiplies; longer pieces LLVM rearranges so that
+    values no longer fit the registers.
     """
 
     arithmetic: str
@@ -98,26 +97,32 @@ class Operation(ABC):
 
     @staticmethod
     def packed(builder, values):
-        """16 consecutive inputs of a row, <16 x float>, as the row's tile holds them. Those of int8 come as whole
-        numbers from -127 to 127 with 1.5 * 2**23 added, which leaves them in the low bits."""
+        """Return 16 consecutive inputs of a row, given as <16 x float>, as the row's tile holds them. Those of
+        int8 are given as whole numbers from -127 to 127 with 1.5 * 2**23 added, which leaves them in the low
+        bits."""
         return values
 
     @abstractmethod
-    def weights(self, builder, column, step: int): ...
+    def weights(self, builder, column, step: int):
+        """Return what a step multiplies, from <lanes x i32>. It is made once and used for all rows."""
 
     @abstractmethod
-    def row(self, builder, pointer, step: int): ...
+    def row(self, builder, pointer, step: int):
+        """Return what a step multiplies the weights by, from a row's words at a pointer."""
 
     @abstractmethod
-    def step(self, builder, total, row, weights): ...
+    def step(self, builder, total, row, weights):
+        """Return the sums after a step."""
 
     def _word(self, builder, pointer, offset: int, kind: ir.Type):
-        """The word `offset` words behind a pointer, in every element."""
+        """Return a register with a row's word in every element: the one `offset` words behind a pointer."""
         place = builder.bitcast(builder.gep(pointer, [I64(4 * offset)]), kind.as_pointer())
         return splat(builder, builder.load(place, align=4), self.lanes)
 
 
 class Fma(Operation):
+    """float32."""
+
     arithmetic = "float32"
 
     def weights(self, builder, column, step):
@@ -131,7 +136,7 @@ class Fma(Operation):
 
 
 class BFloat16Fma(Fma):
-    """The rows' values come as float32."""
+    """bfloat16 pairs, multiplied as float32. A row's tile holds float32."""
 
     arithmetic = "bfloat16 pairs"
     steps = 2
@@ -154,6 +159,8 @@ class BFloat16Fma(Fma):
 
 
 class BFloat16Dot(Operation):
+    """bfloat16 pairs, multiplied by AVX512-BF16. A row's tile holds bfloat16."""
+
     arithmetic = "bfloat16 pairs"
     inputs = 2
 
@@ -173,7 +180,7 @@ class BFloat16Dot(Operation):
 
 
 def multiply_pairs(builder, total, row, weights):
-    """Sums after the products of int16 pairs: LLVM makes `vpmaddwd` of it where the CPU has it."""
+    """Return the sums after the products of int16 pairs. LLVM makes `vpmaddwd` of it where the CPU has it."""
     count = weights.type.count
     wide = vector(I32, count)
     products = builder.mul(builder.sext(row, wide), builder.sext(weights, wide))
@@ -182,7 +189,8 @@ def multiply_pairs(builder, total, row, weights):
 
 
 class Int8Pairs(Operation):
-    """The rows' values come as int16: a word with the first and third of four, then one with the others."""
+    """int8, multiplied as pairs of int16. A row's tile holds int16: for four inputs a word with the first and
+    third, then one with the others."""
 
     arithmetic = "int8"
     unroll = 1
@@ -208,7 +216,8 @@ class Int8Pairs(Operation):
 
 
 class Int8Dot(Operation):
-    """The rows' values come as uint8, raised by 128; a sum begins at -128 times the weights' sum."""
+    """int8, multiplied by VNNI. A row's tile holds uint8, raised by 128; a sum begins at -128 times the weights'
+    sum."""
 
     arithmetic = "int8"
     sums = I32
@@ -231,9 +240,9 @@ class Int8Dot(Operation):
 
 
 class Int4(Operation):
-    """A chunk is a group of 32 inputs. Behind its words stand 16 words of two float16 numbers: an output's scale
-    and, in the upper half, its minimum. Behind a row's stand its scale and the sum of its inputs, in float32.
-    sums: within a group."""
+    """4 bits, in groups of 32 inputs, of which each is a chunk. After a chunk's words come 16 words of two float16
+    numbers: an output's scale and, in the upper half, its minimum. After a row's words come its scale and the sum
+    of its inputs, in float32. sums: those within a group."""
 
     arithmetic = "int4"
     sums = I32
@@ -247,7 +256,7 @@ class Int4(Operation):
 
 
 class Int4Pairs(Int4):
-    """The rows' values come as those of `Int8Pairs`."""
+    """4 bits, multiplied as pairs of int16. A row's tile holds the same as that of `Int8Pairs`."""
 
     steps = 4
     unroll = 1
@@ -265,7 +274,7 @@ class Int4Pairs(Int4):
 
 
 class Int4Dot(Int4):
-    """The rows' values come as int8."""
+    """4 bits, multiplied by VNNI. A row's tile holds int8."""
 
     steps = 2
 
@@ -282,7 +291,8 @@ class Int4Dot(Int4):
 
 
 class BFloat16Tiles(Operation):
-    """For few rows: sums of the first inputs of pairs, and beside them those of the second."""
+    """bfloat16 pairs, multiplied by AMX. The code here is for few rows: it has the sums of the pairs' first inputs
+    and, beside them, those of the second."""
 
     arithmetic = "bfloat16 pairs by AMX"
     inputs = 2
@@ -303,6 +313,8 @@ class BFloat16Tiles(Operation):
 
 
 class Int8Tiles(Int8Dot):
+    """int8, multiplied by AMX. Few rows are multiplied as `Int8Dot` does it."""
+
     instruction = "tdpbusd"
 
 

@@ -1,18 +1,17 @@
 """Products of packed rows and packed weights, and which micro-kernel makes them on which CPU.
 
-Everything is seen as words of 32 bits: one float32, two bfloat16 or four int8 values, consecutive inputs of a row
-or an output. The micro-kernel multiplies a few rows by a few panels of weights and keeps the sums in registers.
-A word of a row is multiplied into the words of 16 outputs at once. Each output is one chain of such steps over its
-words, in order, so its bits depend on its own inputs alone.
-(The micro-kernel of BLIS: Van Zee and van de Geijn, 2015.)
+Rows and weights consist of words of 32 bits: one float32, two bfloat16, four int8 or eight int4 values, which are
+consecutive inputs. The micro-kernel (as in BLIS: Van Zee and van de Geijn, 2015) multiplies a few rows by a few
+panels of weights and keeps the sums in registers. A word of a row is multiplied into the words of 16 outputs at
+once. Each output is one chain of such steps over its words, in order, so its bits depend on its own inputs alone.
 
     weights  (N / 16, W, 16) words: panels of 16 outputs; N padded with zeros to a multiple of 64, W to one of 16
     rows     tiles of R rows, each (W / 16, R, 16) words: 16 words of one row, then of the next
     sums     (T, N) float32 or int32, row after row, with memory for whole tiles
 
-Rows and panels pass in blocks that stay in the caches; a sum that is not complete is stored and loaded again,
-which is exact. While a tile is computed, the panels after it are fetched, so that the arithmetic units do not wait
-for memory; where a CPU is better at it, that is left to it (`MicroKernel.reads_alone`).
+Rows and panels are multiplied in blocks that stay in the caches. A sum that is not complete is stored and loaded
+again, which is exact. While a tile is computed, the panels after it are prefetched, so that the arithmetic units
+do not wait for memory. Where a CPU does that better by itself, it is left to it (`MicroKernel.reads_alone`).
 
 T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 """
@@ -46,7 +45,7 @@ TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {
 
 @intrinsic
 def pack(typing, kind, place, values):
-    """Write 16 consecutive inputs of a row at an address, as `Operation.packed` has them."""
+    """Write 16 consecutive inputs of a row to an address, in the form of `Operation.packed`."""
 
     def generate(context, builder, signature, arguments):
         _, place, values = arguments
@@ -58,7 +57,7 @@ def pack(typing, kind, place, values):
 
 
 def _on_tile_unit(name, doc):
-    """An intrinsic that asks AMX's unit for this, and for other kernels does nothing."""
+    """Return an intrinsic that calls this method of AMX's unit. For kernels without AMX it does nothing."""
 
     def ask(typing, kind):
         def generate(context, builder, signature, arguments):
@@ -73,8 +72,8 @@ def _on_tile_unit(name, doc):
     return intrinsic(ask)
 
 
-configure = _on_tile_unit("configure", "Makes the registers of a micro-kernel ready, before its first tile.")
-release = _on_tile_unit("release", "The counterpart of `configure`, after the last tile.")
+configure = _on_tile_unit("configure", "Prepare the registers of a micro-kernel, before its first tile.")
+release = _on_tile_unit("release", "Undo `configure`, after the last tile.")
 
 
 @intrinsic
@@ -82,13 +81,14 @@ def multiply_tile(
     typing, kind, tile_rows, x, weights, panel_bytes, chunks, start, start_stride, y, y_stride, bias,
     output_scales, row_scales, fetch, fetch_step,
 ):  # fmt: skip
-    """For the rows r of a tile and the outputs n of its panels, one panel after the other:
+    """Compute for the rows r of a tile and the outputs n of its panels, which are `panel_bytes` apart:
 
         y[r, n] = start[r, n] + Σ over 16 * chunks words of x[r] · weights[n]
 
-    start_stride: 0 where all rows begin with the same. bias: 0, or an address: then a bias is added to each sum,
-    which for integers is multiplied by the row's and the output's scale before. fetch: unless a tile goes
-    panel by panel, it asks for a cache line for every word and panel, `fetch_step` bytes after the one before.
+    start_stride: 0 where all rows begin with the same numbers. bias: the address of a bias, or 0. If there is one,
+    the sums are complete: those of integers are multiplied by the row's and the output's scale, then the bias is
+    added. fetch: for every word and panel a cache line is prefetched, the first one here and each `fetch_step`
+    bytes after the last; a tile that is computed panel by panel prefetches nothing.
     """
 
     def generate(context, builder, signature, arguments):
@@ -109,24 +109,28 @@ def multiply_tile(
 
 
 class Choice(NamedTuple):
+    """A micro-kernel, and which CPUs can run it."""
+
     precision: str
     variant: str
-    """The weakest that can run it."""
+    """The weakest kernel variant that can run it."""
     kind: MicroKernel
     needs: frozenset[str] = frozenset()
-    """Beyond the variant."""
+    """The features that a CPU must have beside the variant's."""
 
 
 def _up_to(rows: int) -> tuple[int, ...]:
-    """Some numbers of rows; each takes a third of a second to compile."""
+    """Return the numbers of rows, up to `rows`, for which there is code. Each takes a third of a second to
+    compile."""
     return tuple(size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12) if size <= rows)
 
 
-# Groups of 32 inputs, of which rows_at_once take as much memory as elsewhere. For int4 machines with AMX use VNNI:
-# a group's sums are scaled, and AMX would have to store them first.
+# A chunk of int4 is a group of 32 inputs; with twice as many chunks, a block of rows takes as much memory as in
+# other precisions. CPUs with AMX use VNNI for int4: a group's sums are scaled, and AMX would have to store them
+# first.
 _GROUPS = {"chunks_at_once": 128}
 
-# As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
+# A tile has as many sums as the registers hold beside what is multiplied: AVX2 has 16 registers, AVX-512 has 32.
 CHOICES = (
     Choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12))),
     Choice("float32", "portable", MicroKernel("fma", 8, 1, _up_to(6))),
@@ -144,7 +148,7 @@ CHOICES = (
     Choice("int4", "avx2", MicroKernel("int4_dot", 8, 1, _up_to(5), **_GROUPS), frozenset({"avxvnni"})),
     Choice("int4", "portable", MicroKernel("int4_pairs", 8, 1, _up_to(6), **_GROUPS)),
 )
-"""All micro-kernels, of each precision the best first."""
+"""All micro-kernels. Those of one precision stand together, the best first."""
 
 
 def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKernel]:
@@ -158,13 +162,16 @@ def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKe
 
 
 def multiplies_bfloat16(variant: str, found: Features) -> bool:
-    """Whether a variant's kernels multiply bfloat16 numbers as such, rather than as float32."""
+    """Return whether a variant's kernels multiply bfloat16 numbers as such, rather than as float32."""
     return micro_kernels("bfloat16", variant, found)[0].operation != "bf16_fma"
 
 
 class Weights(NamedTuple):
-    """Packed weights as kernels see them. panels, start, bias, scales: addresses; start: of what sums begin with;
-    bias: 0 where sums are results already. chunks: of one output. outputs: with padding."""
+    """Packed weights as kernels see them.
+
+    panels, start, bias, scales: addresses. start: the numbers with which sums begin. bias: 0 if complete sums are
+    the results already. chunks: their number in one output. outputs: their number, padding included.
+    """
 
     panels: int
     start: int
@@ -175,11 +182,11 @@ class Weights(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the threads of a stage write while they work; addresses, of a step's size. num_rows: of the step.
-    tile_rows: of each tile of packed rows.
+    """The memory that the threads of a stage write while they compute a step.
 
-    words, scales: packed rows. y: results of products. inner: rows between the two jobs of a sublayer. values: a
-    row for each thread, `values_stride` bytes apart.
+    num_rows: the rows of the step. tile_rows: the rows of each tile of packed rows. The others are addresses.
+    words, scales: the packed rows. y: the results of products. inner: the rows between the two jobs of a sublayer.
+    values: a row for each thread, `values_stride` bytes apart.
     """
 
     num_rows: int
@@ -194,8 +201,11 @@ class Scratch(NamedTuple):
 
 @inlined
 def multiply(kind, weights, rows, y, first_panel, end_panel):
-    """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2.
-    y: the address of (T, filled up to whole tiles, N) float32. rows: of a `Scratch`."""
+    """Compute y = x Wᵀ + bias for the outputs of the panels from first_panel up to end_panel, which are multiples
+    of 2.
+
+    rows: the `Scratch` with the packed rows x. y: the address of (T, N) float32, with T filled up to whole tiles.
+    """
     num_tiles = -(-rows.num_rows // rows.tile_rows)
     tiles_at_once = max(1, kind.rows_at_once // rows.tile_rows)
     first_weights = weights.panels + first_panel * weights.chunks * kind.chunk_bytes
@@ -207,7 +217,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel):
             then = first_weights
             if end_chunk < weights.chunks:
                 then += end_chunk * kind.chunk_bytes
-            elif end_tile == num_tiles:  # the thread's next panels are likely those behind
+            elif end_tile == num_tiles:  # the thread's next panels are likely to follow these
                 then += (end_panel - first_panel) * weights.chunks * kind.chunk_bytes
             _multiply_block(
                 kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
@@ -219,7 +229,8 @@ def multiply(kind, weights, rows, y, first_panel, end_panel):
 def _multiply_block(
     kind, weights, rows, y, first_panel, end_panel, first_tile, end_tile, chunk, end_chunk, then
 ):  # fmt: skip
-    """The part of `multiply` from some tiles of rows and some chunks. then: what is fetched at its end."""
+    """Compute the part of `multiply` that some tiles of rows and some chunks make. then: what is prefetched at its
+    end."""
     panel_bytes, chunks, y_stride = weights.chunks * kind.chunk_bytes, end_chunk - chunk, 4 * weights.outputs
     chunk_bytes = rows.tile_rows * kind.row_bytes
     bias = weights.bias if end_chunk == weights.chunks else 0
@@ -230,7 +241,7 @@ def _multiply_block(
         block = weights.panels + panel * panel_bytes + chunk * kind.chunk_bytes
         after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
         if not fetches:
-            after = block  # which is there: nothing moves
+            after = block  # it is in the cache already, so nothing is fetched
         for tile in range(first_tile, end_tile):
             row = tile * rows.tile_rows
             y_at = y + row * y_stride + at

@@ -1,4 +1,5 @@
-"""What happens to rows between products, each row by itself and in one order: copied, packed, normed, activated.
+"""What is done with rows between products: they are copied, packed, normed and activated. Each row is computed by
+itself, always in the same order.
 
 T rows, K inputs.
 """
@@ -35,11 +36,11 @@ _WHOLE = np.float32(1.5 * 2**23)
 
 @inlined
 def scale_for_int8(values, count):
-    """Two factors: the one that turns int8 numbers back into `count` values of a row, and the one that turns these
-    values into int8 numbers.
+    """Return two factors: the scale, which turns int8 numbers back into `count` values of a row, and its inverse,
+    which turns these values into int8 numbers.
 
-    Values that are all below 1e-30 become zeros.
-    If a value is not finite, the first factor is a NaN, and all that is computed from the row.
+    Values that are all below 1e-30 become zeros. If a value is not finite, the scale is a NaN, so everything that
+    is computed from the row is a NaN, too.
     """
     most, not_finite = splat(_ZERO), splat(_ZERO)
     for i in range(0, count, 16):
@@ -57,7 +58,7 @@ def scale_for_int8(values, count):
 
 @inlined
 def pack_row(kind, values, rows, chunks, row):
-    """Put a row into its tile. values: the address of its float32, with zeros up to whole chunks."""
+    """Put a row into its tile. values: the address of its float32 numbers, with zeros up to whole chunks."""
     tile, r = row // rows.tile_rows, row % rows.tile_rows
     row_bytes = kind.row_bytes
     place = rows.words + (tile * chunks * rows.tile_rows + r) * row_bytes
@@ -84,7 +85,7 @@ def pack_row(kind, values, rows, chunks, row):
 
 @inlined
 def read_row(stored, source, count, values, padded):
-    """`count` numbers as float32 at another address, with zeros up to `padded`, a multiple of 16."""
+    """Copy `count` numbers as float32 to another address, with zeros up to `padded`, a multiple of 16."""
     whole = count // 16 * 16
     for i in range(0, whole, 16):
         store(values, i, read_panel(stored, source + i * stored.element_bytes))
@@ -96,7 +97,7 @@ def read_row(stored, source, count, values, padded):
 
 @inlined
 def add_row(stored, source, count, values, to):
-    """Write the `count` numbers at `source` plus float32 values."""
+    """Write to `to` the `count` numbers at `source` plus as many float32 values."""
     whole, size = count // 16 * 16, stored.element_bytes
     for i in range(0, whole, 16):
         keep(stored, to + i * size, read_panel(stored, source + i * size) + load(values, i))
@@ -105,7 +106,8 @@ def add_row(stored, source, count, values, to):
 
 
 class Norm(NamedTuple):
-    """A layer norm; is_rms: without its mean. weight, bias: addresses of float32, with zeros up to whole lines."""
+    """A layer norm; if is_rms, an RMS norm. weight, bias: addresses of float32, with zeros up to whole cache
+    lines."""
 
     weight: int
     bias: int
@@ -124,7 +126,8 @@ def _mean(norm, values):
 
 @inlined
 def normalise(norm, values):
-    """Norm of a row, in place: sums in 16 lanes, then by halves. values: zeros up to a multiple of 16."""
+    """Norm a row in place. Its sums are made in 16 lanes, which are then added by halves. values: the address of
+    the row, with zeros up to a multiple of 16."""
     size = np.float32(norm.width)
     mean = splat(_ZERO if norm.is_rms else _mean(norm, values))
     squares = splat(_ZERO)
@@ -140,7 +143,7 @@ def normalise(norm, values):
 
 @inlined
 def multiply_row(values, factors, count):
-    """`count` float32 numbers times as many others, in place."""
+    """Multiply `count` float32 numbers by as many others, in place."""
     whole = count // 16 * 16
     for i in range(0, whole, 16):
         store(values, i, load(values, i) * load(factors, i))
@@ -150,7 +153,8 @@ def multiply_row(values, factors, count):
 
 @inlined
 def rotate_row(values, rotation, count):
-    """Rotate pairs of `count` numbers, one of each half, in place. rotation: their cosines, then their sines."""
+    """Rotate `count` numbers in place, in pairs of one from each half. rotation: the pairs' cosines, then their
+    sines."""
     half = count // 2
     for i in range(half):
         cosine, sine = load_one(rotation, i), load_one(rotation, half + i)
@@ -163,8 +167,8 @@ GATE, TANH, RELU, EXACT_GELU = range(4)
 
 
 class Activation(NamedTuple):
-    """form: GATE is x sigmoid(linear x + cubic x³): GELU in its tanh and quick forms, and SiLU. TANH is
-    2 sigmoid(2x) - 1. EXACT_GELU is x Φ(x), Φ the normal distribution function."""
+    """An activation. form: GATE is x sigmoid(linear x + cubic x³), which is SiLU, and GELU in its tanh and quick
+    forms. TANH is 2 sigmoid(2x) - 1. EXACT_GELU is x Φ(x), where Φ is the normal distribution function."""
 
     form: int
     linear: np.float32
@@ -185,14 +189,15 @@ _T7, _T8, _T9 = np.float32(-0.2555046082), np.float32(0.143872261), np.float32(-
 
 @inlined
 def _exact_gelu(x):
-    """x Φ(x) per lane, within 5e-7 of its own size, or of 1e-37; a NaN where x is not finite.
+    """Return x Φ(x) per lane, with an error of at most 5e-7 of its size, or of 1e-37; a NaN where x is not finite.
 
-    x Φ(x) = max(x, 0) - a Q(a), where a = |x| and Q(a) = 1 - Φ(a) = erfc(a / √2) / 2, so nothing is lost where
-    Φ(x) is small. Q(a) = exp(-a² / 2) times a function that falls slowly: a polynomial in t = 1 / (1 + 0.35 a),
-    fitted by least squares, which are weighted anew until its greatest relative error, 4e-8, is least.
+    x Φ(x) = max(x, 0) - a Q(a), where a = |x| and Q(a) = 1 - Φ(a) = erfc(a / √2) / 2. So no digits are lost where
+    Φ(x) is small. Q(a) is exp(-a² / 2) times a function that falls slowly, for which a polynomial in t = 1 / (1 +
+    0.35 a) stands. It was fitted by least squares, whose weights were changed until the greatest relative error,
+    4e-8, was as small as possible.
     """
     a = where_greater(splat(_ZERO), x, splat(_ZERO) - x, x)
-    near = where_greater(a, splat(_NEAR), splat(_NEAR), a)  # Q is 0 from there on
+    near = where_greater(a, splat(_NEAR), splat(_NEAR), a)  # beyond it Q is 0
     t = splat(_ONE) / fma(near, splat(_SLOPE), splat(_ONE))
     p = fma(splat(_T9), t, splat(_T8))
     p = fma(p, t, splat(_T7))
@@ -203,7 +208,7 @@ def _exact_gelu(x):
     p = fma(p, t, splat(_T2))
     p = fma(p, t, splat(_T1)) * t
     square = near * near
-    lost = fma(near, near, splat(_ZERO) - square)  # in rounding the square
+    lost = fma(near, near, splat(_ZERO) - square)  # what the rounding of the square has lost
     q = exp(square * splat(-_HALF)) * fma(lost * splat(-_HALF), p, p)
     return where_greater(x, splat(_ZERO), x, splat(_ZERO)) - a * q
 
@@ -221,7 +226,7 @@ def activate(activation, values, count):
     elif activation.form == RELU:
         for i in range(0, count, 16):
             x = load(values, i)
-            # What is not smaller than 0 stays, also a NaN.
+            # Only what is smaller than 0 is changed: a NaN stays.
             store(values, i, where_greater(splat(_ZERO), x, splat(_ZERO), x))
     else:
         for i in range(0, count, 16):

@@ -1,4 +1,4 @@
-"""Numbers in memory as float32, bfloat16 or int8, which kernels see as float32."""
+"""Numbers that are stored as float32, bfloat16 or int8, and which kernels load and store as float32."""
 # mypy: ignore-errors
 # (numba types these functions from their arguments)
 
@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 @setting
 @dataclass(frozen=True)
 class Storage:
-    """storage: a key of ELEMENT_BYTES."""
+    """How numbers are stored. storage: a key of ELEMENT_BYTES."""
 
     storage: str
 
@@ -31,7 +31,7 @@ class Storage:
 
 
 def load_stored(builder, storage: str, address, count: int):
-    """<count x float> from an address."""
+    """Load <count x float> from an address."""
     element = {"float32": F32, "bfloat16": I16, "int8": I8}[storage]
     place = builder.inttoptr(address, vector(element, count).as_pointer())
     loaded = builder.load(place, align=ELEMENT_BYTES[storage])
@@ -44,8 +44,8 @@ def load_stored(builder, storage: str, address, count: int):
 
 
 def as_stored(builder, storage: str, value, integer):
-    """A float32, or several, in the form of storage; integer: the int32 of the same shape. int8: 1.5 * 2**23 is
-    added to what lies within ±127, which leaves it rounded in the low bits."""
+    """Convert one float32 or several to the form in which they are stored. integer: the type int32 of the same
+    shape. For int8 the values lie within ±127: adding 1.5 * 2**23 leaves them, rounded, in the low bits."""
 
     def like(element):
         return vector(element, integer.count) if isinstance(integer, ir.VectorType) else element
@@ -61,7 +61,7 @@ def as_stored(builder, storage: str, value, integer):
 
 @intrinsic
 def keep(typing, kind, address, value):
-    """Write one float32, or 16 side by side, in the form of the kind's storage."""
+    """Store one float32, or 16 side by side, in the form of the kind's storage."""
 
     def generate(context, builder, signature, arguments):
         kind, _, value_type = signature.args
@@ -74,7 +74,8 @@ def keep(typing, kind, address, value):
 
 
 def _reading(value_type, count: int):
-    """An intrinsic that reads so many numbers as float32, without the scale of int8."""
+    """Return an intrinsic that loads `count` numbers as float32. Numbers of int8 are not multiplied by their
+    scale."""
 
     def read(typing, kind, address):
         def generate(context, builder, signature, arguments):

@@ -1,4 +1,4 @@
-"""What every tile's code shares: shape, arguments, addresses, and how a sum becomes a result."""
+"""What the code of all tiles shares: their shape, arguments and addresses, and how a sum becomes a result."""
 # mypy: ignore-errors
 # (LLVM values have no types that mypy could check)
 
@@ -16,20 +16,23 @@ from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 
 PANEL = 16
-"""Outputs of a panel, and words of a chunk."""
+"""How many outputs a panel has, and how many words a chunk has."""
 
 CHUNK_BYTES = PANEL * LINE_BYTES
-"""16 words of 16 rows."""
+"""The size of 16 words of 16 rows."""
 
 
 @setting
 @dataclass(frozen=True)
 class MicroKernel:
-    """operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: those of a tile.
-    rows: how many rows a tile may have, ascending. rows_at_once, chunks_at_once: the block of rows that
-    is to stay in the second-level cache while the weights pass by. reads_alone: whether a product of one tile
-    leaves fetching to the CPU, and with few rows, of which no product has several tiles, reads one panel after the
-    other: faster on AMD's CPUs, slower on Intel's (docs/performance.md)."""
+    """The shape of a micro-kernel.
+
+    operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: how many a tile has.
+    rows: the numbers of rows that a tile may have, ascending. rows_at_once, chunks_at_once: the size of a block of
+    rows, which is to stay in the second-level cache while the weights are read. reads_alone: whether a product of
+    one tile leaves prefetching to the CPU, and with few rows reads one panel after the other. That is faster on
+    AMD's CPUs and slower on Intel's (docs/performance.md).
+    """
 
     operation: str
     lanes: int
@@ -40,28 +43,28 @@ class MicroKernel:
     reads_alone: bool = False
 
     def tile_rows(self, num_rows: int) -> int:
-        """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
+        """Return the rows of a tile. As few tiles as possible hold `num_rows` rows, about equally many in each."""
         num_tiles = -(-num_rows // self.rows[-1])
         return min(size for size in self.rows if size * num_tiles >= num_rows)
 
     @property
     def chunk_inputs(self) -> int:
-        """Inputs in a chunk."""
+        """The number of inputs in a chunk."""
         return OPERATIONS[self.operation].words * OPERATIONS[self.operation].inputs
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of the weights of 16 outputs in a chunk."""
+        """The bytes that the weights of 16 outputs take in a chunk."""
         return self.chunk_lines * LINE_BYTES
 
     @property
     def chunk_lines(self) -> int:
-        """Cache lines that the weights of 16 outputs take in a chunk."""
+        """The cache lines that the weights of 16 outputs take in a chunk."""
         return OPERATIONS[self.operation].words + OPERATIONS[self.operation].tail_lines
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row in a chunk."""
+        """The bytes that a row takes in a chunk."""
         operation = OPERATIONS[self.operation]
         return 4 * operation.words * operation.steps + operation.row_tail_bytes
 
@@ -102,7 +105,8 @@ class Code:
         self.builder = builder
 
     def nth(self, address, stride, number):
-        """number: of Python, or an LLVM value."""
+        """Return the address of element `number`. stride: from element to element. number: an int, or an LLVM
+        value."""
         number = I64(number) if isinstance(number, int) else number
         return self.builder.add(address, self.builder.mul(stride, number))
 
@@ -117,14 +121,14 @@ class Code:
         self.builder.store(value, self.pointer(address, offset, value.type), align=4)
 
     def fetch(self, address) -> None:
-        """Ask for the cache line at an address."""
+        """Emit a prefetch of the cache line at an address."""
         place = self.pointer(address, 0, I8)
         call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
 class VectorTile(Code):
-    """Emits the code of one micro-kernel's tiles: each word of a row is broadcast and multiplied into one word of
-    several panels' outputs. Columns: the vector registers beside each other in a row of sums.
+    """Emits the code of one micro-kernel's tiles. Each word of a row is broadcast and multiplied into one word of
+    the outputs of several panels. Columns are the vector registers side by side in a row of sums.
     """
 
     def __init__(self, builder, kind: MicroKernel, arguments: TileArguments) -> None:
@@ -140,7 +144,7 @@ class VectorTile(Code):
         return self.operation.sums
 
     def tile(self, num_rows: int) -> None:
-        """The code of a tile of so many rows, where the builder stands."""
+        """Emit the code of a tile of so many rows."""
         builder, arguments = self.builder, self.arguments
         if self.kind.reads_alone and 2 * num_rows <= self.kind.rows[-1]:
             with cgutils.for_range(builder, I64(self.kind.panels)) as panel:
@@ -157,7 +161,7 @@ class VectorTile(Code):
         return [self.nth(address, self.arguments.panel_bytes, panel) for panel in range(self.kind.panels)]
 
     def finish(self, num_rows: int) -> None:
-        """Once the sums in memory are complete: make them results, where they are."""
+        """Emit the code that turns the sums in memory into results, in place, once they are complete."""
         builder, arguments = self.builder, self.arguments
         sums = vector(self.sums_in_memory, self.kind.lanes)
         with builder.if_then(builder.icmp_signed("!=", arguments.bias, I64(0))):
@@ -169,7 +173,7 @@ class VectorTile(Code):
                     self.store(self._result(total, column, scale_at), place, self.column_bytes * column)
 
     def _result(self, total, column: int, row_scale_at):
-        """A result from a complete sum: an integer is multiplied by both scales; then the bias is added."""
+        """Return the result of a complete sum. An integer is multiplied by both scales. Then the bias is added."""
         builder, floats = self.builder, vector(F32, self.kind.lanes)
         bias = self.load(self.arguments.bias, self.column_bytes * column, floats)
         if self.sums_in_memory == F32:
@@ -181,8 +185,8 @@ class VectorTile(Code):
         return call(builder, f"llvm.fma.v{self.kind.lanes}f32", floats, value, scale, bias)
 
     def _panels(self, num_rows: int, panels, fetch, start, y) -> None:
-        """The sums of some panels next to each other, from those at `start` to those at `y`. fetch: what is asked
-        for meanwhile."""
+        """Emit the code that adds the products of some panels, side by side, to the sums at `start`, and stores
+        them at `y`. fetch: what is prefetched meanwhile."""
         builder, arguments = self.builder, self.arguments
         columns = range(len(panels) * self.columns_of_panel)
         totals = [self._begin(self.nth(start, arguments.start_stride, r), columns) for r in range(num_rows)]
@@ -205,7 +209,7 @@ class VectorTile(Code):
         return [self.nth(address, stride, line) for address in addresses]
 
     def _chunk(self, totals, x, panels, fetch) -> None:
-        """One chunk of every row."""
+        """Emit one chunk of every row."""
         builder, operation = self.builder, self.operation
         with cgutils.for_range(builder, I64(operation.words // operation.unroll)) as group:
             first = builder.mul(group.index, I64(operation.unroll))
@@ -213,7 +217,7 @@ class VectorTile(Code):
             self._words(totals, row, weights, self._at(fetch, first, self.arguments.fetch_step))
 
     def _words(self, totals, x, panels, fetch) -> None:
-        """A few words of every row."""
+        """Emit a few words of every row."""
         builder, operation = self.builder, self.operation
         for word in range(self.operation.unroll):
             for panel, place in enumerate(fetch):

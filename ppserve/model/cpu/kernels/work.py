@@ -1,19 +1,20 @@
 """What the threads of a stage do together: jobs, from which attention, MLP, LM head and linear layers are made.
 
-    job      partitioned by
-    HEADS    rows: norm, pack | outputs: product | heads: norm, rotate, keep keys and values (|) attend
+    job      the threads divide
+    HEADS    rows: norm, pack | outputs: product | heads: norm, rotate, write keys and values (|) attend
     EXPAND   rows: norm, pack | outputs: product | rows: activate
     PROJECT  rows: pack | outputs: product | rows: add to the hidden states
-    READ     rows: norm, pack | outputs: product
+    READ     rows: norm, pack | outputs: product of the LM head
     LINEAR   rows: pack | outputs: product
-    OUTPUT   as LINEAR, with the LM head's product, as READ has it
+    OUTPUT   rows: pack | outputs: product of the LM head
     NORM     rows: norm
 
-An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT; between the two, tensor ranks gather.
-PROJECT puts out what the next job begins with. At each bar the threads wait for each other; at the one in
-parentheses, where several heads of queries read one of keys. Rows, outputs and heads are partitioned evenly.
-What a job works on stands in tables of int64 numbers, which Python fills with `as_table`: one for each job, once,
-and one for each step.
+At each `|` the threads wait for each other. They do so at `(|)` only where several heads of queries read the same
+keys. Rows, outputs and heads are divided evenly.
+
+An attention is HEADS and PROJECT, an MLP is EXPAND and PROJECT. Between the two, tensor ranks gather. PROJECT
+writes the hidden states with which the next job begins. The arguments of a job are in tables of int64 numbers,
+which Python makes with `as_table`: one for each job, made once, and one for each step.
 
 T rows, D width.
 """
@@ -60,11 +61,11 @@ HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT, NORM = range(1, 8)
 """Kinds of jobs."""
 
 _PIECE_BYTES = 256 << 10
-"""Bytes of weights that a thread multiplies before it looks for more work, for each tile of rows."""
+"""For each tile of rows, a thread multiplies so many bytes of weights before it takes the next piece of work."""
 
 
 def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
-    """The fields of all records one after the other; a float32 in the low half of its number."""
+    """Return the fields of all records in one array. A float32 takes the low half of its number."""
     fields = [field for record in records for field in record]
     table = aligned(len(fields), np.int64)
     table[:] = [int(field.view(np.uint32)) if isinstance(field, np.float32) else field for field in fields]
@@ -72,9 +73,9 @@ def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
 
 
 class Jobs:
-    """A list of jobs as `work` takes it, and the memory that they work on.
+    """A list of jobs as `work` takes it, which keeps the memory that the jobs use.
 
-    jobs: kinds and tables. kept: what the tables have the addresses of.
+    jobs: kinds and tables. kept: the objects whose addresses the tables have.
     """
 
     def __init__(self, *jobs: tuple[int, NDArray[np.int64]], kept: object) -> None:
@@ -87,11 +88,11 @@ _NORM, _WEIGHTS, _ACTIVATION, _SCRATCH, _SLICES, _CACHE, _ATTENTION_SCRATCH = (
     8 * len(record._fields)
     for record in (Norm, Weights, Activation, Scratch, StepSlices, CacheShape, AttentionScratch)
 )
-"""Bytes of records in a table."""
+"""How many bytes each kind of record takes in a table."""
 
 
 def _record_at(record):
-    """An intrinsic that reads this record from a table, at an address."""
+    """Return an intrinsic that reads this record from a table at an address."""
     kinds = [types.float32 if hint is np.float32 else types.int64 for hint in get_type_hints(record).values()]
     result = types.BaseTuple.from_types(kinds, record)
 
@@ -115,7 +116,7 @@ _norm_at, _weights_at, _activation_at, _scratch_at, _slices_at, _cache_at, _atte
 
 
 class ThreadContext(NamedTuple):
-    """A thread of a stage: its job queue, its number, and how many there are."""
+    """A thread of a stage: the address of the job queue, the thread's number, and how many threads there are."""
 
     job_queue: int
     thread: int
@@ -124,7 +125,7 @@ class ThreadContext(NamedTuple):
 
 @inlined
 def _partition(context, size, least):
-    """A thread's part of `size`, in multiples of `least`."""
+    """Return where a thread's part of `size` begins and ends, in multiples of `least`."""
     parts, thread = size // least, context.thread
     return parts * thread // context.count * least, parts * (thread + 1) // context.count * least
 
@@ -136,8 +137,8 @@ def _values(scratch, context):
 
 @inlined
 def _multiply(product, weights, scratch, y, context):
-    """The threads' common product of the packed rows: each computes its partition in pieces, then what is left of
-    the others'."""
+    """Compute this thread's part of a product of the packed rows. Each thread computes its own partition in
+    pieces, then pieces that are left of the others'."""
     barrier(context.job_queue, context.thread, context.count)
     counts = begin_pieces(context.job_queue, context.thread, context.count)
     panels, panel_bytes = weights.outputs // PANEL, weights.chunks * product.chunk_bytes
@@ -157,7 +158,7 @@ def _multiply(product, weights, scratch, y, context):
 
 @inlined
 def _norm_rows(product, stored, single, norm, weights, scratch, x, context):
-    """Norm and pack this thread's rows. A norm without weights: rows come normed, in float32."""
+    """Norm and pack this thread's rows. A norm without weights means that they are normed already, and float32."""
     if norm.weight == 0:
         _pack_rows(product, single, weights, scratch, x, norm.width, context)
     else:
@@ -176,7 +177,7 @@ def _norm_and_pack_rows(product, stored, norm, weights, scratch, x, context):
 
 @inlined
 def _pack_rows(product, single, weights, scratch, x, depth, context):
-    """Pack this thread's rows of `depth` float32 numbers; those that fill whole chunks where they are."""
+    """Pack this thread's rows of `depth` float32 numbers. Rows that fill whole chunks are not copied before."""
     first, end = _partition(context, scratch.num_rows, 1)
     values, padded = _values(scratch, context), weights.chunks * product.chunk_inputs
     for row in range(first, end):
@@ -189,7 +190,7 @@ def _pack_rows(product, single, weights, scratch, x, depth, context):
 
 @inlined
 def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
-    """Norm a thread's heads of all rows, in place. rows: address of the first row's first head."""
+    """Norm a thread's heads of all rows, in place. rows: the address of the first row's first head."""
     padded = -(-norm.width // PANEL) * PANEL
     for row in range(num_rows):
         for head in range(first, end):
@@ -201,7 +202,7 @@ def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
 
 @inlined
 def _heads(product, attention, stored, single, table, step, x, out, context):
-    """Attention of a rank's own heads; out: float32."""
+    """Do HEADS: the attention of this rank's own heads, into `out`, which is float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     cache = _cache_at(step + _SCRATCH + _SLICES)
@@ -230,7 +231,7 @@ def _heads(product, attention, stored, single, table, step, x, out, context):
 
 @inlined
 def _expand(product, stored, single, table, step, x, out, context):
-    """A rank's own part of the inner rows; out: float32."""
+    """Do EXPAND: this rank's own part of the inner rows, into `out`, which is float32."""
     norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
     activation, table = _activation_at(table), table + _ACTIVATION
@@ -251,7 +252,8 @@ def _expand(product, stored, single, table, step, x, out, context):
 
 @inlined
 def _project(product, stored, single, table, step, x, inner, out, context):
-    """out = x + inner Wᵀ + b for a rank's own columns. inner: float32 rows of all ranks."""
+    """Do PROJECT: out = x + inner Wᵀ + b for this rank's own columns. inner: float32 rows, gathered from all
+    ranks."""
     weights, scratch = _weights_at(table), _scratch_at(step)
     table += _WEIGHTS
     depth, width, column, own = load_int(table, 0), load_int(table, 1), load_int(table, 2), load_int(table, 3)
@@ -266,7 +268,7 @@ def _project(product, stored, single, table, step, x, inner, out, context):
 
 @inlined
 def _norm_alone(stored, single, table, step, x, out, context):
-    """out = norm(x), in float32. x: hidden states, or float32 rows."""
+    """Do NORM: out = norm(x), in float32. x: hidden states, or float32 rows."""
     norm, scratch, is_single = _norm_at(table), _scratch_at(step), load_int(table + _NORM, 0)
     first, end = _partition(context, scratch.num_rows, 1)
     values, padded = _values(scratch, context), -(-norm.width // PANEL) * PANEL
@@ -281,7 +283,7 @@ def _norm_alone(stored, single, table, step, x, out, context):
 
 @inlined
 def _linear(product, single, table, step, x, out, context):
-    """out = x Wᵀ + b. x: float32 rows."""
+    """Do LINEAR or OUTPUT: out = x Wᵀ + b. x: float32 rows."""
     weights, scratch = _weights_at(table), _scratch_at(step)
     _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
     _multiply(product, weights, scratch, out, context)
@@ -289,7 +291,7 @@ def _linear(product, single, table, step, x, out, context):
 
 @inlined
 def _do(product, head, attention, stored, single, job, table, step, x, inner, out, context):
-    """One job of a list."""
+    """Do one job of a list."""
     if job == HEADS:
         _heads(product, attention, stored, single, table, step, x, inner, context)
     elif job == EXPAND:
@@ -312,12 +314,12 @@ def _do(product, head, attention, stored, single, job, table, step, x, inner, ou
 def work(
     product, head, attention, stored, single, job_queue, thread, num_threads, jobs, num_jobs, step, x, inner, out
 ) -> None:
-    """What a thread of a `ThreadPool` runs. head: the product of the LM head. stored: how hidden states are kept.
-    single: the same for float32.
+    """Run one thread of a `ThreadPool`. It does the jobs of a list one after the other.
 
-    The numbers of a job are addresses, and one count: a list of pairs (kind of job, its table), how many pairs,
-    the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go out. The
-    jobs are done one after the other.
+    product, head: the micro-kernels of the layers and of the LM head. stored: how hidden states are stored.
+    single: the storage of float32. jobs: the address of a list of num_jobs pairs (kind of job, address of its
+    table). step: the address of the step's table. x, out: the addresses of the rows that are read and written.
+    inner: the address of the rows between two jobs; 0: they are in scratch memory.
     """
     context, done, job = ThreadContext(job_queue, thread, num_threads), 0, job_queue + 8 * JOB
     if thread == 0:

@@ -350,7 +350,7 @@ def _exchange(shape: Shape, by: Guarded) -> None:
         np.random.default_rng(shape.seed).normal(size=(count, sum(widths))).astype(np.float32)
     )
     shared = torch.from_numpy(by.piece(memory_bytes(len(widths)), "memory of ranks"))
-    sides = [MemoryGather(shared, (rank, len(widths))) for rank in range(len(widths))]
+    sides = [MemoryGather(shared, rank, len(widths)) for rank in range(len(widths))]
     found: list[torch.Tensor] = []
 
     def gather(rank: int) -> None:

@@ -125,7 +125,7 @@ class Completion:
 
 
 def completion_of(chunks: Sequence[Chunk]) -> Completion:
-    """The completion that all chunks of a request make together, in any order of sequences."""
+    """Return the completion that all chunks of a request make together, in any order of sequences."""
     by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)

@@ -53,8 +53,8 @@ class PipelineSettings:
     """Pipelines with all layers, behind one head."""
 
     def grid(self, world_size: int) -> RankGrid:
-        """How `world_size` ranks divide into tensor ranks, replicas and stages. Raises ConfigError if they do
-        not."""
+        """Return how `world_size` ranks divide into tensor ranks, replicas and stages. Raises ConfigError if they
+        do not."""
         each = self.tensor_parallel * self.replicas
         if world_size % each:
             sizes = f"{self.tensor_parallel} tensor ranks x {self.replicas} replicas"

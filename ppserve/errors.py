@@ -93,7 +93,7 @@ class InvalidRequest(RequestError, status="INVALID_ARGUMENT", http_status=400, r
 
 
 def refuse(*mistakes: Iterable[Violation]) -> None:
-    """Raises InvalidRequest with the first mistakes, if there are any."""
+    """Raise InvalidRequest with the first mistakes, if there are any."""
     if violations := list(islice(chain(*mistakes), MAX_VIOLATIONS)):
         raise InvalidRequest(violations)
 

@@ -44,7 +44,8 @@ KINDS = {
 
 
 def file_size(path: Path) -> int:
-    """A regular file's bytes. Raises CheckpointError for another kind, such as a pipe, which blocks `open`."""
+    """Return a regular file's bytes. Raises CheckpointError for another kind, such as a pipe, which blocks
+    `open`."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -70,14 +71,14 @@ def misread(path: Path, expected: str, error: object, *begins_as: str) -> Checkp
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A whole small file. Raises CheckpointError when it is larger than `limit` bytes."""
+    """Return a whole small file. Raises CheckpointError when it is larger than `limit` bytes."""
     if file_size(path) > limit:
         raise CheckpointError(path, f"is larger than {limit >> 20} MiB, the most that such a file may have")
     return read_start(path, limit)
 
 
 def read_start(path: Path, num_bytes: int) -> bytes:
-    """The first bytes of a regular file, fewer where it is shorter. Raises CheckpointError."""
+    """Return the first bytes of a regular file, fewer where it is shorter. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return file.read(num_bytes)
@@ -126,7 +127,7 @@ def within(seconds: float, fetch: Callable[[], T]) -> T:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value from an untrusted file as it may appear in a one-line message."""
+    """Return a value from an untrusted file as it may appear in a one-line message."""
     try:
         text = value if isinstance(value, str) and value.isprintable() else repr(value)
     except ValueError:  # an integer with more digits than Python is willing to print
@@ -142,6 +143,6 @@ def bytes_shown(content: bytes) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return what went wrong, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
     return shown((text or type(error).__name__).splitlines()[0], 120)

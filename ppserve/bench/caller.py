@@ -114,7 +114,7 @@ class Caller(AsyncClient):
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
-    """The status and the problem by the last message. The status is OK only if every token arrived."""
+    """Return the status and the problem by the last message. The status is OK only if every token arrived."""
     if message.finish.reason not in _ENDS:
         return pb.Finish.Reason.Name(message.finish.reason), "ended before max_tokens"
     if message.usage.completion_tokens != num_received:

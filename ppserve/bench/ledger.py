@@ -10,7 +10,7 @@ BUSY = "busy"
 
 
 def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
-    """The totals of all stages, in their order. The phases of busy time are not distinguished."""
+    """Return the totals of all stages, in their order. The phases of busy time are not distinguished."""
     return tuple(
         StageTimes(
             {BUSY: round(stage.busy_seconds * 1e9)},
@@ -22,7 +22,8 @@ def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
 
 
 def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> tuple[StageTimes, ...]:
-    """Each stage's time between two readings, or since its server restarted; empty if their number changed."""
+    """Return each stage's time between two readings, or since its server restarted; empty if their number
+    changed."""
     if len(earlier) != len(later):
         return ()
     pairs = zip(earlier, later, strict=True)
@@ -30,7 +31,7 @@ def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> t
 
 
 def shares(times: StageTimes) -> dict[str, float]:
-    """The shares of a stage's wall time by kind, busy first and idle last. They sum to 1; without any time it is
-    all idle."""
+    """Return the shares of a stage's wall time by kind, busy first and idle last. They sum to 1; without any time
+    it is all idle."""
     spent_ns = {BUSY: times.computed_ns, **times.bubble_ns, IDLE: times.idle_ns if times.wall_ns else 1}
     return {kind: ns / (times.wall_ns or 1) for kind, ns in spent_ns.items()}

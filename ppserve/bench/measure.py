@@ -60,7 +60,7 @@ class Workload:
     seed: int = 0
 
     def question(self, number: int) -> Question:
-        """The request with this number, which is below 0 for the warm-up. Its tokens are random."""
+        """Return the request with this number, which is below 0 for the warm-up. Its tokens are random."""
         rng = random.Random(f"question {self.seed} {number}")
         num_prompt, num_new = self.prompt.draw(rng), self.new.draw(rng)
         return Question(number, tuple(rng.choices(range(self.vocab_size), k=num_prompt)), num_new)

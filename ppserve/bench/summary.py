@@ -67,7 +67,7 @@ class Summary:
     stages: tuple[StageTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as a flat JSON object."""
+        """Return the figures as a flat JSON object."""
         flat: dict[str, Any] = {"backend": "ppserve", **asdict(self.served)}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -123,7 +123,8 @@ def _latencies(good: Sequence[Answer]) -> dict[str, Distribution]:
 
 
 def _shares(times: StageTimes) -> dict[str, Any]:
-    """A stage's seconds and shares. Busy and bubble are shares of the time with work, idle one of all time."""
+    """Return a stage's seconds and shares. Busy and bubble are shares of the time with work, idle one of all
+    time."""
     return {
         "busy_seconds": times.computed_ns / 1e9,
         "idle_seconds": times.idle_ns / 1e9,
@@ -136,7 +137,7 @@ def _shares(times: StageTimes) -> dict[str, Any]:
 
 
 def render_table(summary: Summary) -> str:
-    """The figures as vLLM's table, whose labels tools parse, and below it the stages' time."""
+    """Return the figures as vLLM's table, whose labels tools parse, and below it the stages' time."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [_row(label, value) for label, value in _counts(summary)]
     for title, name, attribute in _LATENCIES:
@@ -157,7 +158,7 @@ def render_table(summary: Summary) -> str:
 
 
 def conclude(summary: Summary) -> str:
-    """The run in a sentence."""
+    """Return the run in a sentence."""
     answered = f"{summary.completed} of {summary.num_prompts} requests were answered in {summary.duration:.1f} s"
     if not summary.completed:
         return f"{answered}."
@@ -169,7 +170,7 @@ def conclude(summary: Summary) -> str:
 
 
 def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
-    """A line per stage. Busy and bubble are percents of the time with work, idle is one of all time."""
+    """Return a line per stage. Busy and bubble are percents of the time with work, idle is one of all time."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
     for index, times in enumerate(ledger):
         replica, stage = divmod(index, len(ledger) // num_replicas)

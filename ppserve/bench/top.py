@@ -115,8 +115,8 @@ class View:
             yield f"{stage.replica}.{stage.stage}" if several else str(stage.stage), stage, times
 
     def render_screen(self, target: str, width: int, explains: bool = False) -> list[Line]:
-        """The whole view in lines of at most `width` characters, which is 40 at least. explains: with the meanings
-        of the kinds of time."""
+        """Return the whole view in lines of at most `width` characters, which is 40 at least. explains: with the
+        meanings of the kinds of time."""
         topology = self.after.topology
         head = [
             ("", f"ppserve {target}"),
@@ -133,7 +133,7 @@ class View:
         return [*lines, *([("", line)] for line in textwrap.wrap(topology.advice, width))]
 
     def render_line(self, time_of_day: str) -> str:
-        """The view in one line, for logs and pipes."""
+        """Return the view in one line, for logs and pipes."""
         parts = [time_of_day]
         for place, stage, times in self.stages:
             name = f"stage {place} {_STATES.get(stage.state, '')}".rstrip()
@@ -142,7 +142,7 @@ class View:
         return " | ".join([*parts, *("  ".join(text for _, text in row) for row in self._traffic())])
 
     def _traffic(self) -> list[Line]:
-        """What the metrics say, in rows."""
+        """Return what the metrics say, in rows."""
         before, after = self.before.figures, self.after.figures
         if before is None or after is None:
             problem = self.after.problem or self.before.problem
@@ -160,7 +160,7 @@ class View:
 
 
 def _flow(pieces: Iterable[tuple[str, str]], width: int, indent: int = 0) -> list[Line]:
-    """Lines of these pieces, two spaces between them. A piece that is wider than a line is cut."""
+    """Return lines of these pieces, two spaces between them. A piece that is wider than a line is cut."""
     lines: list[Line] = []
     left = 0  # cells of the last line
     for word, text in pieces:
@@ -176,7 +176,7 @@ def _flow(pieces: Iterable[tuple[str, str]], width: int, indent: int = 0) -> lis
 
 
 def _stage_lines(place: str, stage: pb.Stage, times: StageTimes, width: int) -> list[Line]:
-    """A stage's bar, and below it what it waits for, what it has and whether it is there."""
+    """Return a stage's bar, and below it what it waits for, what it has and whether it is there."""
     name, percent = f"stage {place:<3}", f" {shares(times)[BUSY]:6.1%} busy"
     cells = max(_SMALLEST_BAR, width - len(name) - len(percent))
     facts = [*_waits(times), ("soft", f"layers {stage.layers} on {stage.device}")]
@@ -188,7 +188,7 @@ def _stage_lines(place: str, stage: pb.Stage, times: StageTimes, width: int) -> 
 
 
 def _explain(width: int) -> Iterator[Line]:
-    """What each kind of time is, and what makes less of it."""
+    """Return what each kind of time is, and what makes less of it."""
     meanings = {kind: ". ".join(filter(None, (MEANINGS[kind].what, MEANINGS[kind].helps))) for kind in CAUSES}
     for kind, meaning in {BUSY: "stages compute", **meanings, IDLE: MEANINGS[IDLE].what}.items():
         first, *others = textwrap.wrap(f"{_GLYPHS[kind]} {kind}: {meaning}.", width, subsequent_indent="  ")
@@ -197,7 +197,8 @@ def _explain(width: int) -> Iterator[Line]:
 
 
 def _latency(before: Figures, after: Figures) -> str:
-    """The median and the 99th percentile of the values between two readings, or since a restart between them."""
+    """Return the median and the 99th percentile of the values between two readings, or since a restart between
+    them."""
     added = [now - then for now, then in zip(after["counts"], before["counts"], strict=True)]
     counts = added if min(added) >= 0 else after["counts"]
     p50_s, p99_s = (quantile(after["bounds_s"], counts, q) for q in (0.5, 0.99))
@@ -205,7 +206,7 @@ def _latency(before: Figures, after: Figures) -> str:
 
 
 def bar(times: StageTimes, width: int) -> Line:
-    """A bar of exactly `width` cells: the ends of shares are rounded, not the shares themselves."""
+    """Return a bar of exactly `width` cells: the ends of shares are rounded, not the shares themselves."""
     line, reached, drawn = [], 0.0, 0
     for kind, share in shares(times).items():
         reached += share

@@ -133,7 +133,7 @@ def _converse(lines: Iterator[str], dialogue: Dialogue, commands: Commands, scre
 
 
 def _settings(flags: dict[str, Any], served: ServedModel | None) -> dict[str, Any]:
-    """The options that are sent with each request. Other servers may refuse a repetition penalty."""
+    """Return the options that are sent with each request. Other servers may refuse a repetition penalty."""
     names = ("model", "max_tokens", "temperature", "repetition_penalty")
     settings = {name: flags[name] for name in names if flags[name] is not None}
     if served is not None and served.is_ppserve:

@@ -74,7 +74,7 @@ class ReceivedAnswer:
         return {"role": "assistant", "content": self.text, **thought, **calls}
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the next request, which continues the answer where it has tokens."""
+        """Return the JSON of the next request, which continues the answer where it has tokens."""
         return {**self._body, "resume": {"token_ids": self.ids}} if self.ids else self._body
 
     def add(self, event: dict[str, Any]) -> NewText:
@@ -130,7 +130,7 @@ class ChatServer:
             self._headers["authorization"] = f"Bearer {key}"
 
     def served(self, wanted: str | None) -> ServedModel | None:
-        """The model called `wanted`, or the first; None if the server does not say which it serves.
+        """Return the model called `wanted`, or the first; None if the server does not say which it serves.
 
         Raises PpserveError where nobody listens, and where the key is not accepted.
         """
@@ -172,7 +172,8 @@ class ChatServer:
                 raise Lost(self._no_http(error)) from None
 
     def stages(self) -> list[dict[str, Any]]:
-        """What the server's page shows of each stage. Raises PpserveError where the server shows no page."""
+        """Return what the server's page shows of each stage. Raises PpserveError where the server shows no
+        page."""
         try:
             status, content = self._get(f"{self._root}/state.json")
             if status in _NOT_ALLOWED:
@@ -188,7 +189,7 @@ class ChatServer:
             raise PpserveError(f"{self.url} {problem}") from None
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        """The status and content of a page."""
+        """Return the status and content of a page."""
         with closing(self._connect(timeout=_FIRST_ANSWER_WITHIN_S)) as connection:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()

@@ -60,7 +60,7 @@ class StagesLine:
 
 
 def render_stages(before: Seconds, now: Seconds) -> str:
-    """A bar of each stage's busy share between two readings, and what it waited for most."""
+    """Return a bar of each stage's busy share between two readings, and what it waited for most."""
     return "   ".join(_bar(name, before.get(name, {}), spent_s) for name, spent_s in now.items())
 
 

@@ -46,7 +46,8 @@ class WordWrap:
         self._word = ""
 
     def add(self, text: str, width: int) -> str:
-        """What to write for the next piece, in a terminal of `width` columns. The last column stays empty."""
+        """Return what to write for the next piece, in a terminal of `width` columns. The last column stays
+        empty."""
         return "".join(self._place(char, max(2, width - 1)) for char in text)
 
     def _place(self, char: str, width: int) -> str:
@@ -212,7 +213,7 @@ def _size() -> Size:
 
 
 def _history(file: Path) -> History:
-    """The history in a file that this user alone can read; where it cannot be kept, one for this chat."""
+    """Return the history in a file that this user alone can read; where it cannot be kept, one for this chat."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -112,7 +112,7 @@ _FORM_OPTIONS = (
 
 
 def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    """Raises ConfigError for two forms, and for a file that cannot be read."""
+    """Raise ConfigError for two forms, and for a file that cannot be read."""
     if regex is not None:
         if json_schema is not None:
             raise ConfigError("--regex", "not together with --json-schema")
@@ -138,7 +138,7 @@ def _request_option(name: str, kind: Any, text: str) -> click.Option:
 
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Client` and `AsyncClient` by these flags. Raises ConfigError."""
+    """Return the arguments of `Client` and `AsyncClient` by these flags. Raises ConfigError."""
     ca, cert, key = flags["tls_ca"], flags["tls_cert"], flags["tls_key"]
     tls = _tls(ca, cert, key) if flags["tls"] or ca or cert or key else None
     return {"target": flags["target"], "api_key": api_key(flags["api_key_file"]), "tls": tls}
@@ -158,7 +158,7 @@ def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
 
 
 def trusting(file: Path | None) -> ssl.SSLContext:
-    """The context that checks a server's certificate. Raises ConfigError if `file` holds no authority."""
+    """Return the context that checks a server's certificate. Raises ConfigError if `file` holds no authority."""
     try:
         return ssl.create_default_context(cafile=file)
     except ssl.SSLError:
@@ -166,7 +166,8 @@ def trusting(file: Path | None) -> ssl.SSLContext:
 
 
 def api_key(file: Path | None) -> str | None:
-    """The key in `file`, else in PPSERVE_API_KEY. Raises ConfigError for one that gRPC's metadata cannot hold."""
+    """Return the key in `file`, else in PPSERVE_API_KEY. Raises ConfigError for one that gRPC's metadata cannot
+    hold."""
     if file is not None:
         return read_keys(file)[0]
     key = os.environ.get("PPSERVE_API_KEY") or None

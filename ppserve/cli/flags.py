@@ -40,7 +40,7 @@ def _flag(name: str, help: str, type: Any = None, **parsed: Any) -> click.Option
 
 
 def _list(name: str, help: str, type: Any) -> click.Option:
-    """A flag that may be repeated; each value is a list as well."""
+    """Return a flag that may be repeated; each value is a list as well."""
     return _flag(name, help, type, multiple=True, callback=lambda _ctx, _param, lists: sum(lists, ()))
 
 
@@ -75,7 +75,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 
 
 def _as_text(origin: str, value: object) -> str:
-    """An entry as the text that its flag would get, so that the flag checks it."""
+    """Return an entry as the text that its flag would get, so that the flag checks it."""
     parts = value if isinstance(value, list) else [value]
     if not isinstance(value, str) and not all(isinstance(part, int | float) for part in parts):
         raise click.BadParameter(f"{origin}: is not a text, a number, a list of numbers, true or false")

@@ -59,7 +59,7 @@ class _ServeByDefault(click.Group):
         return super().resolve_command(ctx, args)
 
     def _meant(self, given: str) -> str:
-        """What a word that is no command was probably meant to be, as a sentence's end."""
+        """Return what a word that is no command was probably meant to be, as a sentence's end."""
         if given in MODELS or "/" in given or Path(given).exists():
             return f"did you mean --model {given}?"
         near = get_close_matches(given, [*self._MODULES, "help", "version"], 1)
@@ -112,7 +112,8 @@ def main() -> None:
 
 
 def _origin(error: click.ClickException) -> str:
-    """The file or environment variable that a wrong value comes from, in parentheses; empty for an argument."""
+    """Return the file or environment variable that a wrong value comes from, in parentheses; empty for an
+    argument."""
     if not isinstance(error, click.BadParameter) or not (error.ctx and error.param and error.param.name):
         return ""
     source, name = error.ctx.get_parameter_source(error.param.name), error.param.name

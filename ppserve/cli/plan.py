@@ -16,7 +16,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.partition import check_tensor_ranks
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
-from ppserve.planning.forecast import Forecast, Intent, forecast, render
+from ppserve.planning.forecast import Forecast, ForecastRequest, forecast, render
 
 _OF_SERVE = (
     *("--model", "--tensor-parallel", "--replicas", "--layers", "--dtype", "--quantization", "--kv-dtype"),
@@ -41,7 +41,7 @@ def plan(**flags: Any) -> None:
     """
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
-    layout = forecast(arch, _intent(arch, flags))
+    layout = forecast(arch, _forecast_request(arch, flags))
     if flags["as_json"]:
         grid = {name: flags[name] for name in ("tensor_parallel", "replicas")}
         say(json.dumps(_as_json(flags["model"], layout) | grid))
@@ -49,7 +49,7 @@ def plan(**flags: Any) -> None:
         say(render(flags["model"], layout) + _shape(flags))
 
 
-def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
+def _forecast_request(arch: Architecture, flags: dict[str, Any]) -> ForecastRequest:
     """Read the flags. Raises ConfigError."""
     as_given = "layers", "max_model_len", "block_size", "stage_memory", "kv_cache_memory"
     dtype = "float32" if flags["dtype"] == "auto" else flags["dtype"]
@@ -57,7 +57,7 @@ def _intent(arch: Architecture, flags: dict[str, Any]) -> Intent:
     context = arch.context(flags["max_model_len"])
     if context < 2:
         raise ConfigError("--max-model-len", f"{context} has no room for a prompt and an answer")
-    return Intent(
+    return ForecastRequest(
         num_stages=flags["stages"],
         quantization=quantization,
         num_tensor=flags["tensor_parallel"],
@@ -78,7 +78,7 @@ def _shape(flags: dict[str, Any]) -> str:
 def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
     return {
         "model": model,
-        **{name: getattr(layout.intent, name) for name in ("dtype", "quantization", "kv_dtype")},
+        **{name: getattr(layout.request, name) for name in ("dtype", "quantization", "kv_dtype")},
         "parameters": layout.arch.num_params,
         **{name: getattr(layout, name) for name in ("max_model_len", "max_sequences", "balance")},
         "split": [count / 2 for count in layout.split.sublayers],

@@ -81,7 +81,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
 
 
 def build_config(flags: dict[str, Any]) -> ServeConfig:
-    """The frozen configuration of these flags. Raises ConfigError for flags that do not go together."""
+    """Return the frozen configuration of these flags. Raises ConfigError for flags that do not go together."""
     if len({bool(flags[f"stage_tls_{part}"]) for part in ("cert", "key", "ca")}) > 1:
         raise ConfigError("--stage-tls-cert", "needs --stage-tls-key and --stage-tls-ca, and the other way round")
     return ServeConfig.from_flags({**flags, "path": flags["model"]})

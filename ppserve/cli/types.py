@@ -61,7 +61,7 @@ class Number(click.FloatRange):
 
 
 def auto_or(inner: click.ParamType[Any]) -> Parsed:
-    """A type for `auto`, which becomes None, or a value of the `inner` type."""
+    """Return a type for `auto`, which becomes None, or a value of the `inner` type."""
     return Parsed(f"auto|{inner.name}", lambda text: None if text == "auto" else inner(text))
 
 

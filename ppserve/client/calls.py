@@ -34,11 +34,11 @@ class CallStyle:
     library: Any = aio
 
     async def result(self, call: Any) -> Any:
-        """The answer of a unary call. Raises grpc.RpcError if it fails."""
+        """Return the answer of a unary call. Raises grpc.RpcError if it fails."""
         return await call
 
     async def next_message(self, call: Any) -> Any:
-        """The next message of a stream; None at its end. Raises grpc.RpcError if the stream fails."""
+        """Return the next message of a stream; None at its end. Raises grpc.RpcError if the stream fails."""
         message = await call.read()
         return None if message is aio.EOF else message
 
@@ -73,7 +73,7 @@ class AsyncClient:
         return completion_of([chunk async for chunk in self.stream(prompt, **options)])
 
     def generate(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Coroutine[Any, Any, Completion]:
-        """The former name of `complete`."""
+        """Do the same as `complete`. It is the former name."""
         warnings.warn("generate is now called complete", DeprecationWarning, stacklevel=2)
         return self.complete(prompt, **options)
 
@@ -96,21 +96,21 @@ class AsyncClient:
                 call.cancel()
 
     async def tokenize(self, text: str) -> tuple[Token, ...]:
-        """The tokens that `complete` would make of this text. Raises CallFailed."""
+        """Return the tokens that `complete` would make of this text. Raises CallFailed."""
         return read_tokens(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
 
     async def detokenize(self, ids: list[int]) -> str:
-        """The text of these token ids. Raises CallFailed."""
+        """Return the text of these token ids. Raises CallFailed."""
         asked = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
         return str((await self._ask(self._stub.Detokenize, asked)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """The served model and its limits. Raises CallFailed."""
+        """Return the served model and its limits. Raises CallFailed."""
         answer: pb.GetModelInfoResponse = await self._ask(self._stub.GetModelInfo, pb.GetModelInfoRequest())
         return answer
 
     async def topology(self) -> pb.GetTopologyResponse:
-        """The stages, where each runs, and where its time went. Raises CallFailed."""
+        """Return the stages, where each runs, and where its time went. Raises CallFailed."""
         answer: pb.GetTopologyResponse = await self._ask(self._stub.GetTopology, pb.GetTopologyRequest())
         return answer
 
@@ -170,7 +170,7 @@ class _BlockingCalls(AsyncClient):
 
 
 def _run(awaitable: Awaitable[R]) -> R:
-    """The result of a coroutine that never suspends, so no event loop is needed."""
+    """Return the result of a coroutine that never suspends, so no event loop is needed."""
     try:
         next(awaitable.__await__())
     except StopIteration as end:
@@ -212,7 +212,7 @@ class Client:
     close = _blocking(AsyncClient.close)
 
     def generate(self, prompt: PromptOrChat, **options: Unpack[Options]) -> Completion:
-        """The former name of `complete`."""
+        """Do the same as `complete`. It is the former name."""
         warnings.warn("generate is now called complete", DeprecationWarning, stacklevel=2)
         return self.complete(prompt, **options)
 

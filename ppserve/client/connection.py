@@ -43,7 +43,7 @@ class Tls:
             raise ValueError("a certificate and its key are needed together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """gRPC's form of these files. Raises OSError when a file cannot be read."""
+        """Return gRPC's form of these files. Raises OSError when a file cannot be read."""
         paths = (self.ca, self.key, self.cert)
         return grpc.ssl_channel_credentials(*(None if path is None else Path(path).read_bytes() for path in paths))
 
@@ -58,7 +58,8 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
 
 
 def host_of(target: str) -> str:
-    """The host of a target, which is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`; empty for others."""
+    """Return the host of a target, which is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`; empty for
+    others."""
     found = _TARGET.fullmatch(target)
     return found["six"] or found["host"] if found else ""
 
@@ -81,7 +82,7 @@ def refuse_other_kinds(**given: tuple[object, type]) -> None:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call. Raises ValueError for a key that gRPC cannot send."""
+    """Return the metadata of every call. Raises ValueError for a key that gRPC cannot send."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("api_key: it may only have printable ASCII characters")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)

@@ -55,7 +55,7 @@ class Retries:
         self._first = None
 
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
-        """Seconds to wait before the next attempt, at least what the server asks for.
+        """Return seconds to wait before the next attempt, at least what the server asks for.
 
         has_begun: whether the call is a stream that had begun. Raises `failure` after the last attempt, and where
         a retry does not help. It helps if no server answers (UNAVAILABLE), or if the queue is full and the server
@@ -111,7 +111,7 @@ class Conversation:
         self._retries = Retries(policy)
 
     def next_request(self) -> pb.GenerateRequest | None:
-        """The request of the next call; None when every sequence has ended."""
+        """Return the request of the next call; None when every sequence has ended."""
         if not any(held.has_begun for held in self._held.values()):
             return self._request
         index = next((index for index, held in self._held.items() if not held.has_ended), None)
@@ -137,7 +137,7 @@ class Conversation:
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
     def pause_after(self, failure: CallFailed, now_s: float) -> float:
-        """Seconds to wait before the next call. Raises `failure` if there is to be none."""
+        """Return seconds to wait before the next call. Raises `failure` if there is to be none."""
         has_begun = any(held.has_begun for held in self._held.values())
         if has_begun and not self._policy.resume:
             raise failure

@@ -44,7 +44,7 @@ class CallFailed(PpserveError):
 
 
 def to_message(prompt: PromptOrChat, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The message that asks for this. options: the result of `answers.read_options`.
+    """Return the message that asks for this. options: the result of `answers.read_options`.
     Raises ValueError for a value that its field cannot hold, TypeError for a prompt of another type."""
     request = pb.GenerateRequest()
     match read_prompt(prompt):
@@ -123,7 +123,7 @@ def _timings(timings: pb.Timings) -> Timings:
 
 
 def read_failure(error: grpc.RpcError) -> CallFailed:
-    """The exception for a call, blocking or not, that gRPC ended with an error."""
+    """Return the exception for a call, blocking or not, that gRPC ended with an error."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
     for name, value in error.trailing_metadata() or ():

@@ -1,7 +1,6 @@
 """The shape of a model and of its stages: what a checkpoint's config says, and the sizes that follow from it.
 
-A layer is one block of the transformer: two sublayers, its attention and its MLP. T positions, D width, H heads,
-L layers, V vocabulary.
+A layer is one block of the transformer. It has two sublayers: its attention and its MLP.
 """
 
 from __future__ import annotations
@@ -12,37 +11,40 @@ from dataclasses import dataclass, replace
 from ppserve.core.layers import LayerSpec, NormSpec, Rotary
 from ppserve.errors import ConfigError
 
-# No model is taken for real beyond this, whatever a file says.
+# A file that says that its model has more layers is refused.
 MAX_LAYERS = 4096
 MAX_POSITIONS = 1 << 20
-"""The most positions of a context. A model may have more."""
+"""The most positions that a context may have here. A model may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model, resolved: its layers, what is before and behind them, and the sizes that all of them share."""
+    """A model: its layers, what comes before and after them, and the sizes that all of them share. All defaults
+    are resolved."""
 
     layers: tuple[LayerSpec, ...]
     width: int
     max_positions: int
     vocab_size: int
-    """Real tokens; ids at or above it are never drawn."""
+    """The number of real tokens. Ids from this number on are never drawn."""
     padded_vocab_size: int
-    """Rows of the embedding as stored."""
+    """The number of rows that the stored embedding has."""
     final_norm: NormSpec
     """The norm before the LM head."""
     family: str
-    """Whose tensors these are: a key of `model.checkpoint.families.FAMILIES`."""
+    """The family, by which tensors are named: a key of `model.checkpoint.families.FAMILIES`."""
     model_type: str
-    """What Hugging Face calls this kind of model in its config.json; `model_class`: its class in transformers."""
+    """The kind of model, as Hugging Face's config.json names it."""
     model_class: str
+    """The model's class in transformers."""
     has_learned_positions: bool = False
     """Whether each position has a learned vector that is added to the token's."""
     embedding_multiplier: float = 1.0
-    """What the embeddings are multiplied with before the first layer."""
+    """The factor of the embeddings before the first layer."""
     tied_embeddings: bool = True
+    """Whether the LM head's matrix is that of the embedding."""
     eos_ids: tuple[int, ...] = ()
-    """Tokens that end a text; the first is *the* end of text."""
+    """The tokens that end a text. The first one is *the* end of text."""
     begins_with_end: bool = False
     """Whether the end of text also begins one."""
 
@@ -56,7 +58,7 @@ class Architecture:
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries, equally many in every layer (`checkpoint.settings.settled`)."""
+        """The number of heads of queries. It is the same in every layer (`checkpoint.settings.settled`)."""
         return self.layers[0].attention.num_heads
 
     @property
@@ -73,28 +75,30 @@ class Architecture:
 
     @property
     def inner_width(self) -> int:
-        """Features between the matrices of the widest MLP."""
+        """The number of features between the matrices of the widest MLP."""
         return max(layer.mlp.inner_width for layer in self.layers)
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """The rotary positions that its layers have, each once. A layer's is found by its index here."""
+        """The kinds of rotary positions that the layers have, each once. Backends number them by their index
+        here."""
         found = (layer.attention.rotary for layer in self.layers)
         return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> Architecture:
-        """Return the model with each layer changed. Layers that were one object are one object again."""
+        """Return the model with each layer changed. Layers that shared one object share one object again."""
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model: a tied embedding counts once, however many stages hold a copy."""
+        """The number of the model's parameters. A tied embedding counts once, however many stages hold a copy."""
         copied = self.vocab_size * self.width if self.tied_embeddings else 0
         return stage_params(self, StageLayout(0, 1, 0, 2 * self.num_layers)) - copied
 
     def context(self, asked: int | None) -> int:
-        """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
+        """Return the most tokens of prompt and answer together. asked: by the operator; None: all that the model
+        has. Raises ConfigError if it is more than that."""
         if asked is not None and asked > self.max_positions:
             own = f"model's {self.max_positions} positions"
             own = own if self.max_positions < MAX_POSITIONS else f"{MAX_POSITIONS} positions that are served"
@@ -104,13 +108,14 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How many sublayers each stage has. Text counts layers: an attention or an MLP alone is half of one."""
+    """How many sublayers each stage has. As text it counts layers: an attention or an MLP alone is half a
+    layer."""
 
     sublayers: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """Read layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
+        """Read the layers of each stage, as `9,3` or `7.5,4.5`. Raises ValueError."""
         try:
             counts = [2 * float(part) for part in text.split(",")]
         except ValueError:
@@ -125,14 +130,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Consecutive heads or outputs of a matrix, shared out among the tensor ranks of a stage."""
+    """How the heads, or the outputs of a matrix, are divided among the tensor ranks of a stage. Each has
+    consecutive ones."""
 
     widths: tuple[int, ...]
     """How many each rank has."""
     rank: int
 
     def times(self, factor: int) -> Cut:
-        """Return this cut in smaller units, `factor` of which make one of its own."""
+        """Return the same division in smaller units, of which `factor` make one of this cut's."""
         return Cut(tuple(width * factor for width in self.widths), self.rank)
 
     @property
@@ -141,7 +147,7 @@ class Cut:
 
     @property
     def width(self) -> int:
-        """This rank's own."""
+        """How many this rank has."""
         return self.widths[self.rank]
 
     @property
@@ -152,10 +158,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Which part of the model a rank owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
+    """Which part of the model a rank has. Sublayers are numbered: layer k's attention is 2k, its MLP is 2k + 1.
 
-    A stage may begin with an MLP whose attention the stage before computes: hidden states cross either way.
-    The first stage also embeds; the last also holds the final norm and the head.
+    A stage may begin with an MLP whose attention the previous stage computes: hidden states are sent in either
+    case. The first stage also has the embedding. The last one also has the final norm and the LM head.
     """
 
     stage: int
@@ -163,9 +169,10 @@ class StageLayout:
     first_sublayer: int
     num_sublayers: int
     tensor: int = 0
-    """The rank's number among those that share the stage.
-    Each of them has some heads of every attention, and some outputs of every other matrix."""
+    """The rank's number among the tensor ranks of the stage. Each of these has some heads of every attention, and
+    some outputs of every other matrix."""
     num_tensor: int = 1
+    """The number of the stage's tensor ranks."""
 
     @property
     def place(self) -> int:
@@ -177,21 +184,22 @@ class StageLayout:
         return self.num_stages * self.num_tensor
 
     def cut(self, size: int) -> Cut:
-        """Share out `size` outputs among the tensor ranks as evenly as possible; the first ranks have one more."""
+        """Divide `size` outputs among the tensor ranks as evenly as possible; the first ranks may have one
+        more."""
         each, left = divmod(size, self.num_tensor)
         return Cut(tuple(each + 1 if rank < left else each for rank in range(self.num_tensor)), self.tensor)
 
     def kv_heads(self, arch: Architecture) -> Cut:
-        """The heads of keys and values of every attention."""
+        """Return how the heads of keys and values are divided, in every attention."""
         return self.cut(arch.num_kv_heads)
 
     def heads(self, arch: Architecture) -> Cut:
-        """The heads of queries: those that read the rank's own keys and values."""
+        """Return how the heads of queries are divided: a rank has those that read its own keys and values."""
         return self.kv_heads(arch).times(arch.queries_per_kv_head)
 
     def kv_bytes_per_token(self, arch: Architecture, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of keys and values that one token occupies on this rank: of its own heads, each with its
-        scale."""
+        """Return the bytes that one token's keys and values take on this rank, which has its own heads only.
+        scale_bytes: those of the scale of one head's key or value."""
         of_head = arch.head_size * element_bytes + scale_bytes
         return 2 * len(self.attentions) * self.kv_heads(arch).width * of_head
 
@@ -209,23 +217,23 @@ class StageLayout:
 
     @property
     def attentions(self) -> range:
-        """Layers whose attention is here, and with it their keys and values."""
+        """The layers whose attention, with its keys and values, is on this stage."""
         return range((self.sublayers.start + 1) // 2, (self.sublayers.stop + 1) // 2)
 
     @property
     def mlps(self) -> range:
-        """Layers whose MLP is here."""
+        """The layers whose MLP is on this stage."""
         return range(self.sublayers.start // 2, self.sublayers.stop // 2)
 
     @property
     def layers(self) -> range:
-        """Layers of which any part is here."""
+        """The layers of which any part is on this stage."""
         return range(self.mlps.start, self.attentions.stop)
 
     @property
     def span(self) -> str:
-        """The stage's layers for people: `0-6`; `0-7a` ends with the attention of layer 7, `7m-11` begins with its
-        MLP."""
+        """The stage's layers in words for people: `0-6`; `0-7a`, which ends with the attention of layer 7;
+        `7m-11`, which begins with the MLP of layer 7."""
         layers = self.layers
         first = f"{layers.start}{'m' if self.attentions.start > layers.start else ''}"
         last = f"{layers.stop - 1}{'a' if self.mlps.stop < layers.stop else ''}"
@@ -233,13 +241,14 @@ class StageLayout:
 
 
 def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
+    """Return the layout of each stage, without tensor ranks."""
     counts = split.sublayers
     return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
 def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
-    """Return the outputs and inputs of an attention's two matrices, as a rank holds them. The first is that of
-    queries, keys and values."""
+    """Return the numbers of outputs and inputs of an attention's two matrices, as a rank holds them. The first
+    matrix is that of queries, keys and values."""
     spec = layer.attention
     kv_heads = layout.cut(spec.num_kv_heads)
     num_heads = kv_heads.times(spec.queries_per_kv_head).width + 2 * kv_heads.width
@@ -248,8 +257,8 @@ def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout
 
 
 def mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
-    """Return the outputs and inputs of an MLP's first matrix and of its last, as a rank holds them, for one
-    expert."""
+    """Return the numbers of outputs and inputs of an MLP's first matrix and of its last, as a rank holds them. If
+    there are experts, they are those of one."""
     spec = layer.mlp
     inner = layout.cut(spec.inner_width).width
     return [(2 * inner if spec.is_gated else inner, arch.width), (layout.cut(arch.width).width, spec.inner_width)]
@@ -266,7 +275,7 @@ def _attention_params(arch: Architecture, layer: LayerSpec, layout: StageLayout)
 
 
 def _mlp_params(arch: Architecture, layer: LayerSpec, layout: StageLayout, *, is_read: bool) -> int:
-    """Parameters of an MLP that a rank holds, or those that a row's computation reads."""
+    """Count the parameters of an MLP that a rank holds, or those that the computation of one row reads."""
     spec, copies, router = layer.mlp, 1, 0
     if spec.experts is not None:
         copies = spec.experts.per_token if is_read else spec.experts.count
@@ -280,9 +289,9 @@ def _linear_params(outputs: int, inputs: int, has_biases: bool) -> int:
 
 
 def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = False) -> int:
-    """Count the parameters that a rank holds of its sublayers: its outputs of every matrix, and all of the norms.
+    """Count the parameters of a rank's sublayers: its outputs of every matrix, and all of the norms.
 
-    is_read: count only those that a decode step of one row reads. They are fewer where there are experts.
+    is_read: count only the parameters that a decode step of one row reads. With experts these are fewer.
     """
     attentions = (_attention_params(arch, arch.layers[i], layout) for i in layout.attentions)
     mlps = (_mlp_params(arch, arch.layers[i], layout, is_read=is_read) for i in layout.mlps)
@@ -290,8 +299,8 @@ def sublayer_params(arch: Architecture, layout: StageLayout, *, is_read: bool = 
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
-    """Count the parameters that a rank holds, with its own copy of a tied embedding. Rows of padding count in the
-    embedding, not in the head."""
+    """Count the parameters that a rank holds, with its own copy of a tied embedding. Rows of padding are counted
+    in the embedding, and not in the LM head."""
     learned_positions = arch.max_positions if arch.has_learned_positions else 0
     num_params = sublayer_params(arch, layout)
     if layout.is_first:

@@ -1,17 +1,16 @@
 """The time of a step on a stage: seconds = a + b·rows + c·context + d·sampled, fitted while serving.
 
-It tells how long a step of some size takes on a whole stage. What a layer or the LM head costs, by which stages
+It predicts how long a step of some size takes on a whole stage. What a layer or the LM head costs, by which stages
 are balanced, is `core.partition.PartCosts`.
 
-rows: tokens in the step.
-context: keys that are read (a row at position p needs p + 1; up to eight rows of a sequence read them together).
-sampled: rows that go through the LM head, on the last stage.
+    rows      tokens in the step context   keys that are read (a row at position p needs p + 1; up to eight rows of
+    a sequence read them together) sampled   rows that go through the LM head, on the last stage
 
 The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a delayed
-step has little influence: its relative error is below 100%, however late it was.
-Steps are grouped by their number of rows. Old steps lose weight only as new ones of their group arrive: after an
-hour of decodes the cost of a prompt is still known.
-Negative coefficients extrapolate badly: their terms are left out, and the others fitted again.
+step has little influence: its relative error is below 100%, however late it was. Steps are grouped by their number
+of rows. Old steps lose weight only when new ones of their group are observed, so after an hour of decodes the cost
+of a prompt is still known. Negative coefficients extrapolate badly: their terms are left out, and the others are
+fitted again.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from dataclasses import dataclass
 from ppserve.core.plan import StepPlan
 
 _TERMS = 4
-# Weight of older steps of a group per new one: about the last 100 steps count.
+# A new step multiplies the weight of its group's older steps by this: about the last 100 count.
 _FADE = 0.99
-# Ridge terms: in pure decoding, rows and samples are collinear. That of the constant is the least: while all steps
-# have one size, a further row is predicted to cost nothing, so it is tried and its cost is learnt.
+# Ridge terms, because in pure decoding rows and samples are collinear. The term of the constant is the smallest.
+# So while all steps have the same size, one row more is predicted to cost nothing; it is tried, and its cost is
+# learnt.
 _RIDGE = (1e-9, 1e-6, 1e-6, 1e-6)
 # Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
-# Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance.md.
+# A key is read once for so many rows of a slice. Kernels take some 4 to 16 together (docs/performance.md).
 _ROWS_TOGETHER = 8
 
 Equations = list[list[float]]
@@ -38,7 +38,7 @@ Equations = list[list[float]]
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The terms of a step's cost; see the module."""
+    """The size of a step: three of the terms of its cost (see the module)."""
 
     rows: int = 0
     context: float = 0
@@ -53,19 +53,19 @@ class StepSize:
         return cls(plan.num_tokens, context, sampled)
 
     def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
-        """The size with `num_tokens` further tokens of one sequence, the first of them at position `start`."""
+        """Return the size of the step with one slice more. start: the position of its first token."""
         context = self.context + _keys_read(start, num_tokens)
         return StepSize(self.rows + num_tokens, context, self.sampled + sampled)
 
 
 def _keys_read(start: int, num_tokens: int) -> float:
-    """Keys that `num_tokens` tokens of a sequence read, from position `start` on."""
+    """Return how many keys are read for `num_tokens` tokens of a sequence from position `start` on."""
     return max(num_tokens / _ROWS_TOGETHER, min(1, num_tokens)) * (start + (num_tokens + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """A step's seconds: those of every step, and those per row, per key read and per sampled row."""
+    """The seconds of every step, and those for each row, each key that is read, and each sampled row."""
 
     step: float = 0.0
     row: float = 0.0
@@ -77,7 +77,8 @@ class Coefficients:
 
 
 class StageCost:
-    """One stage's coefficients, fitted online. Zero until the first observation."""
+    """The coefficients of one stage, which are fitted while it serves. They are zero until the first
+    observation."""
 
     def __init__(self) -> None:
         self.num_observed = 0
@@ -90,7 +91,7 @@ class StageCost:
         return self.coefficients.seconds(size)
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """A step of this size took that long. Times of zero or less are ignored."""
+        """Note that a step of this size took so many seconds. Times of zero or less are ignored."""
         if seconds <= 0:
             return
         values = (1, size.rows, size.context, size.sampled)
@@ -116,7 +117,8 @@ class StageCost:
 
 
 def _solve_non_negative(equations: Equations) -> list[float]:
-    """Least squares: leaves out the term with the most negative coefficient until there is none."""
+    """Solve for the least squares without negative coefficients: the term with the most negative one is left out
+    until there is none."""
     floor = 1e-12 * max(equations[i][i] for i in range(_TERMS))
     left_out: set[int] = set()
     while True:
@@ -131,7 +133,7 @@ def _solve_non_negative(equations: Equations) -> list[float]:
 
 
 def _solve(rows: Equations) -> list[float]:
-    """Gauss-Jordan elimination in place; the matrix is positive definite, so no pivot is near zero."""
+    """Solve by Gauss-Jordan elimination in place. The matrix is positive definite, so no pivot is near zero."""
     for column, pivot in enumerate(rows):
         pivot[:] = [value / pivot[column] for value in pivot]
         for row in rows:

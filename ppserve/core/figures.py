@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The value at the nearest rank of the sorted values; 0 if there are none."""
+    """Return the value at the nearest rank of the sorted values; 0 if there are none."""
     ordered = sorted(values)
     return ordered[round((len(ordered) - 1) * percent / 100)] if ordered else 0.0
 
@@ -24,18 +24,18 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes with its unit: 1536 is `1.5 KiB`."""
+    """Return a number of bytes with its unit: `1.5 KiB` for 1536."""
     unit = min(int(max(1.0, num_bytes)).bit_length() - 1, 40) // 10
     return f"{num_bytes / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
-    """A number with its noun: `1 stage`, `2 stages`. plural: the ending of the noun for other numbers than 1."""
+    """Return a number with its noun: `1 stage`, `2 stages`. plural: the noun's ending for other numbers than 1."""
     return f"{number} {what if number == 1 else what + plural}"
 
 
 def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
-    """A model's precisions in words: `float32, int8 weights`."""
+    """Return a model's precisions in words: `float32, int8 weights`."""
     words = [dtype]
     if quantization != "none":
         words.append(f"{quantization} weights")
@@ -45,7 +45,8 @@ def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
 
 
 def table(*rows: Sequence[str], left: int = 0) -> list[str]:
-    """One line per row, in columns as wide as their widest cell. The first `left` columns are aligned left."""
+    """Return one line per row, with columns as wide as their widest cell. The first `left` columns are aligned
+    left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [cell.rjust(width) if place >= left else cell.ljust(width) for place, (cell, width) in enumerate(cells)]

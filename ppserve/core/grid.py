@@ -1,7 +1,7 @@
-"""The arithmetic of ranks: how a world of processes divides into tensor ranks, replicas and stages.
+"""The arithmetic of ranks: how a world of processes is divided into tensor ranks, replicas and stages.
 
-The order is Megatron-LM's: tensor ranks vary fastest, then replicas (its data axis), and stages are farthest
-apart. Rank r of a world of tensor x data x pipeline ranks sits at
+The order is Megatron-LM's: tensor ranks vary fastest, then replicas (its data axis), then stages. In a world of
+tensor x data x pipeline ranks, the number of a rank is
 
     r = tensor + T * (data + D * pipeline)        T, D: sizes of the tensor and data axes
 """
@@ -22,7 +22,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """A grid of tensor x data x pipeline ranks. data: replicas, by Megatron-LM's name for that axis."""
+    """A grid of tensor x data x pipeline ranks. Megatron-LM calls the axis of replicas `data`."""
 
     tensor: int
     data: int
@@ -38,11 +38,11 @@ class RankGrid:
         return RankPlace(replica, stage, rank % self.tensor)
 
     def ranks_of(self, replica: int) -> tuple[int, ...]:
-        """The ranks of one replica, in order of stages, then of tensor ranks."""
+        """Return the ranks of one replica, in order of stages, then of tensor ranks."""
         return tuple(rank for rank in range(self.size) if self.place(rank).replica == replica)
 
     def name(self, rank: int) -> str:
-        """The rank's name in logs, such as `replica 0 stage 1 tensor 0`; axes of size 1 are omitted."""
+        """Return the rank's name in logs, such as `replica 0 stage 1 tensor 0`; axes of size 1 are omitted."""
         place = self.place(rank)
         words = [f"stage {place.stage}"]
         if self.data > 1:

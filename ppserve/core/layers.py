@@ -1,4 +1,4 @@
-"""What a layer of a model computes: its attention, its MLP, the norms around them, and what multiplies what.
+"""What a layer of a model computes: its attention, its MLP, the norms around them, and their multipliers.
 
 A layer is two lines, in which a norm that the layer does not have changes nothing:
 
@@ -18,7 +18,7 @@ class Rotary:
     """Rotary positions: at position p, pair i of a head's features is rotated by the angle p * frequencies[i].
 
     frequencies: float32 numbers, one for each half of a head's features.
-    magnitude: what queries and keys are multiplied with.
+    magnitude: the factor by which queries and keys are multiplied.
     """
 
     frequencies: tuple[float, ...]
@@ -35,7 +35,7 @@ class NormSpec:
     has_bias: bool = False
 
     def num_params(self, size: int) -> int:
-        """Parameters of the norm of `size` numbers."""
+        """Return how many parameters the norm of `size` numbers has."""
         return 2 * size if self.has_bias else size
 
 
@@ -46,7 +46,7 @@ class AttentionSpec:
     num_heads: int
     """Heads of queries."""
     num_kv_heads: int
-    """Heads of keys and values, each of which as many heads of queries read."""
+    """Heads of keys and values. Each of them is read by the same number of heads of queries."""
     head_size: int
     """Features of a head."""
     scale: float
@@ -54,9 +54,9 @@ class AttentionSpec:
     rotary: Rotary | None = None
     """How queries and keys are rotated by their positions; None where they are not."""
     window: int | None = None
-    """How many positions a row sees, its own included and the last ones before it; None: all before it."""
+    """How many positions a row sees: its own and the last ones before it. None: it sees all before it."""
     has_sinks: bool = False
-    """Whether each head has a learned score that takes weight and has no value."""
+    """Whether each head has an attention sink: a learned score that takes part in the softmax and has no value."""
     head_norm: NormSpec | None = None
     """The norm of each head's queries and keys before they are rotated."""
     has_qkv_biases: bool = False
@@ -81,11 +81,11 @@ class MLPSpec:
     """An MLP: dense, gated, or several of these as experts."""
 
     inner_width: int
-    """Features between its matrices; of one expert."""
+    """The features between its matrices; where there are experts, those of one."""
     activation: str
-    """A key of `model.stock.ACTIVATIONS` (Hugging Face's names)."""
+    """A key of `model.stock.ACTIVATIONS`, which has Hugging Face's names."""
     is_gated: bool = False
-    """Whether it multiplies what it activates with as many outputs that it does not."""
+    """Whether the activated outputs are multiplied with as many outputs that are not activated."""
     has_biases: bool = False
     experts: Experts | None = None
 
@@ -97,12 +97,12 @@ class LayerSpec:
     attention: AttentionSpec
     mlp: MLPSpec
     pre_norm: NormSpec | None
-    """The norm of what each of the two sublayers gets."""
+    """The norm before each of the two sublayers."""
     post_norm: NormSpec | None = None
-    """The norm of what each of the two gives, before it is added to the hidden states."""
+    """The norm of each one's result before that is added to the hidden states."""
     residual_multiplier: float = 1.0
-    """What each of the two gives is multiplied with it before it is added."""
+    """The factor of each one's result before that is added."""
 
     def num_norm_params(self, width: int) -> int:
-        """Parameters of the norms around one of its sublayers."""
+        """Return how many parameters the norms around one of its sublayers have."""
         return sum(norm.num_params(width) for norm in (self.pre_norm, self.post_norm) if norm is not None)

@@ -1,8 +1,8 @@
 """Which part of the model goes to which stage, for the load that is expected.
 
-All layers cost the same, and the last stage also runs the LM head. Stages are cut between layers or, where that
-balances them better, between a layer's attention and its MLP.
-The best split is the one whose heaviest stage is lightest.
+All layers are taken to cost the same. The last stage also has the LM head. Stages are cut between layers or, where
+that balances them better, between a layer's attention and its MLP. The best split is the one whose most expensive
+stage is cheapest.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import ConfigError
 
-# A layer is cut only where that makes the heaviest stage lighter by more than this share.
+# A layer is cut only where that makes the most expensive stage cheaper by more than this share.
 _WORTH_A_CUT = 0.01
 
 BLOCK_SIZE = 16
-"""Positions of a KV block in the expected step."""
+"""How many positions a KV block has in the expected step."""
 EXPECTED_PROMPT = 128
-"""Tokens of a typical prompt: the load that `--layers auto` balances for, and that `ppserve plan` mixes."""
+"""How many tokens a typical prompt has, in the load that `--layers auto` and `ppserve plan` expect."""
 EXPECTED_NEW = 128
-"""Tokens of a typical answer."""
+"""How many tokens a typical answer has."""
 _EXPECTED_DECODES = 16
 
 
 def expected_step(max_positions: int) -> StepPlan:
-    """The step of a busy server: sequences half way through their answers, and the prompt tokens that new requests
-    bring meanwhile. max_positions: of the model, which may have fewer than such a sequence."""
+    """Return a step of a busy server. It has sequences that are half way through their answers, and as many prompt
+    tokens as new requests bring meanwhile. max_positions: those of the model; they bound the sequences."""
     prompt = max(1, min(EXPECTED_PROMPT, max_positions - 1))
     context = min(prompt + EXPECTED_NEW // 2, max_positions - 1)
     num_tokens = round(_EXPECTED_DECODES * prompt / EXPECTED_NEW)
@@ -42,7 +42,8 @@ def expected_step(max_positions: int) -> StepPlan:
 
 
 def _plan(spans: list[tuple[int, int]], num_draws: int) -> StepPlan:
-    """A step of one slice per (start, tokens), each with blocks of its own; the first ones are drawn from."""
+    """Return a step with a slice for each span (start, number of tokens). Each slice has blocks of its own. The
+    first `num_draws` slices draw."""
     slices, num_blocks = [], 0
     for number, (start, num_tokens) in enumerate(spans):
         table = tuple(range(num_blocks, num_blocks - (-(start + num_tokens) // BLOCK_SIZE)))
@@ -54,19 +55,20 @@ def _plan(spans: list[tuple[int, int]], num_draws: int) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a model cost in a step, in any one unit (seconds, bytes, parameters).
+    """What the parts of a model cost in a step, all in the same unit (seconds, bytes or parameters).
 
-    It is the one answer to what a layer costs. `stage.probe` measures it before the layers are divided;
-    `measured_parts` finds it from what stages took; `decode_parts` counts weights where nothing was measured.
+    Nothing else says what a layer costs. `stage.probe` measures it before the layers are divided. `measured_parts`
+    computes it from the times of stages. `decode_parts` counts weights where nothing was measured.
     """
 
     attention: float
-    """Seconds of one layer's attention, with its norm."""
+    """The cost of one layer's attention, with its norm."""
     mlp: float
+    """The cost of one layer's MLP, with its norm."""
     overhead: float
-    """What every stage takes beside its layers, embedding a few rows included."""
+    """What every stage costs in addition to its layers, with the embedding of a few rows."""
     head: float
-    """Final norm, LM head and sampling, only on the last stage."""
+    """The cost of the final norm, the LM head and sampling, which only the last stage has."""
 
     @property
     def layer(self) -> float:
@@ -81,16 +83,17 @@ class PartCosts:
 
 
 def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
-    """The mean of what several stages measured."""
+    """Return the mean of the costs that several stages measured."""
     return PartCosts(*map(fmean, zip(*map(astuple, parts), strict=True)))
 
 
 def decode_parts(arch: Architecture) -> PartCosts:
-    """Count, for each part, the weights that a decode step reads: what such a step costs while memory is the
+    """Count the weights of each part that a decode step reads. The step costs about that while memory is the
     limit.
 
-    Where a row reads some of the experts only, they are fewer than those that are held. A layer's parts are the
-    mean over all layers. The head reads its whole matrix (5.45 layers of GPT-2 124M), the embedding two rows.
+    Where a row reads only some of the experts, these are fewer than the weights that are held. The parts of a
+    layer are means over all layers. The head reads its whole matrix (as much as 5.45 layers of GPT-2 124M); the
+    embedding reads two rows, which do not count.
     """
     halves = [StageLayout(0, 1, sublayer, 1) for sublayer in range(2 * arch.num_layers)]
     reads = [sublayer_params(arch, half, is_read=True) for half in halves]
@@ -99,10 +102,12 @@ def decode_parts(arch: Architecture) -> PartCosts:
 
 
 def measured_parts(arch: Architecture, layouts: Sequence[StageLayout], taken: Sequence[float]) -> PartCosts:
-    """Divide the time that each of two or more stages computed among the model's parts, in the unit of `taken`.
+    """Divide the times that two or more stages computed among the parts of the model. taken: the time of each
+    stage, in any unit.
 
-    Attentions and MLPs take it in the ratio of their parameters. What the last stage takes beyond its layers is
-    the LM head's. The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
+    The time of layers is divided between attentions and MLPs in the ratio of their parameters. What the last stage
+    takes beyond its layers is the time of the LM head. The embedding only gathers a few rows, so its time is
+    counted with the first stage's layers.
     """
     weights = replace(decode_parts(arch), head=0.0)
     held = [weights.stage_cost(layout) for layout in layouts]
@@ -112,21 +117,23 @@ def measured_parts(arch: Architecture, layouts: Sequence[StageLayout], taken: Se
 
 
 def balance(costs: tuple[float, ...]) -> float:
-    """Efficiency of a full pipeline with these stage costs: mean over maximum, 1.0 = no stage waits."""
+    """Return the efficiency of a full pipeline with these costs of stages: their mean divided by their maximum. At
+    1.0, no stage waits."""
     return sum(costs) / (len(costs) * max(costs))
 
 
 def split_by_weight(arch: Architecture, num_stages: int) -> Split:
-    """The split balanced by the weights that a decode step reads. Raises ConfigError."""
+    """Return the split that balances the weights that a decode step reads. Raises ConfigError."""
     return split_by_cost(decode_parts(arch), arch.num_layers, num_stages)
 
 
 def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
-    """The split, of at least one layer each, whose heaviest stage is lightest. Raises ConfigError."""
+    """Return the split, with at least one layer in each stage, whose most expensive stage is cheapest. Raises
+    ConfigError."""
     if not 1 <= num_stages <= num_layers:
         layers = counted(num_layers, "layer")
         raise ConfigError("--stages", f"{num_stages} stages cannot share {layers}; each needs at least one")
-    # Of whole layers the earlier stage gets one more.
+    # Where whole layers do not divide evenly, earlier stages get one more.
     best = _whole_layers(parts, num_layers, num_stages)
     limit = (1 - _WORTH_A_CUT) * max(parts.costs(best))
     while (better := _fill(parts, num_layers, num_stages, limit)) is not None:
@@ -136,7 +143,8 @@ def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
 
 
 def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
-    """One layer at a time to the stage that costs least: exact, as all layers cost the same."""
+    """Give one layer after the other to the stage that is cheapest so far. The result is the best of its kind,
+    because all layers cost the same."""
     sublayers = [2] * num_stages
     costs = list(parts.costs(Split(tuple(sublayers))))
     for _ in range(num_layers - num_stages):
@@ -147,7 +155,8 @@ def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
 
 
 def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split | None:
-    """Give each stage in turn as many sublayers as `limit` and a layer for each later one leave; None: too few."""
+    """Give each stage in turn as many sublayers as it can have below `limit`, but leave a layer for each later
+    stage. Return None if not all layers can be given away like this."""
     sublayers: list[int] = []
 
     def cost(size: int) -> float:
@@ -161,7 +170,7 @@ def _fill(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> S
 
 
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
-    """Raises ConfigError where some of the ranks that share a stage would have no head."""
+    """Raise ConfigError if some of the ranks that share a stage would have no head."""
     if num_tensor > arch.num_kv_heads:
         heads = counted(arch.num_kv_heads, "head")
         if arch.queries_per_kv_head > 1:
@@ -170,7 +179,7 @@ def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
 
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
-    """Raises ConfigError unless `split` deals out every layer to `num_stages` stages."""
+    """Raise ConfigError unless `split` divides all layers among `num_stages` stages."""
     counts = split.sublayers
     total = sum(counts) / 2
     if len(counts) != num_stages:

@@ -1,9 +1,9 @@
 """Plans, which the head sends to every stage, and results, which every stage sends back. All are frozen.
 
-step: one pass of one microbatch through all stages. slice: one sequence's consecutive tokens in a step. A plan
-holds everything that a stage must know: a stage has no state about sequences except their keys and values. So each
-draw is complete. What may be long in it (biases, the tokens before it) is packed: as bytes it costs a stage hardly
-anything to read, where 64 tuples of 1,000 tokens would cost it 1.7 ms a step (docs/performance.md).
+A step is one pass of one microbatch through all stages. A slice is one sequence's consecutive tokens in a step. A
+plan has everything that a stage must know, because a stage keeps nothing about sequences but their keys and
+values. So each draw is complete. Its long parts (biases, the tokens before it) are packed as bytes: reading 64
+tuples of 1,000 tokens would take a stage 1.7 ms a step (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from ppserve.core.request import SamplingParams
 
 DRAWN = -1
-"""Stands in a plan that is sent ahead for each token that the step before draws for the sequence."""
+"""It stands, in a plan that is sent ahead, for the token that the previous step draws for the sequence."""
 
 
 LATER = b""
-"""Stands in a plan that is sent ahead for a mask that depends on such a token: it comes in `StepMasks`."""
+"""It stands, in a plan that is sent ahead, for a mask that depends on such a token. The mask follows in
+`StepMasks`."""
 
 
 def packed_ids(token_ids: Seq[int]) -> bytes:
@@ -40,27 +41,27 @@ class Draw:
     params: SamplingParams
     """The request's parameters without their logit_bias, which is in `biases`."""
     index: int = 0
-    """Which of the request's sequences; part of the random key."""
+    """The number of the sequence among those of its request. It is a part of the random key."""
     num_logprobs: int | None = None
     """None = no log-probabilities, 0 = the drawn token's, k = also those of the k most likely tokens."""
     banned: tuple[int, ...] = ()
     """Ids that may not be drawn for positions below `banned_before`."""
     banned_before: int = 1 << 31
-    """The default is beyond all positions."""
+    """The default is greater than all positions."""
     biases: bytes = b""
-    """What is added to logits, as `packed_biases`."""
+    """The biases that are added to logits, packed by `packed_biases`."""
     prompt_ids: bytes = b""
-    """`prompt_ids + output_ids` are the tokens before the draw as `packed_ids`; empty unless
-    `params.needs_history`."""
+    """The prompt, packed by `packed_ids`; empty unless `params.needs_history`."""
     output_ids: bytes = b""
+    """The tokens between the prompt and the draw, likewise."""
     mask: bytes | None = None
-    """The ids that may be drawn, a bit each, as `scheduling.token_filter` packs them; None = all."""
+    """The ids that may be drawn, one bit for each (see `scheduling.token_filter`); None: all may."""
 
     def __post_init__(self) -> None:
         assert not self.params.logit_bias, "biases travel packed"
 
     def after(self, token_ids: Seq[int]) -> Draw:
-        """Return this draw for a later row, with these tokens before it too."""
+        """Return the draw for a later row, before which these tokens stand too."""
         if not self.params.needs_history or not token_ids:
             return self
         return replace(self, output_ids=self.output_ids + packed_ids(token_ids))
@@ -72,20 +73,21 @@ class Slice:
 
     sequence_id: int
     start: int
-    """Position of the first token."""
+    """The position of the first token."""
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     """The KV blocks of positions 0 to end - 1, in order; entry i holds the positions from i * block_size on."""
     draw: Draw | None = None
-    """How the next token is drawn; None in a chunk that is not the prompt's last."""
+    """How the next token is drawn; None in a chunk that is not the prompt's last one."""
     targets: tuple[int, ...] = ()
-    """When the prompt is scored: the token after each position (at the prompt's end one fewer than token_ids)."""
+    """If the prompt is scored: the token after each of the slice's positions. At the prompt's end there is
+    none."""
     num_prompt_logprobs: int = 0
-    """How many others are scored per target."""
+    """How many of the most likely tokens are scored with each target."""
     num_draft_tokens: int = 0
-    """How many of the last token_ids are draft tokens, which follow a known one; then there is a draw."""
+    """How many of the last token_ids are draft tokens. They follow a known token, and the slice draws."""
     draft_masks: tuple[bytes | None, ...] = ()
-    """The draw's masks after each draft token in place of its own; empty where nothing is filtered."""
+    """The masks of the draws after each draft token; empty if no token filter decides about the sequence."""
 
     @property
     def end(self) -> int:
@@ -93,12 +95,12 @@ class Slice:
 
     @property
     def num_draws(self) -> int:
-        """How many of the last rows are drawn from: those of the draft tokens, and the last before them."""
+        """How many of the last rows tokens are drawn from: the rows of draft tokens, and the one before them."""
         return 0 if self.draw is None else self.num_draft_tokens + 1
 
     @property
     def draws(self) -> Iterator[tuple[int, Draw]]:
-        """Each draw with the position of its token, as if the draft tokens before that had been drawn."""
+        """The draws, each with the position of its token, as if the draft tokens before it had been drawn."""
         if self.draw is None:
             return
         first = len(self.token_ids) - self.num_draws
@@ -111,44 +113,45 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step, as every stage is to compute it."""
+    """A step that every stage is to compute."""
 
     epoch: int
     step_id: int
     slot: int
     slices: tuple[Slice, ...]
     is_ahead: bool = False
-    """Whether it was sent before the step before it had drawn its tokens: each slice has one token, DRAWN."""
+    """Whether it was sent before the previous step had drawn its tokens. Then each slice has the one token
+    DRAWN."""
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether masks of its draws come later."""
+        """Whether masks of its draws follow in `StepMasks`."""
         return self.is_ahead and any(s.draw is not None and s.draw.mask == LATER for s in self.slices)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of hidden states that each stage sends to the next in this step."""
+        """The number of rows of hidden states that each stage sends to the next in this step."""
         return sum(len(s.token_ids) for s in self.slices)
 
     @property
     def phase(self) -> str:
-        """`prefill`, `decode` or `mixed`. For metrics and the ledger; all three are computed alike."""
+        """`prefill`, `decode` or `mixed`, for metrics and the ledger. All three are computed in the same way."""
         decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
     def with_drawn(self, drawn: Iterable[Drawn]) -> StepPlan:
-        """Complete a plan that was sent ahead by the tokens that the step before drew, which its draws follow.
-        Where that drew none, the result is not used."""
+        """Return a plan that was sent ahead, completed by the tokens that the previous step drew. Where none was
+        drawn, the result is not used."""
         tokens = {one.sequence_id: one.token_id or 0 for one in drawn}
         slices = []
         for s in self.slices:
-            assert s.draw is not None, "what is sent ahead draws"
+            assert s.draw is not None, "a slice that is sent ahead draws"
             token_ids = (tokens.get(s.sequence_id, 0),)
             slices.append(replace(s, token_ids=token_ids, draw=s.draw.after(token_ids)))
         return replace(self, slices=tuple(slices))
 
     def with_masks(self, masks: Iterable[bytes | None]) -> StepPlan:
-        """The plan with `StepMasks.masks`."""
+        """Return the plan with the masks of its `StepMasks`."""
         later, slices = iter(masks), []
         for s in self.slices:
             if s.draw is not None and s.draw.mask == LATER:
@@ -159,13 +162,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks that a plan was sent without."""
+    """The masks of a plan that was sent without them."""
 
     epoch: int
     step_id: int
     masks: tuple[bytes | None, ...]
-    """One for each slice with LATER, in their order. None: any id may be drawn; of an answer that has ended, too,
-    whose draw is not used."""
+    """One for each slice with LATER, in their order. None: any id may be drawn, or the answer has ended and its
+    draw is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +176,14 @@ class TokenLogprobs:
     """Natural log-probabilities at one position."""
 
     logprob: float
-    """Log-probability of the token that is there."""
+    """The log-probability of the token at this position."""
     top: tuple[tuple[int, float], ...] = ()
-    """(id, logprob), most likely first."""
+    """The most likely tokens as pairs (id, log-probability), the most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token drawn for a sequence; those of one slice in order."""
+    """A token that was drawn for a sequence. Those of one slice are in order."""
 
     sequence_id: int
     token_id: int | None
@@ -190,7 +193,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities of a slice's `targets`, in order."""
+    """The log-probabilities of a slice's `targets`, in order."""
 
     sequence_id: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -205,7 +208,7 @@ class StepStamps:
     awaited: int
     """The stage began to wait for hidden states."""
     received: int
-    """The hidden states were there; on stage 0 at once."""
+    """The hidden states were there; on stage 0 they are there at once."""
     begun: int
     """The computation began."""
     ended: int
@@ -216,7 +219,7 @@ class StepStamps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepOutcome:
-    """What a result of one step holds, a rank's or a stage's."""
+    """What the results of a rank and of a stage have in common."""
 
     epoch: int
     step_id: int
@@ -225,8 +228,8 @@ class _StepOutcome:
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     gathered_ns: int = 0
-    """How long of the time from begun to ended the rank waited for the other tensor ranks of its stage; a stage
-    has the average of its ranks."""
+    """How long, between begun and ended, the rank waited for the other tensor ranks of its stage. In a stage's
+    result it is the average over its ranks."""
 
     @property
     def computed_ns(self) -> int:
@@ -235,14 +238,14 @@ class _StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult(_StepOutcome):
-    """One rank's result of one step. Every rank sends one for every step; only the last stage draws and scores."""
+    """A rank's result of one step. Every rank sends one for every step. Only the last stage draws and scores."""
 
     place: int
-    """The rank's place in its replica, stage * T + tensor."""
+    """The rank's place in its replica: stage * T + tensor, where T is the number of tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(_StepOutcome):
-    """One stage's result of one step, which `TensorRanks` makes of those of the stage's ranks."""
+    """A stage's result of one step. `TensorRanks` makes it from the results of the stage's ranks."""
 
     stage: int

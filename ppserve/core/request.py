@@ -23,8 +23,8 @@ class SamplingParams:
     """How the next token is drawn from its logits.
 
     They are applied in this order, as Hugging Face does: logit_bias; repetition, frequency and presence penalties;
-    banned ids (`min_tokens`) and those of a token filter; temperature; top_k; top_p; min_p. A `temperature` of
-    0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
+    banned ids (`min_tokens`) and those that a token filter forbids; temperature; top_k; top_p; min_p. A
+    `temperature` of 0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
     """
 
     seed: int = 0
@@ -39,7 +39,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a draw needs the earlier tokens themselves, because of a penalty, and not only the logits."""
+        """Whether a draw needs the earlier tokens in addition to the logits, because there is a penalty."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -48,7 +48,8 @@ class StopConditions:
     """When a sequence ends."""
 
     max_tokens: int
-    """The most generated tokens. It was lowered where prompt and generated tokens would not fit the context."""
+    """The most tokens that may be generated. It has been lowered if prompt and answer would not fit the
+    context."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -58,7 +59,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is returned beside the text."""
+    """What is returned in addition to the text."""
 
     echo: bool = False
     logprobs: int | None = None
@@ -77,36 +78,38 @@ class Request:
 
     id: str
     prompt_ids: tuple[int, ...]
-    """At least one token."""
+    """The prompt has at least one token."""
     stop: StopConditions
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputOptions = field(default_factory=OutputOptions)
     num_sequences: int = 1
-    """The interface's `n`."""
+    """The number of answers (`n` in the interface)."""
     resume_index: int | None = None
-    """The index of the sequence that is resumed; None when none is."""
+    """The index of the sequence that is resumed; None if none is."""
     resume_ids: tuple[int, ...] = ()
     """The tokens of the resumed sequence that the caller already has."""
     length_end: FinishReason = FinishReason.MAX_TOKENS
     """Why an answer of max_tokens tokens ends: CONTEXT_LENGTH if the context has room for no more."""
     priority: int = 0
-    """Requests of higher priority are admitted earlier. Callers send the negative of this number."""
+    """Requests of higher priority are admitted earlier. (Callers send the negative of this number.)"""
     caller: str = ""
-    """The API key's digest or the peer's address; fairness counts tokens per caller."""
+    """The digest of the API key, or the peer's address. Fairness counts the tokens of each caller."""
     deadline_s: float | None = None
-    """Seconds on the head's monotonic clock; None = no deadline."""
+    """In seconds on the head's monotonic clock; None: there is no deadline."""
 
     @property
     def indices(self) -> range:
-        """Indices of the sequences that are generated."""
+        """The indices of the sequences that are generated."""
         resumed = self.resume_index
         return range(self.num_sequences) if resumed is None else range(resumed, resumed + 1)
 
     def end_after(self, num_generated: int, token_id: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
-        """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
+        """Return why an answer ends with its latest token; None if it does not. num_generated: the number of its
+        tokens, the latest included."""
         stop = self.stop
         if num_generated >= stop.min_tokens:
-            # Before min_tokens these tokens are never drawn; one that a resumed answer brings does not end it.
+            # Before min_tokens, these tokens are never drawn. If a resumed answer already has one, it does not end
+            # it.
             if token_id in eos_ids and not stop.ignore_eos:
                 return FinishReason.EOS
             if token_id in stop.stop_token_ids:
@@ -114,7 +117,7 @@ class Request:
         return self.length_end if num_generated >= stop.max_tokens else None
 
     def banned(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that would end an answer before it has `min_tokens`."""
+        """Return the tokens that would end an answer before it has `min_tokens`."""
         if not self.stop.min_tokens:
             return ()
         banned = set(self.stop.stop_token_ids)

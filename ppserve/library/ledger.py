@@ -28,7 +28,7 @@ class Ledger:
         return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
-        """What was added after an earlier ledger of the pipeline."""
+        """Return what was added after an earlier ledger of the pipeline."""
         return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
 
     def __repr__(self) -> str:
@@ -36,7 +36,7 @@ class Ledger:
         return "\n".join([*table(_HEADINGS, *map(self._row, self.stages)), f"{self.wall_s:.3f} s", *advice])
 
     def _repr_html_(self) -> str:
-        """A table, which notebooks show."""
+        """Return a table, which notebooks show."""
         rows = "".join(f"<tr>{_cells('td', self._row(stage))}</tr>" for stage in self.stages)
         advice = f"<p>{escape(self.advice)}</p>" if self.advice else ""
         table_of_rows = f"<table><thead><tr>{_cells('th', _HEADINGS)}</tr></thead><tbody>{rows}</tbody></table>"

@@ -52,7 +52,7 @@ class LocalControlPlane:
         self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 
     def close(self, goodbye_s: float) -> None:
-        """Does nothing: who started the threads waits for them."""
+        """Do nothing: who started the threads waits for them."""
 
 
 def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:

@@ -106,7 +106,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             return stream.completions()
 
     def generate(self, prompt: PromptOrChat | Sequence[PromptOrChat], **options: Unpack[Options]) -> Stream:
-        """The former name of `stream`."""
+        """Do the same as `stream`. It is the former name."""
         warnings.warn("generate is now called stream", DeprecationWarning, stacklevel=2)
         return self.stream(prompt, **options)
 
@@ -130,7 +130,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return Stream(self._running, self._tokenizer, requests, filters, on_news)
 
     def _request(self, prompt: ReadPrompt, asked: GenerationOptions, call: Call) -> tuple[Request, str]:
-        """The request, and the text that is given back before its answer. Raises InvalidRequest."""
+        """Return the request, and the text that is given back before its answer. Raises InvalidRequest."""
         tokenizer, model = self._tokenizer, self.model
         match prompt:
             case str():

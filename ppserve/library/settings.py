@@ -58,7 +58,7 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 
 
 def parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
-    """The configuration and number of ranks. Raises UsageError, naming the setting."""
+    """Return the configuration and number of ranks. Raises UsageError, naming the setting."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
     try:
@@ -79,7 +79,7 @@ def parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -
 
 
 def _split(layers: str | Sequence[float]) -> Split:
-    """Raises ValueError."""
+    """Raise ValueError."""
     return Split.parse(layers if isinstance(layers, str) else ",".join(f"{each:g}" for each in layers))
 
 

@@ -34,7 +34,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         filters: Mapping[str, TokenFilter],
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queues the requests, under the names that their chunks have. Raises RequestError if one is refused, and
+        """Queue the requests, under the names that their chunks have. Raises RequestError if one is refused, and
         ends the others. running: a pipeline's method, which must not end before its streams. filters: of the
         requests' answers, by name. on_news: is called in the engine's thread when `arrived` may have chunks."""
         self._running = running
@@ -144,7 +144,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
 
 def completions_of(names: Iterable[str], chunks: Iterable[Chunk]) -> list[Completion]:
-    """A completion for each of the requests with these names, of all their chunks."""
+    """Return a completion for each of the requests with these names, of all their chunks."""
     of_each: dict[str, list[Chunk]] = {name: [] for name in names}
     for chunk in chunks:
         of_each[chunk.request_id].append(chunk)

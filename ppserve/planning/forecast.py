@@ -1,4 +1,4 @@
-"""What would run where: sizes and balance of a pipeline, from a model's configuration alone."""
+"""What would run where: the sizes and the balance of a pipeline, predicted from a model's configuration alone."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from ppserve.core.partition import (
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
-_INT4_BYTES = 20 / 32  # a weight's, with its part of a scale and minimum
+_INT4_BYTES = 20 / 32  # of a weight, with its part of a scale and a minimum
 
 
 @dataclass(frozen=True, slots=True)
-class Intent:
-    """What the operator asks about."""
+class ForecastRequest:
+    """The pipeline about which the operator asks."""
 
     num_stages: int
     layers: Split | None = None
-    """The split; None for a split by the weights that decode steps read."""
+    """How many layers each stage has; None: they are split by the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "float32"
-    """Type of keys and values."""
+    """The type of keys and values."""
     max_model_len: int | None = None
-    """The longest context in tokens; None for all positions of the model."""
+    """The longest context in tokens; None: as many as the model has positions."""
     block_size: int = 16
     stage_memory: int = 16 << 30
-    """Bytes of a rank for weights and KV cache."""
+    """The bytes that a rank has for weights and KV cache."""
     kv_cache_memory: int | None = None
-    """The most that the KV cache may take; None: what the weights leave."""
+    """The most bytes that the KV cache may take; None: what the weights leave."""
     num_tensor: int = 1
-    """Ranks that compute each stage together."""
+    """The number of ranks that compute each stage together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class StageForecast:
     """What one stage would hold; sizes are in bytes."""
 
     layout: StageLayout
-    """The layout of its first tensor rank: no other one has more."""
+    """The layout of the stage's first tensor rank, which has at least as much as the others."""
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     kv_memory: int
-    """The bytes that are left for keys and values; 0 when not even the weights fit."""
+    """The bytes that are left for keys and values; 0 if not even the weights fit."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens whose keys and values fit on this stage."""
+        """The number of tokens whose keys and values fit on this stage."""
         return self.kv_memory // self.kv_bytes_per_token
 
 
@@ -75,7 +75,7 @@ class Forecast:
     """What all stages of a pipeline would hold."""
 
     arch: Architecture
-    intent: Intent
+    request: ForecastRequest
     max_model_len: int
     stages: tuple[StageForecast, ...]
 
@@ -85,13 +85,13 @@ class Forecast:
 
     @property
     def tightest(self) -> StageForecast:
-        """The stage with the fewest tokens: it limits the pipeline."""
+        """The stage that holds the fewest tokens: it limits the pipeline."""
         return min(self.stages, key=lambda stage: stage.max_tokens)
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of full length that fit at once."""
-        block_size = self.intent.block_size
+        """The number of sequences of full length that fit at once."""
+        block_size = self.request.block_size
         return self.tightest.max_tokens // block_size // sequence_blocks(self.max_model_len, block_size)
 
     @property
@@ -100,36 +100,38 @@ class Forecast:
         parts = decode_parts(self.arch)
         prompt = max(1, min(EXPECTED_PROMPT, self.max_model_len - 1))
         new = min(EXPECTED_NEW, self.max_model_len - prompt)
-        # How many of the tokens go through the LM head: of a prompt, the last one.
+        # The share of tokens that go through the LM head. Of a prompt, only the last one does.
         shares = {"decode": 1.0, "prefill": 1 / prompt, "mixed": (1 + new) / (prompt + new)}
         costs = {kind: replace(parts, head=share * parts.head).costs(self.split) for kind, share in shares.items()}
         return {kind: balance(each) for kind, each in costs.items()}
 
 
-def forecast(arch: Architecture, intent: Intent) -> Forecast:
-    """Return the forecast. Raise ConfigError for a split or a context that the model does not allow."""
-    split = intent.layers or split_by_weight(arch, intent.num_stages)
-    check_split(split, arch, intent.num_stages)
-    layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
-    stages = tuple(_stage(arch, layout, intent) for layout in layouts)
-    return Forecast(arch, intent, arch.context(intent.max_model_len), stages)
+def forecast(arch: Architecture, request: ForecastRequest) -> Forecast:
+    """Return the forecast. Raises ConfigError for a split or a context that the model does not allow."""
+    split = request.layers or split_by_weight(arch, request.num_stages)
+    check_split(split, arch, request.num_stages)
+    layouts = (replace(layout, num_tensor=request.num_tensor) for layout in stage_layouts(split))
+    stages = tuple(_stage(arch, layout, request) for layout in layouts)
+    return Forecast(arch, request, arch.context(request.max_model_len), stages)
 
 
-def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
-    # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
+def _stage(arch: Architecture, layout: StageLayout, request: ForecastRequest) -> StageForecast:
+    # Only a rank that has the whole model shares one matrix between embedding and head: tensor ranks have columns
+    # of the embedding and rows of the head.
     params = arch.num_params if layout.num_places == 1 else stage_params(arch, layout)
-    weight_bytes = _weight_bytes(arch, layout, intent)
-    scale_bytes = _SCALE_BYTES if intent.kv_dtype == "int8" else 0
-    kv_bytes = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_dtype], scale_bytes)
-    left = max(0, intent.stage_memory - weight_bytes)
-    kv_memory = left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory)
+    weight_bytes = _weight_bytes(arch, layout, request)
+    scale_bytes = _SCALE_BYTES if request.kv_dtype == "int8" else 0
+    kv_bytes = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[request.kv_dtype], scale_bytes)
+    left = max(0, request.stage_memory - weight_bytes)
+    kv_memory = left if request.kv_cache_memory is None else min(left, request.kv_cache_memory)
     return StageForecast(layout, params, weight_bytes, kv_bytes, kv_memory)
 
 
-def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
-    """The head is packed for products: a copy, also where it is the embedding. Beside int4 it is int8."""
-    element = ELEMENT_BYTES[intent.dtype]
-    if intent.quantization == "none":
+def _weight_bytes(arch: Architecture, layout: StageLayout, request: ForecastRequest) -> int:
+    """Return the bytes of a rank's weights. The LM head is packed for products, so it is a copy even if it is
+    tied. With int4 weights it has int8."""
+    element = ELEMENT_BYTES[request.dtype]
+    if request.quantization == "none":
         return stage_params(arch, layout) * element
     packed = [each for i in layout.attentions for each in attention_matrices(arch, arch.layers[i], layout)]
     packed += [each for i in layout.mlps for each in mlp_matrices(arch, arch.layers[i], layout)]
@@ -137,16 +139,16 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
     num_packed, num_head = sum(map(math.prod, packed)), math.prod(head)
     num_others = stage_params(arch, layout) - num_packed - num_head
     num_outputs = sum(outputs for outputs, _ in (*packed, head))
-    per_weight = 1 if intent.quantization == "int8" else _INT4_BYTES
+    per_weight = 1 if request.quantization == "int8" else _INT4_BYTES
     return int(num_others * element + num_packed * per_weight + num_head + num_outputs * _SCALE_BYTES)
 
 
 def render(model: str, plan: Forecast) -> str:
-    arch, intent, balances = plan.arch, plan.intent, plan.balance
+    arch, request, balances = plan.arch, plan.request, plan.balance
     heading = ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens")
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {numbers(intent.dtype, intent.quantization, intent.kv_dtype)}, context {plan.max_model_len}",
+        f" {numbers(request.dtype, request.quantization, request.kv_dtype)}, context {plan.max_model_len}",
         "",
         *table(heading, *map(_row, plan.stages)),
         "",

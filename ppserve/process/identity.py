@@ -29,6 +29,6 @@ def this_user() -> str:
 
 
 def name_process(name: str) -> None:
-    """Sets the name that `top` shows, at most 15 letters. Only on Linux."""
+    """Set the name that `top` shows, at most 15 letters. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

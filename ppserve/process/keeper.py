@@ -76,7 +76,7 @@ class RestartPolicy:
         return None
 
     def pause_s(self, reported: Reported) -> float:
-        """How long to wait after a process that reported this."""
+        """Return how long to wait after a process that reported this."""
         return 0.0 if StageLine.CONNECTED in reported else _LONGER_S * max(0, self._deaths - 1)
 
 
@@ -104,14 +104,14 @@ class Keeper:
         self._kill_at_s = math.inf  # finite once it stops
 
     def run(self) -> int:
-        """Keeps the stage alive while it is replaced; returns the rank's exit code."""
+        """Keep the stage alive while it is replaced; returns the rank's exit code."""
         try:
             return self._keep()
         finally:
             self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
-        """Stops within `grace_s`; without a head at once. Until then a stage that dies is replaced, as streams
+        """Stop within `grace_s`; without a head at once. Until then a stage that dies is replaced, as streams
         may finish. Safe in a signal handler."""
         self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child
@@ -144,7 +144,7 @@ class Keeper:
                 self._sleep(_CHECK_EVERY_S)
 
     def _run_stage(self) -> tuple[Reported, int]:
-        """Returns what a stage reported until its end, and its exit code."""
+        """Return what a stage reported until its end, and its exit code."""
         try:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
@@ -157,7 +157,7 @@ class Keeper:
         return reported, code
 
     def _watch(self, child: StageProcess) -> Reported:
-        """Listens to the stage until it has ended; kills a frozen one."""
+        """Listen to the stage until it has ended; kills a frozen one."""
         reported: Reported = set()
         last_sign_s = self._clock()
         while True:
@@ -177,7 +177,7 @@ class Keeper:
                 child.kill()
 
     def _give_up(self, reason: str) -> int:
-        """Tells the head why, so that streams end with a status."""
+        """Tell the head why, so that streams end with a status."""
         try:
             with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.Failed(reason)))

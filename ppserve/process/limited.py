@@ -39,7 +39,7 @@ class LimitedProcesses:
         self._idle: list[subprocess.Popen[str]] = []
 
     def ask(self, question: str) -> str:
-        """The answer to a line. Blocks. Raises OutOfTime or OutOfMemory; the next question gets another
+        """Return the answer to a line. Blocks. Raises OutOfTime or OutOfMemory; the next question gets another
         process."""
         try:
             process = self._idle.pop()
@@ -61,7 +61,7 @@ class LimitedProcesses:
         return answer
 
     def close(self) -> None:
-        """Ends the idle processes; the others end with this one."""
+        """End the idle processes; the others end with this one."""
         while self._idle:
             _end(self._idle.pop())
 
@@ -76,7 +76,7 @@ class LimitedProcesses:
 
 
 def _cause(process: subprocess.Popen[str]) -> PpserveError:
-    """Why a process that has closed its output ends."""
+    """Return why a process that has closed its output ends."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
     _end(process)
@@ -89,7 +89,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def serve(begin: Callable[[str], Callable[[str], str]], max_cpu_s: float, max_memory_bytes: int) -> None:
-    """Answers until standard input ends, with the parent. begin: takes the first line, and returns what
+    """Answer until standard input ends, with the parent. begin: takes the first line, and returns what
     answers."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

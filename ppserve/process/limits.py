@@ -30,7 +30,7 @@ def available_cores(root: Path = _ROOT) -> int:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Memory that this process could still get; 0 where /proc does not say."""
+    """Return the bytes of memory that this process could still get; 0 where /proc does not say."""
     available = [value * 1024 for value in _entries(root / "proc/meminfo", "MemAvailable:")]
     version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     for group in _groups(root, "memory"):
@@ -43,7 +43,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def available_tasks(root: Path = _ROOT) -> float:
-    """Processes and threads that this process could still start."""
+    """Return how many processes and threads this process could still start."""
     available = [math.inf]
     for group in _groups(root, "pids"):
         with contextlib.suppress(OSError, ValueError):
@@ -86,7 +86,7 @@ def _number(file: Path) -> int:
 
 
 def _entries(file: Path, name: str) -> list[int]:
-    """The numbers of a file's lines that begin with this name."""
+    """Return the numbers of a file's lines that begin with this name."""
     with contextlib.suppress(OSError):
         lines = (line.split() for line in file.read_text().splitlines())
         return [int(line[1]) for line in lines if line and line[0] == name]

@@ -60,7 +60,7 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """Opens the head's socket; returns it with the secret. Raises UsageError."""
+    """Open the head's socket; returns it with the secret. Raises UsageError."""
     secret = read_secret(meeting)
     try:
         return listen(meeting.address), secret

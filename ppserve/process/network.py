@@ -117,7 +117,7 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """Raises OSError, also if another user listens at @NAME."""
+    """Raise OSError, also if another user listens at @NAME."""
     if not address.startswith("@"):
         connection = socket.create_connection(_host_and_port(address), timeout=timeout_s)
         prepare(connection)

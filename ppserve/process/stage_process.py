@@ -52,7 +52,7 @@ class ForkServer:
         self._prepared: StageProcess | None = None
 
     def prepare(self) -> None:
-        """Starts the imports for the first `fork`. Raises OSError."""
+        """Start the imports for the first `fork`. Raises OSError."""
         self._prepared = StageProcess(self)
 
     def fork(self) -> StageProcess:
@@ -61,7 +61,7 @@ class ForkServer:
         return prepared or StageProcess(self)
 
     def request_stage(self, stage_end: int) -> None:
-        """Requests a stage that gets this end of a socket. Raises OSError."""
+        """Request a stage that gets this end of a socket. Raises OSError."""
         if self._requests is None:
             self._requests = self._start()
         try:
@@ -86,7 +86,7 @@ class ForkServer:
         return ours
 
     def reap_stage(self) -> int:
-        """Waits until the stage's device is free. Returns its exit code, or the server's."""
+        """Wait until the stage's device is free. Returns its exit code, or the server's."""
         assert self._process is not None
         assert self._requests is not None
         code = b""
@@ -102,7 +102,7 @@ class ForkServer:
             process.kill()
 
     def close(self) -> int:
-        """Kills it, unless it has ended, and returns its exit code (-9: killed)."""
+        """Kill it, unless it has ended, and returns its exit code (-9: killed)."""
         if self._process is None or self._requests is None:
             return _KILLED
         self._requests.close()
@@ -133,7 +133,7 @@ class StageProcess:
                 raise
 
     def start(self, start: wire.Start) -> None:
-        """Makes it a stage."""
+        """Make it a stage."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `reap` tells
             self._stage.sendall(wire.encode(start))
 

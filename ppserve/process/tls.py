@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def read_files(settings: NetworkSettings) -> tuple[bytes, ...]:
-    """What authority, certificate and key hold. Raises ConfigError."""
+    """Return what authority, certificate and key hold. Raises ConfigError."""
     held = []
     for part, path in zip(("ca", "cert", "key"), _paths(settings), strict=True):
         try:
@@ -56,7 +56,7 @@ def _paths(settings: NetworkSettings) -> tuple[Path, Path, Path]:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[Path]:
-    """A file that only this process can name: `ssl` reads a certificate and its key from files alone."""
+    """Return a file that only this process can name: `ssl` reads a certificate and its key from files alone."""
     with open(os.memfd_create("ppserve-tls"), "wb") as file:
         file.write(content)
         file.flush()

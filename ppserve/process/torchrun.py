@@ -49,7 +49,7 @@ def _make_rendezvous(parameters: Any) -> Any:
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
-    """Starts this command once per rank on this host, waits, and returns an exit code. Raises LauncherError.
+    """Start this command once per rank on this host, waits, and returns an exit code. Raises LauncherError.
     shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more."""
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose themselves.
@@ -85,7 +85,7 @@ def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _hand_on_signals() -> None:
-    """Hands on SIGHUP and SIGUSR1. SIGHUP of a closed terminal ends, but for `nohup`."""
+    """Hand on SIGHUP and SIGUSR1. SIGHUP of a closed terminal ends, but for `nohup`."""
     os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

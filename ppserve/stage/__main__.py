@@ -119,7 +119,7 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
 
 
 def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, keeper_fd: int) -> int:
-    """Runs the stage, or tells the head of a mistake; returns the exit code."""
+    """Run the stage, or tells the head of a mistake; returns the exit code."""
     try:
         if isinstance(found, UsageError):
             raise found
@@ -163,7 +163,7 @@ def _send_signs_of_life(keeper_fd: int, is_done: threading.Event) -> None:
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Exits with `run`'s code, or 1: torch's and NCCL's threads could hold up `sys.exit`."""
+    """Exit with `run`'s code, or 1: torch's and NCCL's threads could hold up `sys.exit`."""
     try:
         code = run()
     except Exception:

@@ -48,7 +48,7 @@ class Connector(Protocol):
         then `leave_epoch` is due."""
 
     def leave_epoch(self) -> None:
-        """Releases what the newest connections were made from. May be called twice."""
+        """Release what the newest connections were made from. May be called twice."""
 
 
 class ProcessConnector:
@@ -136,7 +136,7 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
-    """Waits for every rank of the replica. Raises TransportError when the epoch is over.
+    """Wait for every rank of the replica. Raises TransportError when the epoch is over.
 
     Connecting a group takes milliseconds and cannot be interrupted. This wait can: a stage that dies before it
     comes does not hold up the others. It polls, as the store's own wait sees nothing else.

@@ -63,7 +63,7 @@ def choose(
 
 
 def _own_kv_dtype(asked: str, quantization: str, dtype: str, stored_dtype: str) -> str:
-    """The type of keys and values where `auto` is asked for."""
+    """Return the type of keys and values where `auto` is asked for."""
     # Beside quantized weights the file's: float32 would double what a step reads.
     is_quantized = quantization != "none"
     return "bfloat16" if is_quantized and asked == "auto" and stored_dtype == "bfloat16" else dtype

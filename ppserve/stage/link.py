@@ -91,7 +91,7 @@ class HeadLink:
         return plan.with_masks(masks)
 
     def masks_of(self, plan: StepPlan) -> Iterable[bytes | None] | None:
-        """The masks of a plan that was sent without them; None while they are not there."""
+        """Return the masks of a plan that was sent without them; None while they are not there."""
         if plan.step_id in self.cancelled:
             return repeat(None)
         return next((of.masks for of in self.masks if (of.epoch, of.step_id) == (plan.epoch, plan.step_id)), None)
@@ -143,7 +143,7 @@ class SocketHeadLink(HeadLink):
         self._end(code)
 
     def _handle_until_shutdown(self) -> int:
-        """Returns the code of the Shutdown, the last message. Raises OSError, WireError."""
+        """Return the code of the Shutdown, the last message. Raises OSError, WireError."""
         reader = wire.FrameReader(wire.FromHead)
         while received := self._connection.recv(1 << 16):
             now_ns = time.monotonic_ns()

@@ -134,7 +134,7 @@ def initialize_model_parallel(
 
 
 def fit_grid(world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
-    """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
+    """Return the grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
     for name, size in (("tensor", tensor), ("pipeline", pipeline), ("data", data)):
         if size is not None and size < 1:
             raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
@@ -146,7 +146,7 @@ def fit_grid(world_size: int, tensor: int, pipeline: int, data: int | None = Non
 
 
 def groups_of(grid: RankGrid, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
+    """Return the ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
     found: dict[RankPlace, list[int]] = {}
     for rank in range(grid.size):
         found.setdefault(replace(grid.place(rank), **{axis: 0}), []).append(rank)
@@ -248,12 +248,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int | None:
-    """The following stage's rank; None on the last stage (Megatron would wrap around)."""
+    """Return the following stage's rank; None on the last stage (Megatron would wrap around)."""
     return get_pp_group().next_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int | None:
-    """The preceding stage's rank; None on the first stage (Megatron would wrap around)."""
+    """Return the preceding stage's rank; None on the first stage (Megatron would wrap around)."""
     return get_pp_group().prev_rank
 
 

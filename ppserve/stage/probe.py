@@ -59,7 +59,7 @@ class ProbeResult:
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """Opens the checkpoint's headers and chooses the device. Raises UsageError."""
+    """Open the checkpoint's headers and chooses the device. Raises UsageError."""
     stored = open_checkpoint(config.model.path)
     setup = choose(config, environment, stored.stored_dtype, stored.stored_quantization)
     checkpoint = stored.rounded_to(setup.dtype)
@@ -91,7 +91,7 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Seconds of each part in this step, measured once a machine. Waits for no other tensor rank."""
+    """Return seconds of each part in this step, measured once a machine. Waits for no other tensor rank."""
     path = _memory_path(checkpoint, setup, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
@@ -105,7 +105,7 @@ def part_costs(
 
 
 def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Path:
-    """One file per machine, model shape, arithmetic, operators and threads."""
+    """Return one file per machine, model shape, arithmetic, operators and threads."""
     numbers = setup.dtype, setup.quantization, setup.kv_dtype
     operators = setup.reference, setup.options.batch_invariant, torch.__version__
     machine = setup.name, setup.stages_here, platform.processor()
@@ -128,7 +128,7 @@ def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: t
 
 
 def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], float]) -> list[float]:
-    """Each step's lower quartile in seconds."""
+    """Return each step's lower quartile in seconds."""
     for stage, plan in steps:  # the first turn does not count
         stage.step(plan, 0)
     turns: list[list[float]] = []

@@ -47,7 +47,7 @@ class Stage:
         self._with_masks = with_masks
 
     def warm_up(self) -> None:
-        """Makes all connections: tensor ranks exchange a row."""
+        """Make all connections: tensor ranks exchange a row."""
         self.transport.warm_up()
         if self.layout.num_tensor > 1:
             own_11 = torch.zeros(1, 1, device=self.model.backend.device)
@@ -59,7 +59,7 @@ class Stage:
         self.transport.interrupt()
 
     def close(self) -> None:
-        """Wakes those who wait for this stage. May be called twice."""
+        """Wake those who wait for this stage. May be called twice."""
         self._gather.close()
         self.transport.close()
 

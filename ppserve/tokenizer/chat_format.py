@@ -39,7 +39,7 @@ class _ChatConfig(msgspec.Struct, frozen=True):
 
 
 def read_chat_format(path: str) -> ChatFormat:
-    """The chat format of the model at `path`. Raises CheckpointError for an unusable file."""
+    """Return the chat format of the model at `path`. Raises CheckpointError for an unusable file."""
     given = TINY if path == "tiny" else Path(path).expanduser()
     if is_gguf(given):
         return _of_gguf(given)

@@ -47,7 +47,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, token_id: int) -> Piece:
-        """The text that is certain with this token; empty after a match or `finish`."""
+        """Return the text that is certain with this token; empty after a match or `finish`."""
         if self._ended:
             return Piece("")
         text = self._decoder.decode(self._bytes_of(token_id))
@@ -57,7 +57,7 @@ class Detokenizer:
         return self._release(text)
 
     def finish(self) -> str:
-        """The text that was held back, with U+FFFD for an incomplete character."""
+        """Return the text that was held back, with U+FFFD for an incomplete character."""
         if self._ended:
             return ""
         text = self._release(self._decoder.decode(b"", final=True)).text + self._held
@@ -82,6 +82,6 @@ class Detokenizer:
 
 
 def _begun(stop: str, text: str) -> int:
-    """How many of the last characters of `text` are a beginning of `stop`."""
+    """Return how many of the last characters of `text` are a beginning of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -258,7 +258,7 @@ def _byte_level_of_gguf(given: _GgufTokenizer, splitting: Splitting) -> tokenize
 
 
 def _splitting_of(path: Path, given: _GgufTokenizer) -> Splitting:
-    """How the GGUF's tokenizer splits a text. Raises CheckpointError for an unknown way."""
+    """Return how the GGUF's tokenizer splits a text. Raises CheckpointError for an unknown way."""
     key = "tokenizer.ggml.pre"
     if given.pre is None:
         logger.warning(
@@ -270,7 +270,8 @@ def _splitting_of(path: Path, given: _GgufTokenizer) -> Splitting:
 
 
 def _end_of(path: Path, given: _GgufTokenizer, name: str, by_default: bool) -> str | None:
-    """The token that begins every text (name: bos) or ends it (eos); None if none does. Raises CheckpointError."""
+    """Return the token that begins every text (name: bos) or ends it (eos); None if none does. Raises
+    CheckpointError."""
     token_id: int | None = getattr(given, f"{name}_token_id")
     is_asked: bool | None = getattr(given, f"add_{name}_token")
     if token_id is None and given.model == "llama":

@@ -52,7 +52,7 @@ class Tokenizer:
         """The ids of special tokens, by the ids that their secret names have in the library."""
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """The ids of a text, none of them special. Raises only ValueError.
+        """Return the ids of a text, none of them special. Raises only ValueError.
 
         continues: whether the text is encoded as if it followed a special token.
         """
@@ -61,7 +61,7 @@ class Tokenizer:
         return self.encode_parts([text])
 
     def encode_parts(self, parts: Sequence[str], surrounds: bool = False) -> list[int]:
-        """The ids of one text, whose parts are texts and special tokens in turn. Raises only ValueError.
+        """Return the ids of one text, whose parts are texts and special tokens in turn. Raises only ValueError.
 
         surrounds: whether `begin` and `end` are put around it, unless the parts already have them.
         """
@@ -96,22 +96,22 @@ class Tokenizer:
             named = {place: name for place, name in named.items() if _are_over(spans, starts[place] + 1)}
 
     def highest_encoded_id(self) -> int:
-        """The highest id that a text can encode to, tokens that were added to the vocabulary left aside."""
+        """Return the highest id that a text can encode to, tokens that were added to the vocabulary left aside."""
         return max([*self.begin, *self.end, *(self._token_bytes.keys() - self._added)], default=-1)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special or not; empty for an unknown id."""
+        """Return the bytes of one token, special or not; empty for an unknown id."""
         return self._token_bytes.get(token_id, b"")
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to decoded text; empty for special and unknown tokens."""
+        """Return the bytes that the token adds to decoded text; empty for special and unknown tokens."""
         if token_id in self._special:
             return b""
         return self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int], skips_special: bool = True) -> str:
-        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown tokens are left out, and special ones unless
-        they are to be there by their names."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown tokens are left out, and special ones
+        unless they are to be there by their names."""
         bytes_of = self.text_bytes if skips_special else self.token_bytes
         return b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
 
@@ -127,12 +127,13 @@ def _are_over(spans: Sequence[tuple[int, int]], place: int) -> bool:
 
 
 def no_tokenizer() -> Tokenizer:
-    """The empty tokenizer, of a model that has none: no text has tokens, and no token has a text."""
+    """Return the empty tokenizer, of a model that has none: no text has tokens, and no token has a text."""
     return Tokenizer("no tokenizer", tokenizers.Tokenizer(models.BPE(byte_fallback=True)))
 
 
 def byte_alphabet() -> list[str]:
-    """The character by which GPT-2 spells each byte: Latin-1's if that is printable, else one from U+0100 on."""
+    """Return the character by which GPT-2 spells each byte: Latin-1's if that is printable, else one from U+0100
+    on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -158,7 +159,8 @@ def _encode_plainly(library: tokenizers.Tokenizer) -> None:
 
 
 def _surroundings(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text. They become special tokens of the library."""
+    """Return the ids that the post-processor puts before and after a text. They become special tokens of the
+    library."""
     around = library.encode("a")
     is_added = around.special_tokens_mask
     library.add_special_tokens(
@@ -218,7 +220,8 @@ def _rename(document: dict[str, Any], texts: set[str], names: Mapping[str, str])
 
 
 def _byte_level(source: object, vocab: Mapping[str, int]) -> dict[int, bytes]:
-    """Each token's bytes, by id. Raises CheckpointError if tokens share an id, or too many bytes are missing."""
+    """Return each token's bytes, by id. Raises CheckpointError if tokens share an id, or too many bytes are
+    missing."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     # SmolLM2 lacks control characters, and bytes that are rare or absent in UTF-8.
     missing = len(byte_of.keys() - vocab.keys())

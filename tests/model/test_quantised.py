@@ -17,7 +17,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.linear import READ_BYTES
 from ppserve.model.decoder import load_stage
-from ppserve.planning.forecast import Intent, forecast
+from ppserve.planning.forecast import ForecastRequest, forecast
 from tests.model.checkpoint import writers
 from tests.model.checkpoint.parity import hugging_face
 from tests.model.pipelines import Pipeline, prompt
@@ -142,8 +142,10 @@ def test_a_stage_takes_the_bytes_that_were_planned(
 ) -> None:
     """They differ only by the padding of outputs and inputs to whole panels, and by biases, which are always
     float32."""
-    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype=dtype, quantization=quantization)
-    plan = forecast(arch, intent)
+    request = ForecastRequest(
+        len(Split.parse(split).sublayers), Split.parse(split), dtype=dtype, quantization=quantization
+    )
+    plan = forecast(arch, request)
     for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):
         backend = CpuBackend(dtype, quantization=quantization)
         stage = load_stage(RandomCheckpoint(arch), layout, backend)
@@ -153,7 +155,7 @@ def test_a_stage_takes_the_bytes_that_were_planned(
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_a_block_takes_the_bytes_that_were_planned(kv_dtype: str) -> None:
     arch, layout = llama(head_width=16), stage_layouts(Split.parse("2"))[0]
-    (planned,) = forecast(arch, Intent(1, kv_dtype=kv_dtype)).stages
+    (planned,) = forecast(arch, ForecastRequest(1, kv_dtype=kv_dtype)).stages
     backend = CpuBackend("float32", kv_dtype=kv_dtype)
     assert backend.block_bytes(arch, layout, 16) == 16 * planned.kv_bytes_per_token
 

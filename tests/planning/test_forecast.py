@@ -1,7 +1,7 @@
 import pytest
 
 from ppserve.core.architecture import Split
-from ppserve.planning.forecast import Forecast, Intent, forecast, render
+from ppserve.planning.forecast import Forecast, ForecastRequest, forecast, render
 from tests.architectures import gpt2 as gpt2_architecture
 
 GPT2 = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -10,7 +10,7 @@ GiB = 1 << 30
 
 
 def test_gpt2_on_two_stages():
-    plan = forecast(GPT2, Intent(2, kv_cache_memory=GiB))
+    plan = forecast(GPT2, ForecastRequest(2, kv_cache_memory=GiB))
     assert plan.arch.num_params == 124_439_808
     assert plan.split == Split.parse("9,3")
     assert [s.num_parameters for s in plan.stages] == [103_174_656, 59_862_528]
@@ -22,18 +22,18 @@ def test_gpt2_on_two_stages():
 
 
 def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
-    plan = forecast(GPT2, Intent(1))
+    plan = forecast(GPT2, ForecastRequest(1))
     assert plan.stages[0].weight_bytes == 4 * (124_439_808 + 50257 * 768)
     assert plan.stages[0].num_parameters == plan.arch.num_params == 124_439_808
     untied = gpt2_architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
-    assert forecast(untied, Intent(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768
+    assert forecast(untied, ForecastRequest(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768
 
 
 def test_13b_on_eight_stages():
-    plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", kv_dtype="bfloat16", stage_memory=16 * GiB))
+    plan = forecast(CEREBRAS_13B, ForecastRequest(8, dtype="bfloat16", kv_dtype="bfloat16", stage_memory=16 * GiB))
     assert plan.arch.num_params == pytest.approx(12.85e9, rel=1e-3)
     assert plan.split == Split.parse("5.5,5,5,5,5,5,5,4.5")
-    even = forecast(CEREBRAS_13B, Intent(8, layers=Split((10,) * 8)))
+    even = forecast(CEREBRAS_13B, ForecastRequest(8, layers=Split((10,) * 8)))
     assert (plan.balance["decode"], even.balance["decode"]) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
     assert 50 <= plan.max_sequences <= 60
@@ -41,7 +41,7 @@ def test_13b_on_eight_stages():
 
 def test_int8_weights_and_keys_and_values():
     """GPT-2 124M: 85 M weights of layers and 38.6 M of the head in a byte each, a scale for each output."""
-    plan = forecast(GPT2, Intent(1, quantization="int8", kv_dtype="int8"))
+    plan = forecast(GPT2, ForecastRequest(1, quantization="int8", kv_dtype="int8"))
     layers, outputs = 12 * 12 * 768**2, 12 * (4 * 768 + 3072 + 768)
     head, positions = 50257 * 768, 1024 * 768
     biases_and_norms = 12 * (9 * 768 + 4 * 768) + 2 * 768
@@ -57,13 +57,15 @@ def test_int8_weights_and_keys_and_values():
 def test_a_sequence_takes_whole_blocks(num_blocks: int, num_sequences: int) -> None:
     """A context of 100 tokens takes seven blocks of 16, the last of them in part."""
     block_bytes = 16 * 12 * 2 * 768 * 4
-    plan = forecast(GPT2, Intent(1, max_model_len=100, kv_cache_memory=num_blocks * block_bytes + block_bytes - 1))
+    plan = forecast(
+        GPT2, ForecastRequest(1, max_model_len=100, kv_cache_memory=num_blocks * block_bytes + block_bytes - 1)
+    )
     assert plan.stages[0].kv_bytes_per_token * 16 == block_bytes
     assert plan.max_sequences == num_sequences
 
 
 def test_weights_that_do_not_fit():
-    plan = forecast(CEREBRAS_13B, Intent(2, dtype="float32", stage_memory=16 * GiB))
+    plan = forecast(CEREBRAS_13B, ForecastRequest(2, dtype="float32", stage_memory=16 * GiB))
     assert plan.max_sequences == 0
     assert "does not fit: the weights of stage 0 alone fill its memory" in render("13b", plan)
 
@@ -73,7 +75,7 @@ def table(plan: Forecast) -> list[list[str]]:
 
 
 def test_the_table():
-    lines = table(forecast(GPT2, Intent(2, kv_cache_memory=GiB)))
+    lines = table(forecast(GPT2, ForecastRequest(2, kv_cache_memory=GiB)))
     assert " ".join(lines[0]) == "gpt2: 124.4 M parameters, 12 layers of width 768, float32, context 1024"
     assert " ".join(lines[3]) == "0 9 (0-8) 103.2 M 393.6 MiB 54 KiB 1 GiB 19,418"
     assert lines[4][:3] == ["1", "3", "(9-11)"]

@@ -3,10 +3,10 @@
 Each stage's time since the start is cut, without gaps or overlaps, into spans of one kind: busy (by phase),
 bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall.
 
-A span is *settled* (its kind is final) once all results that decide its kind have been reported, in order of time
-at each stage; results of stages may arrive in any order.
-When a stage is lost, the time from its last report to the next epoch is `host` if the server has work, else idle.
-The next epoch may have fewer stages, or again more (`reshape`): a stage that is not used is idle.
+A span is *settled* (its kind is final) once all results that decide its kind have been reported. At each stage,
+spans are settled in order of time; results of stages may arrive in any order. When a stage is lost, the time from
+its last report to the next epoch is `host` if the server has work, else idle. The next epoch may have fewer
+stages, or more again (`reshape`): a stage that is not used is idle.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -40,7 +40,7 @@ from ppserve.core.plan import StepStamps
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle."""
+    """A stage's wall time so far, in nanoseconds: busy time by phase, bubbles by cause, and idle time."""
 
     busy_ns: dict[str, int]
     bubble_ns: dict[str, int]
@@ -52,7 +52,7 @@ class StageTimes:
 
     @property
     def demand_ns(self) -> int:
-        """Time during which the server had work."""
+        """The time during which the server had work."""
         return self.computed_ns + sum(self.bubble_ns.values())
 
     @property
@@ -61,21 +61,22 @@ class StageTimes:
 
     @property
     def busy_share(self) -> float:
-        """Share of the time with work in which the stage computed; 0 if there was no work."""
+        """The share of the time with work in which the stage computed; 0 if there was no work."""
         return self.computed_ns / (self.demand_ns or 1)
 
     @property
     def idle_share(self) -> float:
-        """Share of all time in which the server had no work."""
+        """The share of all time in which the server had no work."""
         return self.idle_ns / (self.wall_ns or 1)
 
     def bubble_share(self, cause: str | None = None) -> float:
-        """Share of the time with work that the bubbles of one cause took, or those of all causes (None)."""
+        """Return the share of the time with work that the bubbles of one cause took, or those of all causes
+        (None)."""
         lost_ns = sum(self.bubble_ns.values()) if cause is None else self.bubble_ns[cause]
         return lost_ns / (self.demand_ns or 1)
 
     def since(self, earlier: StageTimes) -> StageTimes:
-        """The time that was added after `earlier`, a reading of the same stage."""
+        """Return the time that was added since `earlier`, a reading of the same stage."""
         return StageTimes(
             {k: v - earlier.busy_ns[k] for k, v in self.busy_ns.items()},
             {k: v - earlier.bubble_ns[k] for k, v in self.bubble_ns.items()},
@@ -104,18 +105,19 @@ class _Unsettled:
     def __init__(self, step: Step, trigger: _Unsettled | None, num_stages: int) -> None:
         self.step = step
         self.trigger = trigger  # the step that had returned last when this one was sent
-        self.visits: list[StageVisit | None] = [None] * num_stages  # one per stage, None until settled there
+        # By stage; None until the step is settled there.
+        self.visits: list[StageVisit | None] = [None] * num_stages
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The server's state changed at `at`."""
+    """A change of the server's state, at the time `at`."""
 
     at: int
     demand: bool
-    """The server has work, and the stage is used."""
+    """Whether, from then on, the server has work and the stage is used."""
     live: bool
-    """Whether all stages are there from then on."""
+    """Whether, from then on, all stages are there."""
     last: _Unsettled | None
     """The step that had returned last before the change."""
 
@@ -125,7 +127,7 @@ class _Timeline:
 
     def __init__(self, started: int) -> None:
         self.cursor = started
-        self.sent = started  # when the stage had handed on its latest step
+        self.sent = started  # when the stage had sent its latest step
         self.demand = False
         self.live = True
         self.queue: deque[_Unsettled | _Change] = deque()
@@ -137,8 +139,8 @@ class TimeAccount:
     """Busy, bubble and idle time of every stage, computed from the book of steps."""
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
-        """steps: of the first shape, which has the most stages. observer: called with every settled span, in order
-        of time for each stage."""
+        """steps: the book of the first shape, which has the most stages. observer: is called with every settled
+        span, in order of time for each stage."""
         self.steps = steps
         self.num_stages = steps.num_stages
         self._observer = observer
@@ -153,14 +155,15 @@ class TimeAccount:
     # ---- events ----
 
     def demand_began(self, now_ns: int) -> None:
-        """The server has work. Idempotent."""
+        """Note that the server has work. It may be called again."""
         self._change(now_ns, True, self._live)
 
     def demand_ended(self, now_ns: int) -> None:
-        """The server has no unfinished request and no step in flight. Idempotent."""
+        """Note that the server has no unfinished request and no step in flight. It may be called again."""
         self._change(now_ns, False, self._live)
 
     def dispatched(self, step: Step) -> None:
+        """Note that a step was sent to all stages."""
         self.demand_began(step.woken_ns)
         unsettled = _Unsettled(step, self._last_returned, self.num_stages)
         self._unsettled[step.plan.step_id] = unsettled
@@ -168,7 +171,7 @@ class TimeAccount:
             timeline.queue.append(unsettled)
 
     def reported(self, step: Step, stage: int) -> None:
-        """A stage's result of a dispatched step is in the book."""
+        """Note that a stage's result of a dispatched step is in the book."""
         unsettled = self._unsettled[step.plan.step_id]
         if stage == self.num_stages - 1:
             self._last_returned = unsettled
@@ -177,7 +180,7 @@ class TimeAccount:
         self._settle_from(stage)
 
     def stage_lost(self, now_ns: int) -> None:
-        """The epoch is lost: results of steps in flight will not arrive. Idempotent."""
+        """Note that the epoch is lost: results of steps in flight will not arrive. It may be called again."""
         if not self._live:
             return
         for stage, timeline in enumerate(self._timelines):
@@ -192,12 +195,12 @@ class TimeAccount:
         self._change(now_ns, self._demand, False)
 
     def formed(self, now_ns: int) -> None:
-        """All stages are ready again. Idempotent."""
+        """Note that all stages are ready again. It may be called again."""
         self._change(now_ns, self._demand, True)
 
     def reshape(self, steps: Steps, now_ns: int) -> None:
-        """The next epoch has other layers per stage, and as many stages as this book of steps. No step is in
-        flight."""
+        """Note that the next epoch has other layers per stage, and as many stages as this book of steps. No step
+        may be in flight."""
         assert not self._unsettled, "steps of the old shape are lost or complete"
         assert steps.num_stages <= len(self._timelines), "the first shape has the most stages"
         self.steps = steps
@@ -209,17 +212,17 @@ class TimeAccount:
     # ---- figures ----
 
     def settled(self) -> tuple[StageTimes, ...]:
-        """The settled time of every stage, also of those that are not used. Stages may be settled up to different
-        moments."""
+        """Return the settled time of every stage, also of unused ones. Stages may be settled up to different
+        times."""
         return tuple(_times(timeline.settled) for timeline in self._timelines)
 
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
-        """The time of every stage up to now, also of those that are not used. It sums to the wall exactly, and no
-        figure is less than in an earlier one.
+        """Return the time of every stage up to now, also of unused ones. It sums to the wall time exactly, and no
+        figure is less than in an earlier snapshot.
 
-        The kind of unsettled time is estimated. If the estimate was wrong, the figure that was given out is kept,
-        and later time is counted elsewhere until the two agree. So a figure is wrong by at most the time that was
-        not settled at earlier snapshots, usually a step.
+        The kind of unsettled time is estimated. If an estimate turns out to be wrong, the figure that was returned
+        is kept, and later time is counted as other kinds until the two agree. So a figure is wrong by at most the
+        time that was not settled at earlier snapshots, which is usually one step.
         """
         return tuple(_times(self._export(stage, now_ns)) for stage in range(len(self._timelines)))
 
@@ -247,7 +250,7 @@ class TimeAccount:
         return exported
 
     def _estimate(self, stage: int, now_ns: int) -> list[Span]:
-        """The probable kinds of the time since the last settled span."""
+        """Return the probable kinds of the time since the last settled span."""
         timeline = self._timelines[stage]
         start = timeline.cursor
         waiting = IMBALANCE if self.steps.fills_pipeline else FILL_DRAIN
@@ -276,12 +279,12 @@ class TimeAccount:
             self._settle_from(stage)
 
     def _settle_from(self, stage: int) -> None:
-        """Settle what can be settled at `stage`, then at the stages that depend on it."""
+        """Settle what can be settled at a stage, then at the stages that depend on it."""
         while self._settle_stage(stage):
             stage = (stage + 1) % self.num_stages
 
     def _settle_stage(self, stage: int) -> bool:
-        """Settle what can be settled at one stage. Return whether that was anything."""
+        """Settle what can be settled at one stage. Return whether anything was."""
         queue = self._timelines[stage].queue
         progressed = False
         while queue:
@@ -305,7 +308,7 @@ class TimeAccount:
         wait = tuple(self._wait(stage, unsettled, stamps, begun))
         unsettled.visits[stage] = StageVisit(wait, begun, ended)
         if stage == 0:
-            unsettled.trigger = None  # else each step would keep all earlier ones in memory
+            unsettled.trigger = None  # otherwise each step would keep all earlier ones in memory
         plan = unsettled.step.plan
         result = unsettled.step.result(stage)
         computed = ended - (result.gathered_ns if result else 0)
@@ -315,7 +318,7 @@ class TimeAccount:
         timeline.sent = stamps.sent
 
     def _wait(self, stage: int, unsettled: _Unsettled, stamps: StepStamps, end: int) -> list[Span]:
-        """The stage's wait for a step, from its cursor to `end`."""
+        """Return the spans of a stage's wait for a step, from the stage's cursor to `end`."""
         timeline = self._timelines[stage]
         step = unsettled.step
         at = timeline.cursor

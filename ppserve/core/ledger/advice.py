@@ -1,4 +1,4 @@
-"""One sentence of advice: which cause wastes most time, and what would reduce it."""
+"""One sentence of advice: which cause wastes the most time, and what would reduce it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, IMBALANCE, MEANINGS, TOKEN_RETURN
 from ppserve.core.partition import balance, measured_parts, split_by_cost
 
-# Advice is given when these are reached.
+# Advice is given from these values on.
 _WORTHWHILE_SHARE = 0.05  # the largest cause's share of the time with work
-_MIN_DEMAND_NS = 2_000_000_000  # time with work, of each stage
-_WORTHWHILE_GAIN = 0.01  # in balance, by another split
+_MIN_DEMAND_NS = 2_000_000_000  # the time with work of each stage
+_WORTHWHILE_GAIN = 0.01  # what another split would add to the balance
 
 
 def advise(
     stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], arch: Architecture, microbatches: int
 ) -> str | None:
-    """Return the advice; None when the pipeline is well used or was measured for too short a time.
-    microbatches: the most steps in flight."""
+    """Return the advice; None if the pipeline is well used, or was measured for too short a time. microbatches:
+    how many steps may be in flight."""
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
         return None

@@ -1,10 +1,10 @@
-"""The rules that give every nanosecond between two computations of a stage its cause.
+"""The rules by which every nanosecond between two computations of a stage gets its cause.
 
-A stage waits for its next step b. The cause is decided by where b was at each moment:
+A stage waits for its next step b. The cause depends on where b was at each moment:
 
     the stage was still sending the step before b                            transfer
     b did not exist yet; the step whose return triggered it was ...
-        being computed by the stages                                         as below, by the last stage
+        being computed by the stages                                         as below, with the last stage
         computed, and its tokens were on the way to the head                 token_return
         back at the head, but no sequence was ready                          fill_drain
         back at the head, which was building or sending b                    host
@@ -12,16 +12,16 @@ A stage waits for its next step b. The cause is decided by where b was at each m
     b was computed there, and this stage waited for its hidden states        transfer
     this stage was preparing the inputs of b                                 host
 
-Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
-
-As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
-there are stages when b was sent. In a full pipeline a delay keeps its cause from stage to stage: if the stage
+"As below" means: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight
+than there are stages when b was sent. In a full pipeline a delay keeps its cause from stage to stage: if the stage
 before had waited for w ns, then w ns of this stage's wait have the same causes. Only the rest is `imbalance`. So
 stages of equal speed show none.
 
-The stages form a ring through the head: the stage before the first is the last, with the step that triggered b.
-A delay can circulate in this ring after its cause is gone. When it re-enters stage 0 it is attributed again, in
+The stages form a ring through the head: the stage before the first is the last, with the step that triggered b. A
+delay can circulate in this ring after its cause is gone. When it re-enters stage 0, it is attributed again, in
 proportion to recently measured delays (`RecentDelays`).
+
+Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = (*BUSY, *CAUSES, IDLE)
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a kind of time is, and what makes less of it, in words."""
+    """Words for a kind of time: what happens in it, and what would reduce it."""
 
     what: str
     helps: str = ""  # empty for time that is not lost
@@ -74,12 +74,12 @@ MEANINGS = {
     ),
     IDLE: Meaning("the server has no work"),
 }
-"""What each kind of time means."""
+"""The meaning of each kind of time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of one stage's time, [start, end) in nanoseconds. kind: one of KINDS."""
+    """An interval [start, end) of one stage's time, in nanoseconds. kind: one of KINDS."""
 
     start: int
     end: int
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A step at a stage, in nanoseconds: the wait before it, without gaps, and the computation."""
+    """A step at a stage: the wait before it, without gaps, and the computation. Times are in nanoseconds."""
 
     wait: tuple[Span, ...]
     begun: int
@@ -96,7 +96,8 @@ class StageVisit:
 
 
 def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator[Span]:
-    """Cut [start, end) into spans. boundaries: (until, kind of the time up to it), skipped if before `start`."""
+    """Cut [start, end) into spans. boundaries: pairs (until, kind of the time up to there); those before `start`
+    are skipped."""
     for until, kind in boundaries:
         until = min(until, end)
         if until > start:
@@ -106,21 +107,21 @@ def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class UpstreamWait:
-    """A wait until the stage before has computed a step. The three parts follow each other in time."""
+    """A wait for a step until the previous stage has computed it. Its three parts follow each other in time."""
 
     shared: tuple[Span, ...]
-    """The part in which the stage before waited too."""
+    """The part in which the previous stage waited too."""
     inherited: tuple[Span, ...]
-    """The part in which the stage before computed, at most as long as that stage itself had waited before.
-    It has the causes of that wait."""
+    """The part in which the previous stage computed, but at most as long as it had itself waited before. It has
+    the causes of that wait."""
     excess: tuple[Span, ...]
-    """The rest, in which the stage before computed for longer than it had waited."""
+    """The rest, in which the previous stage computed for longer than it had waited."""
 
 
 def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> UpstreamWait:
-    """Attribute [start, end), a wait for a step until the stage before has computed it.
+    """Attribute [start, end), a wait for a step until the previous stage has computed it.
 
-    before: the step at the stage before. full: whether as many steps were in flight as there are stages.
+    before: the step at the previous stage. full: whether as many steps were in flight as there are stages.
     """
     end = min(end, before.ended)
     grown = IMBALANCE if full else FILL_DRAIN
@@ -139,13 +140,13 @@ def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> Upstr
 
 
 def clip(spans: Iterable[Span], start: int, end: int) -> list[Span]:
-    """The parts of `spans` within [start, end)."""
+    """Return the parts of `spans` within [start, end)."""
     inside = [s for s in spans if s.end > start and s.start < end]
     return [Span(max(s.start, start), min(s.end, end), s.kind) for s in inside]
 
 
 class RecentDelays:
-    """Delays that arose in a full pipeline at the stage itself, by cause, as moving sums over about `num_steps`
+    """The delays that stages of a full pipeline did not inherit, by cause: moving sums over about `num_steps`
     steps."""
 
     def __init__(self, num_steps: int) -> None:
@@ -153,16 +154,19 @@ class RecentDelays:
         self._ns = {IMBALANCE: 0, TRANSFER: 0, TOKEN_RETURN: 0, HOST: 0}
 
     def fade(self) -> None:
+        """Let the delays so far count a little less. It is called once for each step."""
         for cause, ns in self._ns.items():
             self._ns[cause] = ns - ns // self._num_steps
 
     def add(self, spans: Iterable[Span]) -> None:
+        """Add delays that arose at a stage itself."""
         for span in spans:
             if span.kind in self._ns:
                 self._ns[span.kind] += span.end - span.start
 
     def attribute(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        """Divide the interval of `spans` in proportion to the recent causes. It is unchanged if there are none."""
+        """Divide the interval of `spans` in proportion to the causes of recent delays. Return `spans` if there
+        were no delays."""
         total = sum(self._ns.values())
         if not (spans and total):
             return spans

@@ -1,6 +1,6 @@
-"""The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
+"""The book of steps: which are in flight, which stages owe a result, when each was sent, and how many bytes moved.
 
-The replica alone writes into it. A step is *in flight* until the last stage has reported it, because only then are
+Only the replica writes into it. A step is *in flight* until the last stage has reported it, because only then are
 its tokens known. It stays in the book until every stage has reported it.
 
 All times are nanoseconds on the head's monotonic clock.
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
+"""No step may take longer on a stage."""
 _LEAST_DEADLINE_NS = 10_000_000_000
 _DEADLINE_FACTOR = 5
-"""How many times longer a step may take than its rows would at the highest cost per row that was seen."""
+"""A step may take so many times as long as its rows at the highest cost per row so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +28,25 @@ class Transfer:
     """The stage that computed them."""
     num_bytes: int
     sending_ns: int
-    """How long the sender was occupied with handing them on."""
+    """How long sending occupied the sender."""
     waited_ns: int
-    """`received - max(sender's end of computing, receiver's being ready)`: the receiver's `transfer`."""
+    """The receiver's `transfer`: from when the sender had computed and the receiver was waiting, to the
+    arrival."""
     latency_ns: int | None
-    """Time from sent to received; None where the receiver was not waiting: when it arrived is not known."""
+    """The time from sent to received. None: the receiver was not waiting, so it is not known when they arrived."""
 
 
 class Step:
-    """A step from its dispatch until every stage has reported it. Only `Steps` writes to it."""
+    """A step, from when it was sent until every stage has reported it. Only `Steps` writes to it."""
 
     def __init__(
         self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int, fills_pipeline: bool, fills_slots: bool
     ) -> None:
         self.plan = plan
-        self.woken_ns = woken_ns  # when the engine's turn that made it began
-        self.sent_ns = sent_ns  # when its plan had been sent to all stages
-        self.fills_pipeline = fills_pipeline  # whether at least as many were then in flight as there are stages
-        self.fills_slots = fills_slots  # whether at least as many were in flight as there are slots
+        self.woken_ns = woken_ns  # when the turn of the engine began that made the step
+        self.sent_ns = sent_ns  # when the plan had been sent to all stages
+        self.fills_pipeline = fills_pipeline  # whether as many steps were then in flight as there are stages
+        self.fills_slots = fills_slots  # whether as many steps were then in flight as there are slots
         self.returned_ns: int | None = None  # when the head had the last stage's result
         self._results: list[StepResult | None] = [None] * num_stages
 
@@ -53,7 +55,7 @@ class Step:
         return None not in self._results
 
     def first_owing(self) -> int:
-        """The first stage that has not reported the step. The stages after it cannot have begun it."""
+        """Return the first stage that has not reported the step. The stages after it cannot have begun it."""
         return self._results.index(None)
 
     def result(self, stage: int) -> StepResult | None:
@@ -70,7 +72,7 @@ class Step:
         return None if result is None else result.stamps
 
     def transfers(self, stage: int) -> Iterator[Transfer]:
-        """The transfers from and to `stage` whose other end has reported too."""
+        """Return the transfers from and to `stage` whose other end has reported too."""
         for receiver in (stage, stage + 1):
             if 0 < receiver < len(self._results):
                 sent, received = self._results[receiver - 1], self._results[receiver]
@@ -79,7 +81,7 @@ class Step:
 
 
 class Steps:
-    """The steps of one pipeline. The replica alone writes into it (see the module)."""
+    """The book of steps of one pipeline (see the module)."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -89,7 +91,7 @@ class Steps:
         self._row_ns = 0.0  # the highest time per row that any stage has taken in a step
 
     def __len__(self) -> int:
-        """The number of steps that some stage has not reported."""
+        """Return the number of steps that some stage has not reported."""
         return len(self._steps)
 
     @property
@@ -98,7 +100,8 @@ class Steps:
         return self.num_in_flight >= self.num_stages
 
     def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_slots: int) -> Step:
-        """Record a plan that was sent to all stages. num_slots: how many steps may be in flight now."""
+        """Record a plan that was sent to all stages, and return its step. num_slots: how many steps may be in
+        flight."""
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
@@ -108,10 +111,8 @@ class Steps:
         return step
 
     def reported(self, result: StepResult, now_ns: int) -> Step | None:
-        """Record a stage's result, whose stamps must be on the head's clock, and return its step.
-
-        Returns None and changes nothing if the step is not in the book or the stage has reported it before.
-        """
+        """Record a stage's result, whose stamps must be on the head's clock, and return its step. Return None, and
+        change nothing, if the step is not in the book or the stage has reported it before."""
         step = self._steps.get(result.step_id)
         if step is None or result.epoch != step.plan.epoch or step.result(result.stage) is not None:
             return None
@@ -125,24 +126,25 @@ class Steps:
         return step
 
     def lost(self) -> None:
-        """The epoch is lost: no step in the book will be reported."""
+        """Forget all steps, because the epoch is lost: none of them will be reported."""
         self._steps.clear()
         self.num_in_flight = 0
 
     def head_paused(self, now_ns: int) -> None:
-        """Start deadlines anew, because the head itself did not run until now."""
+        """Start deadlines anew, because the head itself has not run for a while."""
         self._progress_ns = now_ns
 
     def stuck(self, now_ns: int) -> tuple[int, int] | None:
-        """Return the oldest step's id and the first stage that owes it, if no stage has reported anything for
-        longer than that step's deadline."""
+        """Return the id of the oldest step and the first stage that owes it, if no stage has reported anything for
+        longer than that step's deadline; else None."""
         oldest = next(iter(self._steps.values()), None)
         if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
             return None
         return oldest.plan.step_id, oldest.first_owing()
 
     def _deadline_ns(self, plan: StepPlan) -> float:
-        """How long a stage may take for a step. While the cost of a row is not known it is STEP_DEADLINE_NS."""
+        """Return how long a stage may take for a step. It is STEP_DEADLINE_NS while the cost of a row is
+        unknown."""
         if not self._row_ns:
             return STEP_DEADLINE_NS
         return min(STEP_DEADLINE_NS, _LEAST_DEADLINE_NS + _DEADLINE_FACTOR * plan.num_tokens * self._row_ns)

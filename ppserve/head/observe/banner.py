@@ -49,7 +49,8 @@ def banner(description: ModelDescription, topology: Topology, settings: ServerSe
 
 
 def _command() -> str:
-    """How this program is called from a shell here: by its name where that is on PATH, else by its file's path."""
+    """Return how this program is called from a shell here: by its name where that is on PATH, else by its file's
+    path."""
     own = Path(sys.executable).with_name("ppserve")
     if (found := shutil.which("ppserve")) is not None and os.path.samefile(found, own):
         return "ppserve"

@@ -52,7 +52,7 @@ class History:
         self._before = reading
 
     def points(self) -> list[Point]:
-        """All points, oldest first. CPython copies a deque atomically."""
+        """Return all points, oldest first. CPython copies a deque atomically."""
         return list(self._points)
 
 

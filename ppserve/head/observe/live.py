@@ -42,7 +42,7 @@ class RecentSpans(StepObserver):
             self._spans[replica * self._num_stages + settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
-        """Every stage's spans, oldest first. CPython copies a deque atomically."""
+        """Return every stage's spans, oldest first. CPython copies a deque atomically."""
         return [list(spans) for spans in self._spans]
 
 
@@ -66,8 +66,8 @@ class RecentRequests(StepObserver):
         self._steps[replica].append((step.plan.step_id, sequences))
 
     def steps_of(self, caller: str, name: str) -> list[list[int]]:
-        """The steps of each replica that computed `caller`'s call of this name: of no other caller's, whose calls
-        may have the same name."""
+        """Return the steps of each replica that computed `caller`'s call of this name: of no other caller's, whose
+        calls may have the same name."""
         own = {sequence_id for sequence_id, owner in self._owners.copy().items() if owner == (caller, name)}
         return [[step_id for step_id, of in list(steps) if not own.isdisjoint(of)] for steps in self._steps]
 
@@ -92,8 +92,8 @@ def read_state(
     links: Mapping[str, str],
     history: Sequence[Point] = (),
 ) -> dict[str, Any]:
-    """The state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`. links:
-    those of `links_of`."""
+    """Return the state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`.
+    links: those of `links_of`."""
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = {(reading.replica, stage): of for reading in readings for stage, of in enumerate(reading.times)}
     drawn = dict(zip(times, describe_schedule(spans, now_ns), strict=True))

@@ -239,7 +239,7 @@ class Metrics:
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
     def read_load(self) -> dict[str, Any]:
-        """The load now, and counters and latencies since the start."""
+        """Return the load now, and counters and latencies since the start."""
         requests, steps = self.requests, self.steps
         return {
             "running": int(_total(steps.running)),
@@ -273,7 +273,7 @@ def _total(metric: Family) -> float:
 
 
 def _latency(histogram: Histogram) -> dict[str, list[float]]:
-    """How many values were at most each bound, over all labels; the last counts all."""
+    """Return how many values were at most each bound, over all labels; the last counts all."""
     counts: dict[float, int] = {}
     for family in histogram.collect():
         for sample in family.samples:

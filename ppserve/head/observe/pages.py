@@ -44,7 +44,7 @@ MakePage = Callable[[], Page]
 
 
 def json_page(ask: Callable[[], object]) -> MakePage:
-    """A page with the JSON of what `ask` returns whenever the page is asked for."""
+    """Return a page with the JSON of what `ask` returns whenever the page is asked for."""
     return lambda: Page("application/json", json.dumps(ask()).encode())
 
 

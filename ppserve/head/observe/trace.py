@@ -137,7 +137,7 @@ class Trace(StepObserver):
     # ---- files ----
 
     def _next_path(self) -> Path:
-        """The given path for the first trace, then the next free numbered one."""
+        """Return the given path for the first trace, then the next free numbered one."""
         if self._num_started == 0:
             return self._path
         numbers = itertools.count(self._num_started + 1)

@@ -87,7 +87,7 @@ class FileCheckpoint:
         canonical: Callable[[str], str | None] = str,
         is_in_out: bool = False,
     ) -> None:
-        """Raises CheckpointError if a tensor is missing, unknown, or of another shape or type than it must be.
+        """Raise CheckpointError if a tensor is missing, unknown, or of another shape or type than it must be.
 
         canonical: returns the canonical name for a name in the file; None: it is no weight. is_in_out: the file
         has the layers' linear weights as (in, out).

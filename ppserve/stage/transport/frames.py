@@ -33,7 +33,7 @@ class Frames:
         assert min(self.width, self.max_rows, self.depth) > 0, f"{self} has an empty side"
 
     def empty(self, device: torch.device | None = None, pin_memory: bool = False) -> torch.Tensor:
-        """A buffer that fits every frame: (max_rows, D)."""
+        """Return a buffer that fits every frame: (max_rows, D)."""
         return torch.empty(
             self.max_rows, self.width, dtype=self.dtype, device=device or self.device, pin_memory=pin_memory
         )
@@ -75,7 +75,7 @@ class Transport(Protocol):
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepares for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
+        """Prepare for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """Return the hidden states (T, D) of this step, which was posted, once they are there.
@@ -98,4 +98,4 @@ class Transport(Protocol):
         nothing."""
 
     def close(self) -> None:
-        """Releases everything. May be called twice."""
+        """Release everything. May be called twice."""

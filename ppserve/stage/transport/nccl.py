@@ -54,7 +54,7 @@ class NcclBackend(GroupBackend):
                 self._aborting.start()
 
     def close(self, group: dist.ProcessGroup, within_s: float = _ABORT_WITHIN_S) -> None:
-        """Raises TransportError where the abort does not end: only a restart helps."""
+        """Raise TransportError where the abort does not end: only a restart helps."""
         # Destroying a group that was not aborted waits for its kernels, and a posted receive may never end.
         # Destroying one that is being aborted blocks or crashes.
         self.interrupt(group)

@@ -33,7 +33,7 @@ class GroupBackend:
         return frames.empty()
 
     def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
-        """The context in which a send or receive of this buffer is posted."""
+        """Return the context in which a send or receive of this buffer is posted."""
         return nullcontext()
 
     def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:

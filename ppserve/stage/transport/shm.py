@@ -156,7 +156,7 @@ class SharedMemoryTransport:
                 hang_up(end.connection)
 
     def close(self) -> None:
-        """Wakes both ends of both links; the memory goes with the last view of it."""
+        """Wake both ends of both links; the memory goes with the last view of it."""
         self.interrupt()
         for end in (self._incoming, self._outgoing):
             if end is not None:
@@ -240,6 +240,6 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wakes a waiting thread, as close() would not; its owner closes it."""
+    """Wake a waiting thread, as close() would not; its owner closes it."""
     with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
         connection.shutdown(socket.SHUT_RDWR)

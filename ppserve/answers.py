@@ -1,4 +1,4 @@
-"""The typed values that a caller asks with and gets, in the Python client and in `Pipeline` alike."""
+"""The types of what a caller asks and gets, for the Python client and for `Pipeline`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ppserve.grammar.structured_output import StructuredOutput
 Prompt = str | Sequence[int]
 """A prompt is a text or token ids."""
 PromptOrChat = Prompt | Sequence[Mapping[str, str]]
-"""A prompt, or the messages of a chat, of which the model's chat template makes the prompt. Each message has a
+"""A prompt, or the messages of a chat, from which the model's chat template makes the prompt. Each message has a
 `role`, such as system, user or assistant, and a `content`."""
 Texts = str | Sequence[str]
 """One string or several."""
 
 
 class Options(TypedDict, total=False):
-    """The options of a request; the proto describes each. One that is absent or None has the server's default."""
+    """The options of a request, which the proto describes. An option that is absent or None has the server's
+    default."""
 
     temperature: float
     top_k: int
@@ -56,20 +57,26 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """A token of a prompt or an answer."""
+
     id: int
     bytes: bytes
-    logprob: float | None = None  # natural logarithm; None when not asked for
+    logprob: float | None = None  # the natural logarithm of its probability; None if it was not asked for
     top: tuple[Token, ...] = ()  # the most likely tokens at its position
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """How a sequence ended."""
+
     reason: str  # a name of the proto's `Finish.Reason`, such as EOS
     matched: int | str | None = None  # the token or string that ended the sequence, if one did
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """The number of tokens that a sequence has."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # those of the prompt that were found in the prefix cache
@@ -88,17 +95,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence: the new ones of a stream, or all of a completed sequence.
-    Only the last chunk of a sequence has `finish` and `usage`."""
+    """Consecutive tokens of one sequence: the new ones of a stream, or all of a completed sequence. Only the last
+    chunk of a sequence has `finish` and `usage`."""
 
     request_id: str
-    index: int  # of the sequence, from 0
-    first_token: int  # offset of its first token among the generated ones
-    num_tokens: int  # how many it has, whether `tokens` lists them or not
+    index: int  # the number of the sequence, from 0
+    first_token: int  # the number of its first token among the generated ones, from 0
+    num_tokens: int  # how many tokens it has, whether `tokens` lists them or not
     text: str
-    tokens: tuple[Token, ...] = ()  # empty unless the caller asked for them; so is `prompt_tokens`
+    tokens: tuple[Token, ...] = ()  # empty unless the caller asked for tokens; so is `prompt_tokens`
     prompt_tokens: tuple[Token, ...] = ()
-    seed: int | None = None  # the seed in use; only the first and the last chunk have it
+    seed: int | None = None  # the seed of the request; only the first and the last chunk have it
     finish: Finish | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -106,7 +113,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request: a chunk for each of its `n` sequences, in order of their index."""
+    """A finished request: a chunk for each of its `n` sequences, in the order of their indices."""
 
     request_id: str
     seed: int
@@ -114,7 +121,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The first sequence's text."""
+        """The text of the first sequence."""
         return self.sequences[0].text
 
     @property
@@ -125,7 +132,8 @@ class Completion:
 
 
 def completion_of(chunks: Sequence[Chunk]) -> Completion:
-    """Return the completion that all chunks of a request make together, in any order of sequences."""
+    """Return the completion that all chunks of a request make together. The chunks of each sequence are in order;
+    those of several sequences may be mixed."""
     by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
@@ -168,7 +176,7 @@ ReadPrompt = str | tuple[int, ...] | Chat
 
 
 def read_prompt(given: Any) -> ReadPrompt:
-    """Return the prompt in Python's own types. Token ids may be an array. Raises TypeError for others."""
+    """Return a prompt in Python's own types. Token ids may be an array. Raises TypeError for other types."""
     if is_chat(given):
         messages = _read("prompt", given, list[_RoleAndContent])
         return Chat(tuple((each.role, each.content) for each in messages))
@@ -177,7 +185,7 @@ def read_prompt(given: Any) -> ReadPrompt:
 
 
 def is_chat(given: Any) -> bool:
-    """Whether a value is meant to be the messages of a chat."""
+    """Return whether a value is meant to be the messages of a chat."""
     return isinstance(given, list | tuple) and any(isinstance(each, Mapping) for each in given)
 
 
@@ -193,7 +201,7 @@ def _read(name: str, value: Any, kind: Any) -> Any:
     if kind == Texts and isinstance(value, str):
         return (value,)
     try:
-        # Bytes are not converted, so they are refused: else they would be read as token ids below 256.
+        # Bytes are not converted, so they are refused: otherwise they would be read as token ids below 256.
         plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_as_builtin)
         read = msgspec.convert(plain, kind)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""The operator's configuration: parsed once by `cli`, frozen, and handed to each room as the part that it needs.
+"""The operator's configuration. `cli` parses it once; it is frozen; each room is given the part that it needs.
 
-Sizes are bytes, times are seconds. None means `auto`: the value is decided at start-up or while serving.
+Sizes are in bytes, times in seconds. None means `auto`: the value is decided at start-up or while serving.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ModelSettings:
     """The model: `tiny`, a directory, a file or a hub id."""
     dtype: str = "auto"
     quantization: str = "auto"
-    """Type of the weights of the linear layers and the LM head. `auto` is the file's own, where CPUs compute and
-    `dtype` is `auto` too."""
+    """The type of the weights of linear layers and LM head. `auto`: the file's own, if CPUs compute and `dtype` is
+    `auto` too; else `none`."""
     force_cpu: bool = False
     served_model_name: tuple[str, ...] = ()
-    """Names that callers may use for the model; answers carry the first. Without any, it is the hub id or the last
-    part of `path`."""
+    """The names that callers may use for the model; answers have the first. If there are none, the name is the hub
+    id or the last part of `path`."""
     max_model_len: int | None = None
 
 
@@ -42,15 +42,16 @@ class PipelineSettings:
     """How the model is cut, and how stages exchange hidden states."""
 
     layers: Split | None = None
-    """Layers of each stage; None = balanced."""
+    """The layers of each stage; None: stages are balanced."""
     microbatches: int | None = None
+    """How many steps may be in flight; None: that is chosen while serving."""
     transport: str = "auto"
     threads: int | None = None
-    """Computing threads per stage; None = the host's cores divided evenly among its stages."""
+    """How many threads compute in each stage; None: the host's cores are divided evenly among its stages."""
     tensor_parallel: int = 1
-    """Ranks that share the layers of a stage."""
+    """How many ranks share the layers of a stage."""
     replicas: int = 1
-    """Pipelines with all layers, behind one head."""
+    """How many pipelines, each with all layers, are behind one head."""
 
     def grid(self, world_size: int) -> RankGrid:
         """Return how `world_size` ranks divide into tensor ranks, replicas and stages. Raises ConfigError if they
@@ -68,11 +69,11 @@ class DeviceSettings:
     """How GPUs compute."""
 
     batch_invariant: bool = False
-    """Whether tokens are independent of what else is computed, which costs speed."""
+    """Whether tokens do not depend on what else is computed. It costs speed."""
     cuda_graphs: bool = True
     """Whether decoding steps are recorded as CUDA graphs when serving begins."""
     devices: tuple[str, ...] | None = None
-    """Device of each stage on this host; None = its GPUs in turn, or the CPU where there is none."""
+    """The device of each stage on this host; None: its GPUs in turn, or the CPU if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +81,46 @@ class CacheSettings:
     """Memory for keys and values, and which callers share prefixes in it."""
 
     block_size: int = 16
-    """Tokens per KV block."""
+    """How many positions a KV block has."""
     kv_cache_memory: int | None = None
-    """Bytes per stage; None = a share of the free memory."""
+    """The bytes of each stage's cache; None: a share of the free memory."""
     kv_dtype: str = "auto"
-    """Type of keys and values; `auto` = the same as `dtype`, or for quantized models the checkpoint's own."""
+    """The type of keys and values. `auto`: the same as `dtype`, or for quantized models the checkpoint's own."""
     prefix_cache: str = "per-key"
-    """Which callers share cached prefixes: `shared` = all, `per-key` = those with one API key, `off` = none."""
+    """Which callers share cached prefixes. `shared`: all; `per-key`: those with the same API key; `off`: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
-    """How many sequences run and wait, and what a step holds."""
+    """How many sequences run and wait, and what a step has."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
-    """Most requests that wait; further ones are refused."""
+    """How many requests may wait. Further ones are refused."""
     prefill_chunk: int | None = None
-    """Most prompt tokens per step."""
+    """How many prompt tokens a step may have; None: that is decided for each step."""
     speculate: int | None = None
-    """Draft tokens per step and sequence; 0 = off, None = where they raise the speed."""
+    """How many draft tokens each sequence has in a step; None: as many as raise the speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Listening addresses, their security, shutdown and logs. Port 0 means any free port."""
+    """The addresses to listen on, their security, shutdown and logs. Port 0 means any free port."""
 
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int = 9400
     http_port: int = 8000
     cors_origin: tuple[str, ...] = ()
-    """The origins whose pages may read HTTP answers; `*` = all."""
+    """The origins whose pages may read HTTP answers; `*`: all."""
     no_page: bool = False
-    """HTTP shows no page at its root."""
+    """Whether HTTP shows no page at its root."""
     chat_template: Path | None = None
     max_logprobs: int = 20
-    """The most likely tokens that a request may ask for with each token; -1 = the whole vocabulary."""
+    """How many of the most likely tokens a request may ask for with each token; -1: as many as the vocabulary
+    has."""
     tool_format: str = "auto"
-    """The format of calls of tools in answers; `auto` = what the chat template shows."""
+    """The format of calls of tools in answers. `auto`: the one that the chat template shows."""
     reasoning_format: str = "auto"
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0
@@ -129,7 +131,7 @@ class ServerSettings:
     api_key_file: Path | None = None
     trace: Path | None = None
     log_level: str = "info"
-    """The lowest level that is logged. It and `log_format` hold for all ranks."""
+    """The lowest level that is logged. This and `log_format` apply to all ranks."""
     log_format: str = "text"
 
 
@@ -139,17 +141,17 @@ class NetworkSettings:
 
     secret_file: Path | None = None
     stage_tls_cert: Path | None = None
-    """Certificate, key and authority of the control plane's TLS: all three are set, or none."""
+    """The certificate, key and authority for the control plane's TLS. All three are set, or none is."""
     stage_tls_key: Path | None = None
     stage_tls_ca: Path | None = None
     stage_ports: tuple[int, int] | None = None
-    """First and last port for the stages' rendezvous stores; gloo and NCCL choose their own ports."""
+    """The first and the last port for the stages' rendezvous stores. gloo and NCCL choose their own ports."""
     control_port: int | None = None
-    """The head's port that stages connect to; None = MASTER_PORT + 1."""
+    """The head's port to which stages connect; None: MASTER_PORT + 1."""
     interface: str | None = None
-    """Name of the interface that a stage uses to other stages; None = the one of its connection to the head."""
+    """The interface by which a stage reaches other stages; None: the one of its connection to the head."""
     advertise: str | None = None
-    """Address that other stages connect to; None = the interface's."""
+    """The address to which other stages connect; None: the interface's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,8 @@ class ServeConfig:
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:
-        """Put each flag into the part that has a field of its name, which may end with `_s` for seconds."""
+        """Put each flag into the part that has a field with its name. The field's name may end with `_s` for
+        seconds."""
         parts: dict[str, Any] = {}
         for part in fields(cls):
             default = getattr(cls(), part.name)

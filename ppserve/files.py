@@ -1,4 +1,4 @@
-"""Reads small files that may be hostile: only regular files, up to a limit, and every failure names the file.
+"""Reads small files that may be hostile. They must be regular files and not too large; every error names the file.
 
 `within` limits the time of a download.
 """
@@ -24,7 +24,8 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 """The directory of the built-in model."""
 
 MAX_JSON_BYTES = 256 << 20
-"""The limit of JSON files. No tokenizer.json in use is as large, and a wrong file cannot fill the memory."""
+"""The greatest size of JSON files. It is more than that of any tokenizer.json, and a wrong file cannot fill the
+memory."""
 
 KINDS = {
     rb"\Z": "an empty file",
@@ -44,8 +45,8 @@ KINDS = {
 
 
 def file_size(path: Path) -> int:
-    """Return a regular file's bytes. Raises CheckpointError for another kind, such as a pipe, which blocks
-    `open`."""
+    """Return how many bytes a regular file has. Raises CheckpointError for another kind of file: opening a pipe
+    would block."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -58,8 +59,8 @@ def file_size(path: Path) -> int:
 
 
 def misread(path: Path, expected: str, error: object, *begins_as: str) -> CheckpointError:
-    """Return the error for a file that is not what was expected. It names the kind that the first bytes show, or
-    shows them if the kind is unknown. begins_as: kinds that files of the expected kind may have by these bytes."""
+    """Return the error for a file that is not what was expected. It names the file's kind by its first bytes, or
+    shows these if the kind is unknown. begins_as: kinds as which files of the expected kind may begin."""
     start = read_start(path, 512)
     found = next((kind for pattern, kind in KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
     why = reason(error) if isinstance(error, BaseException) else str(error)
@@ -71,14 +72,14 @@ def misread(path: Path, expected: str, error: object, *begins_as: str) -> Checkp
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return a whole small file. Raises CheckpointError when it is larger than `limit` bytes."""
+    """Read a small file whole. Raises CheckpointError if it is larger than `limit` bytes."""
     if file_size(path) > limit:
         raise CheckpointError(path, f"is larger than {limit >> 20} MiB, the most that such a file may have")
     return read_start(path, limit)
 
 
 def read_start(path: Path, num_bytes: int) -> bytes:
-    """Return the first bytes of a regular file, fewer where it is shorter. Raises CheckpointError."""
+    """Read the first bytes of a regular file, or fewer if it is shorter. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return file.read(num_bytes)
@@ -87,7 +88,7 @@ def read_start(path: Path, num_bytes: int) -> bytes:
 
 
 def read_json(path: Path, schema: type[T]) -> T:
-    """Read a JSON file as a value of a msgspec schema. Raises CheckpointError if it is not one."""
+    """Read a JSON file as a value of a msgspec schema. Raises CheckpointError if it does not fit."""
     try:
         value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
@@ -96,7 +97,8 @@ def read_json(path: Path, schema: type[T]) -> T:
 
 
 def checked(path: Path, value: object, schema: type[T]) -> T:
-    """Convert a file's value to a msgspec schema. Raises CheckpointError, with the field, if it does not fit."""
+    """Convert a file's value to a msgspec schema. Raises CheckpointError, which names the field, if it does not
+    fit."""
     try:
         return msgspec.convert(value, schema, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can spell half a surrogate pair
@@ -110,7 +112,8 @@ def checked(path: Path, value: object, schema: type[T]) -> T:
 
 
 def within(seconds: float, fetch: Callable[[], T]) -> T:
-    """Return or raise what `fetch` does. Raises TimeoutError after `seconds`, while its thread goes on."""
+    """Call `fetch` in a thread, and return or raise what it does. Raises TimeoutError after `seconds`; the thread
+    goes on."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -127,7 +130,7 @@ def within(seconds: float, fetch: Callable[[], T]) -> T:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return a value from an untrusted file as it may appear in a one-line message."""
+    """Return a value from an untrusted file in a form that may stand in a message of one line."""
     try:
         text = value if isinstance(value, str) and value.isprintable() else repr(value)
     except ValueError:  # an integer with more digits than Python is willing to print
@@ -143,6 +146,6 @@ def bytes_shown(content: bytes) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return what went wrong, in one line."""
+    """Return an error's text, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
     return shown((text or type(error).__name__).splitlines()[0], 120)

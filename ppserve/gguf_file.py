@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: its values by key, and where its tensors are.
 
-Every length is compared with the rest of the file before it is used, since a damaged file may claim any. (The
+Every length is compared with the rest of the file before it is used, because a damaged file may have any. (The
 reader of the `gguf` package loops over such counts.) Layout: ggml-org/ggml, docs/gguf.md, versions 2 and 3, little
-endian. A model may be split into files, named as llama.cpp's gguf-split names them.
+endian. A model may be split into several files, which are named as by llama.cpp's gguf-split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Formats of `struct`, by the type number of a value."""
 TEXT, ARRAY = 8, 9
-MAX_BYTES = 64 << 20  # limit of the header, larger than any in use
+MAX_BYTES = 64 << 20  # the greatest size of a header, more than that of any in use
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """The file name of a part of a model. The first part has number 1."""
 
@@ -31,25 +31,27 @@ class TensorInfo(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Sizes in torch's order: the numbers of the last dimension are next to each other in memory."""
+    """The sizes in torch's order: the numbers of the last dimension are next to each other in memory."""
     type: int
-    """A number of `gguf.GGMLQuantizationType`."""
+    """The type's number in `gguf.GGMLQuantizationType`."""
     offset: int
-    """Where its numbers begin, in bytes from the beginning of the file."""
+    """Where the tensor's numbers begin, in bytes from the beginning of the file."""
 
 
 class GGUFHeader(NamedTuple):
+    """The header of one file."""
+
     values: dict[str, Any]
     tensors: list[TensorInfo]
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does; its name may be any."""
+    """Return whether a file begins as a GGUF file does. Its name does not matter."""
     return path.is_file() and read_start(path, 4) == MAGIC
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header of one file. Raises CheckpointError if it is no whole one."""
+    """Read the header of one file. Raises CheckpointError if it is no header, or not a whole one."""
     size = min(file_size(path), MAX_BYTES)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as content:
@@ -59,8 +61,8 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def read_parts(path: Path) -> dict[Path, GGUFHeader]:
-    """Read the headers of all files of a model, in order; `path` is any of them, and the first one has the values.
-    Raises CheckpointError for a part that is missing or of another model."""
+    """Read the headers of all files of a model, in order. The first one has the values. path: any of the files.
+    Raises CheckpointError if a part is missing, or belongs to another model."""
     header = read_header(path)
     number, count, num_tensors = place = _place_of(path, header)
     if count == 1:
@@ -86,8 +88,8 @@ def read_parts(path: Path) -> dict[Path, GGUFHeader]:
 
 
 def _place_of(path: Path, header: GGUFHeader) -> tuple[int, int, Any]:
-    """Return a part's number from 0, the number of parts, and the number of tensors in all parts together.
-    Raises CheckpointError if the header has impossible ones."""
+    """Return a part's number, from 0; the number of parts; and the number of tensors in all parts together. Raises
+    CheckpointError if the header's numbers cannot be right."""
     number, count = header.values.get("split.no", 0), header.values.get("split.count", 0) or 1
     if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count:
         problem = f"is {shown(number)} of {shown(count)} parts, which cannot be"
@@ -96,7 +98,7 @@ def _place_of(path: Path, header: GGUFHeader) -> tuple[int, int, Any]:
 
 
 class _Cursor:
-    """A position in a file, which reading moves. Reading raises ValueError where the file ends."""
+    """A position in a file, which every read moves. Reads raise ValueError where the file ends."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.at = 0

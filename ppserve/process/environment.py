@@ -22,7 +22,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls) -> RankEnvironment | None:
-        """Read the variables. Return None when torchrun did not start this process. Raise LauncherError."""
+        """Read the variables. Return None if torchrun did not start this process. Raises LauncherError."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
         rank = number_of("RANK")
@@ -34,8 +34,8 @@ class RankEnvironment:
 
 
 def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
-    """Read a variable. unset: its value where it is not set. Raise LauncherError unless it is a number from
-    `least` on."""
+    """Read a variable. unset: its value if it is not set. Raises LauncherError unless it is a number from `least`
+    on."""
     value = os.environ.get(variable, str(unset))
     if value.isdecimal() and int(value) >= least:
         return int(value)

@@ -1,4 +1,5 @@
-"""Which machine and which user a process runs on and as, for other processes to compare, and the name it shows."""
+"""On which machine and as which user a process runs, so that other processes can compare, and the name that it
+shows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _PR_SET_NAME = 15  # Linux's number
 
 
 def this_machine() -> str:
-    """Return what is equal for processes that share clock and loopback: host name, boot id, network namespace."""
+    """Return a text that is equal for processes which share a clock and a loopback interface. It is made of the
+    host's name, the boot's id and the network namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -21,14 +23,14 @@ def this_machine() -> str:
 
 
 def this_user() -> str:
-    """Return what is equal for processes of one machine that may share memory: the user, and the namespace of
-    users in which it has that number."""
+    """Return a text that is equal for processes of one machine which may share memory. It is made of the user's
+    number, and the namespace in which the user has this number."""
     with contextlib.suppress(OSError):
         return f"{os.getuid()}/{os.readlink('/proc/self/ns/user')}"
     return str(os.getuid())
 
 
 def name_process(name: str) -> None:
-    """Set the name that `top` shows, at most 15 letters. Only on Linux."""
+    """Set the name that `top` shows, of at most 15 letters. It works only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -1,7 +1,7 @@
 """What a torchrun rank does: keep a stage process alive. Rank 0 runs the head as well.
 
-torchrun ends all ranks when one ends, so a rank must not crash. It is this keeper, which never imports torch.
-Its stage is a child, which it replaces when that ends or freezes.
+torchrun ends all ranks when one ends, so a rank must not crash. A rank is this keeper, which never imports torch.
+Its stage is a child process, which it replaces when the child ends or freezes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, di
 from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageLine, StageProcess
 
-# Without a sign of life, which comes every half second, a stage is killed.
+# A stage gives a sign of life every half second. Without one for so long, it is killed.
 FROZEN_AFTER_S = 4.0
-# Before it has found the head: cold disks and GPU contexts block all threads.
+# The same before the stage has found the head, because cold disks and GPU contexts block all of its threads.
 FROZEN_WHILE_PREPARING_S = 30.0
-# In a row without a computed step, however slowly. Two requests that kill their stage, cut links and a killed
-# head together stay below it.
+# So many deaths in a row, without a computed step between them, end the rank. Two requests that kill their stage,
+# cut links and a killed head together cause fewer.
 MAX_DEATHS = 10
-# A stage that ends without a head is not to blame, for so long.
+# A stage that ends because it finds no head is replaced for so long.
 HEADLESS_FOR_S = 900.0
-# For each death in a row but the first, before it found the head. The cause may pass (no process or memory left, a
-# device still held), and a fork takes milliseconds.
+# If a stage dies before it has found the head, the keeper waits so much longer after each further death in a row.
+# The cause may pass (no process or memory left, a device still in use), and a fork takes only milliseconds.
 _LONGER_S = 1.0
-# For telling the head that the stage keeps dying.
+# How long the keeper tries to tell the head that the stage keeps dying.
 _REPORT_WITHIN_S = 2.0
 # How often the keeper looks for a frozen stage or an overdue stop.
 _CHECK_EVERY_S = 0.5
 
 
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
-    """Live the life of a rank other than 0, and return its exit code. Raise UsageError."""
+    """Keep the stage of a rank other than 0 alive. Return the rank's exit code. Raises UsageError."""
     die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
@@ -55,16 +55,17 @@ Reported = set[str]
 
 
 class RestartPolicy:
-    """How often a rank's stage is replaced. name: for people. now_s: monotonic."""
+    """Decides how often a rank's stage is replaced. name: the rank's, for messages. now_s: on a monotonic
+    clock."""
 
     def __init__(self, name: str, now_s: float) -> None:
         self._name = name
         self._deaths, self._had_head_s = 0, now_s
 
     def count_death(self, reported: Reported, code: int, now_s: float) -> str | None:
-        """Note that a stage process has ended. Return why no other is started; None if one is."""
+        """Note that a stage process has ended. Return the reason why it is not replaced; None: it is."""
         if StageLine.CONNECTED in reported or code != EXIT_HEAD_GONE:
-            # One that was ready and lost the head counts as serving: it may have had no work.
+            # A stage that was ready and lost the head counts as one that served: it may have had no work.
             would_serve = StageLine.SERVED in reported or (StageLine.READY in reported and code == EXIT_HEAD_GONE)
             self._deaths = 1 if would_serve else self._deaths + 1
         if StageLine.CONNECTED in reported:
@@ -76,12 +77,12 @@ class RestartPolicy:
         return None
 
     def pause_s(self, reported: Reported) -> float:
-        """Return how long to wait after a process that reported this."""
+        """Return how long to wait before a process that reported these lines is replaced."""
         return 0.0 if StageLine.CONNECTED in reported else _LONGER_S * max(0, self._deaths - 1)
 
 
 class Keeper:
-    """The owner of a stage process and its fork server. clock: seconds, monotonic."""
+    """Owns a stage process and its fork server. clock: monotonic, in seconds."""
 
     def __init__(
         self,
@@ -101,25 +102,25 @@ class Keeper:
         self._clock, self._sleep = clock, sleep
         self._fork_server = fork_server or ForkServer()
         self._child: StageProcess | None = None
-        self._kill_at_s = math.inf  # finite once it stops
+        self._kill_at_s = math.inf  # finite once `stop` was called
 
     def run(self) -> int:
-        """Keep the stage alive while it is replaced; returns the rank's exit code."""
+        """Run the stage, and replace it when it dies. Return the rank's exit code."""
         try:
             return self._keep()
         finally:
             self._fork_server.close()
 
     def stop(self, grace_s: float) -> None:
-        """Stop within `grace_s`; without a head at once. Until then a stage that dies is replaced, as streams
-        may finish. Safe in a signal handler."""
+        """Stop within `grace_s`, or at once if there is no head. Until then a stage that dies is still replaced,
+        because streams may finish. It may be called in a signal handler."""
         self._kill_at_s = min(self._kill_at_s, self._clock() + grace_s)
         child = self._child
         if child is not None and not self._found_head:
             child.kill()
 
     def _is_overdue(self) -> bool:
-        """Whether a stop takes too long; without a head it may take no time."""
+        """Return whether stopping has taken too long. Without a head it may take no time."""
         is_stopping = self._kill_at_s < math.inf
         return is_stopping and (not self._found_head or self._clock() > self._kill_at_s)
 
@@ -130,7 +131,7 @@ class Keeper:
             if code == 0:
                 return 0
             if code == EXIT_HEAD_GONE:
-                self._found_head = False  # torchrun waits for this rank before it starts another head
+                self._found_head = False  # torchrun starts another head only when this rank has ended
             if self._is_overdue():
                 return 1
             if code == EXIT_USAGE:
@@ -144,7 +145,7 @@ class Keeper:
                 self._sleep(_CHECK_EVERY_S)
 
     def _run_stage(self) -> tuple[Reported, int]:
-        """Return what a stage reported until its end, and its exit code."""
+        """Run one stage process. Return what it reported until its end, and its exit code."""
         try:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
@@ -157,11 +158,12 @@ class Keeper:
         return reported, code
 
     def _watch(self, child: StageProcess) -> Reported:
-        """Listen to the stage until it has ended; kills a frozen one."""
+        """Listen to the stage until it has ended, and return what it reported. Kill it if it is frozen."""
         reported: Reported = set()
         last_sign_s = self._clock()
         while True:
-            # Before listening: after a suspension, signs of life are in the pipe.
+            # The time is read before listening: after the machine was suspended, signs of life still wait in the
+            # socket.
             now_s = self._clock()
             lines = child.listen(_CHECK_EVERY_S)
             if lines is None:
@@ -177,7 +179,7 @@ class Keeper:
                 child.kill()
 
     def _give_up(self, reason: str) -> int:
-        """Tell the head why, so that streams end with a status."""
+        """Tell the head the reason, so that streams end with a status. Return the rank's exit code."""
         try:
             with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.Failed(reason)))
@@ -186,7 +188,8 @@ class Keeper:
         return self._final_code(1)
 
     def _final_code(self, code: int) -> int:
-        """Return the rank's exit code: 0 if other replicas may serve, as torchrun ends all ranks if one fails."""
+        """Return the rank's exit code. It is 0 if other replicas may serve, because torchrun ends all ranks if one
+        fails."""
         pipeline = self._config.pipeline
         if self._was_ready and pipeline.replicas > 1:
             return 0

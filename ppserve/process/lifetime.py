@@ -1,4 +1,4 @@
-"""When a process of the server ends: with whom, by which signals, and what its exit code means."""
+"""When a process of the server ends: with which other process, by which signals, and what its exit code means."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_FAILED = 76
 """The head told the stage to end because the server fails: no restart."""
 
 HEAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
-"""They go to all ranks and must not end one. The head installs its handlers later."""
+"""Signals that all ranks get and that must not end any. The head installs its handlers for them later."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HEAD_SIGNALS)
 """Signals that a child ignores if its parent decides when it ends."""
 
@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1  # Linux's number
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """End this process when the thread that started it ends; at once if the process `parent_pid` has ended. Only
-    on Linux."""
+    """Let the kernel end this process when the thread that started it ends. It ends at once if the process
+    `parent_pid` has ended. The first works only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -34,14 +34,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun dies, even by SIGKILL."""
+    """Let the kernel end this rank when torchrun dies, even by SIGKILL."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals: a child that is started meanwhile gets none until it calls `ignore_signals`."""
+    """Block signals. A child that is started meanwhile gets none until it calls `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Processes that do what another person's program or text asks, in little time and memory: they cannot hurt their
+"""Processes that run another person's program or text with little time and memory, so that they cannot harm their
 parent.
 
-Parent and process speak lines of text: one that begins, then a question and an answer in turn.
+Parent and process exchange lines of text: a first line from the parent, then a question and an answer in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 from ppserve.errors import PpserveError
 
 MAX_IDLE_BYTES = 256 << 20
-"""A process that holds more behind an answer is ended, so that its memory returns."""
+"""A process that holds more memory after an answer is ended, so that its memory is free again."""
 
 
 class OutOfTime(PpserveError):
@@ -26,21 +26,21 @@ class OutOfTime(PpserveError):
 
 
 class OutOfMemory(PpserveError):
-    """The process ended by itself in the middle of an answer: it could get no more memory, or stack."""
+    """The process ended by itself in the middle of an answer, because it could get no more memory or stack."""
 
 
 class LimitedProcesses:
-    """Processes of one module, for any threads. Each is started when all others have a question."""
+    """Processes that run one module. Any thread may ask. A process is started when all others are answering."""
 
     def __init__(self, module: str, begin: str) -> None:
-        """module: its `main` calls `serve`. begin: the first line that each process gets."""
+        """module: the module that a process runs, whose `main` calls `serve`. begin: each process's first line."""
         self._module = module
         self._begin = begin
         self._idle: list[subprocess.Popen[str]] = []
 
     def ask(self, question: str) -> str:
-        """Return the answer to a line. Blocks. Raises OutOfTime or OutOfMemory; the next question gets another
-        process."""
+        """Ask a question of one line, wait, and return the answer. Raises OutOfTime or OutOfMemory; then the
+        process has ended, and the next question goes to another one."""
         try:
             process = self._idle.pop()
         except IndexError:
@@ -61,12 +61,12 @@ class LimitedProcesses:
         return answer
 
     def close(self) -> None:
-        """End the idle processes; the others end with this one."""
+        """End the idle processes. Those that are answering end when this process ends."""
         while self._idle:
             _end(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[str]:
-        # A session of its own: Ctrl-C is for the parent, with which it ends.
+        # It has a session of its own, so Ctrl-C reaches only the parent; the process ends with it.
         process = subprocess.Popen(
             [sys.executable, "-m", self._module], text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -76,7 +76,7 @@ class LimitedProcesses:
 
 
 def _cause(process: subprocess.Popen[str]) -> PpserveError:
-    """Return why a process that has closed its output ends."""
+    """Wait for a process that has closed its output, and return the error that says why it ended."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
     _end(process)
@@ -89,8 +89,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def serve(begin: Callable[[str], Callable[[str], str]], max_cpu_s: float, max_memory_bytes: int) -> None:
-    """Answer until standard input ends, with the parent. begin: takes the first line, and returns what
-    answers."""
+    """Answer questions until standard input ends, which it does with the parent. begin: is called with the first
+    line, and returns the function that answers."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answered = begin(sys.stdin.readline())

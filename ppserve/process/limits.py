@@ -1,4 +1,7 @@
-"""What this machine, or a container of either version of cgroups, lets a process have."""
+"""How many cores, how much memory and how many processes this machine, or a container, lets a process have.
+
+Both versions of cgroups are read.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,25 @@ import psutil
 
 _ROOT = Path("/")
 
-# Enough for all; programs that close every possible descriptor stay fast.
+# Enough for the server, and so few that programs which close every possible descriptor stay fast.
 _OPEN_FILES = 65_536
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Count the cores that this process may use. A container's threads are held back beyond its share."""
+    """Return how many cores this process may use. A container's share may be less than the machine has."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups(root, "cpu"):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, int(quota) / int(period))
         with contextlib.suppress(OSError, ValueError):
-            if (limit := _number(group / "cpu.cfs_quota_us")) > 0:  # -1: none
+            if (limit := _number(group / "cpu.cfs_quota_us")) > 0:  # -1: there is no limit
                 cores = min(cores, limit / _number(group / "cpu.cfs_period_us"))
     return max(1, int(cores))
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes of memory that this process could still get; 0 where /proc does not say."""
+    """Return how many bytes of memory this process could still get; 0 if /proc does not say."""
     available = [value * 1024 for value in _entries(root / "proc/meminfo", "MemAvailable:")]
     version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     for group in _groups(root, "memory"):
@@ -49,7 +52,7 @@ def available_tasks(root: Path = _ROOT) -> float:
         with contextlib.suppress(OSError, ValueError):
             available.append(_number(group / "pids.max") - _number(group / "pids.current"))
     own, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if own != resource.RLIM_INFINITY and (uid := os.getuid()) != 0:  # it does not hold for root
+    if own != resource.RLIM_INFINITY and (uid := os.getuid()) != 0:  # the limit does not apply to root
         found = psutil.process_iter(["uids", "num_threads"])
         used = (
             each.info["num_threads"] or 0 for each in found if each.info["uids"] and each.info["uids"].real == uid
@@ -59,7 +62,7 @@ def available_tasks(root: Path = _ROOT) -> float:
 
 
 def open_many_files() -> None:
-    """Raise the soft limit of open files: clients must not take a stage's descriptors."""
+    """Raise the soft limit of open files, so that clients cannot use up the descriptors that stages need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,8 +71,8 @@ def open_many_files() -> None:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """List this process's cgroups that may limit a controller, and those around them. In a container its own
-    cgroup is the mount."""
+    """Return the cgroups of this process that may limit a controller, and those that contain them. In a container,
+    its own cgroup is the mount."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -86,7 +89,7 @@ def _number(file: Path) -> int:
 
 
 def _entries(file: Path, name: str) -> list[int]:
-    """Return the numbers of a file's lines that begin with this name."""
+    """Return the numbers in the lines of a file that begin with this name."""
     with contextlib.suppress(OSError):
         lines = (line.split() for line in file.read_text().splitlines())
         return [int(line[1]) for line in lines if line and line[0] == name]

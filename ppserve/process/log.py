@@ -1,4 +1,4 @@
-"""This process's log and its standard streams, whose writers never wait for a reader."""
+"""The log of this process, and its standard streams, to which writes never wait for a reader."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any
 from ppserve.config import ServerSettings
 
 ERASE_LINE = "\r\x1b[K"
-"""Erases a terminal's line, on which the head may say how the start goes on."""
+"""This erases a line of a terminal, in which the head may show the progress of the start."""
 
-# Attributes of every log record.
+# The attributes that every log record has.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-# Some thousand lines.
+# Bytes that may wait for a reader; they are some thousand lines.
 _MAX_WAITING_BYTES = 1 << 18
-# After so long without progress, a process that ends gives up the lines that still wait.
+# A process that ends drops waiting lines if none was read for so long.
 _FLUSH_WITHIN_S = 1.0
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line, with the entries of `extra`, such as a request id."""
+    """Formats a record as one JSON object, with the entries of `extra`, such as a request id."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -47,7 +47,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
-    """Set level and format of all logs of this process. who: its name in them, `head` or `stage N`."""
+    """Set the level and the format of all logs of this process. who: its name there, `head` or `stage N`."""
     handler = logging.StreamHandler()
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
@@ -65,7 +65,7 @@ def set_up_logging(settings: ServerSettings, who: str = "head") -> None:
 
 
 def never_wait_for_readers() -> None:
-    """Make writes to standard output and error return at once, in every thread. Lines that nobody reads, or for
+    """Let writes to standard output and error return at once, in every thread. Lines that nobody reads, or for
     which the disk has no room, are dropped and counted."""
     _outlets.clear()
     for fd, name in ((1, "stdout"), (2, "stderr")):
@@ -75,7 +75,7 @@ def never_wait_for_readers() -> None:
 
 
 def flush_streams() -> None:
-    """Wait until everything is written, as long as somebody reads. Call it before `os._exit`."""
+    """Wait until everything is written, as long as somebody reads it. Call this before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for outlet in _outlets:
@@ -89,8 +89,8 @@ def on_dropped(count: Callable[[int], None]) -> None:
 
 
 class _Outlet(io.BufferedIOBase):
-    """A stream whose bytes wait in memory for a thread that writes them, however long that takes. When too much
-    waits, further lines are dropped; a line says how many once the rest is read."""
+    """A stream whose bytes wait in memory until a thread has written them, however long that takes. If too much
+    waits, further lines are dropped. Once the rest has been read, a line says how many were."""
 
     def __init__(self, fd: int) -> None:
         self.format: Callable[[logging.LogRecord], str] = logging.Formatter("ppserve: %(message)s").format
@@ -123,7 +123,7 @@ class _Outlet(io.BufferedIOBase):
         return len(chunk)
 
     def drain(self) -> None:
-        """Wait until everything is written, or nothing has been read for a second."""
+        """Wait until everything is written, or nothing has been read for _FLUSH_WITHIN_S."""
         with self._changed:
             before = -1
             while (self._waiting or not self._is_idle) and self._progress != before:
@@ -156,12 +156,13 @@ class _Outlet(io.BufferedIOBase):
         """Write a batch. Return False if a part of it cannot be written, now or later."""
         at = 0
         while at < len(batch):
-            # A pipe takes so many bytes at once, so that no other process's line gets into one of ours.
+            # A pipe takes up to PIPE_BUF bytes as one piece, so no other process's line gets into the middle of
+            # ours.
             end = 1 + batch.rfind(b"\n", at, at + select.PIPE_BUF) or at + select.PIPE_BUF
             try:
                 at += os.write(self._fd, batch[at:end])
                 self._progress += 1
-            except BlockingIOError:  # another program has made it so
+            except BlockingIOError:  # another program has made the file non-blocking
                 reader = select.poll()
                 reader.register(self._fd, select.POLLOUT)
                 reader.poll()
@@ -182,8 +183,9 @@ _outlets: list[_Outlet] = []
 
 
 def _make_own_unblocking(fd: int) -> None:
-    """Libraries that write to a pipe or terminal themselves, not through Python, lose what it does not take. It is
-    opened anew, as the flag would be the shell's too; another user's can not be, and stays as it is."""
+    """Make a pipe or terminal non-blocking for libraries that write to it directly; they lose what it does not
+    take. It is opened anew for that, because otherwise the flag would also be the shell's. A file of another user
+    cannot be opened anew, and stays as it is."""
     if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
         with contextlib.suppress(OSError):
             own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)

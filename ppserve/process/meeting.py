@@ -1,13 +1,13 @@
-"""Where ranks meet the head: its address, the shared secret, and the handshake that proves it.
+"""How ranks find the head: its address, the shared secret, and the handshake that proves it.
 
-Each rank finds address and secret by itself. On one host the address is a Unix socket without a file, whose name
-is made from the launcher's variables; both ends must belong to one user. On several hosts it is a port of
-MASTER_ADDR, and the secret is in --secret-file. The launcher's store is not used, because everyone who can reach
-it may read and write it.
+Each rank finds the address and the secret by itself. On one host, the address is a Unix socket without a file,
+whose name is made from the launcher's variables; both ends must belong to the same user. On several hosts, it is a
+port of MASTER_ADDR, and the secret is in --secret-file. The launcher's store is not used, because everyone who can
+reach it may read and write it.
 
-In the handshake each side sends a fresh random number, and answers the other's with a keyed hash of both.
-A recorded answer fits no other connection. The two sides' answers differ, so neither can be sent back.
-The secret is never sent.
+In the handshake, each side sends a fresh random number, and answers the other's with a keyed hash of both. A
+recorded answer is useless on another connection. The answers of the two sides differ, so neither can be sent back
+as the other. The secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _ANSWER_WITHIN_S = 10.0
 
 
 def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
-    """Find where the ranks of a launcher meet: each finds the same. Raise UsageError."""
+    """Find the address and the secret; all ranks of a launcher find the same. Raises UsageError."""
     if environment.local_world_size == environment.world_size and sys.platform == "linux":
-        # Only this launcher tells its ranks all of these. The name is of a network namespace, as ports are.
+        # Only this launcher gives its ranks all of these values. The socket's name is valid in a network
+        # namespace, as ports are.
         told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
         digest = hashlib.sha256("\0".join(told).encode()).hexdigest()
         return Meeting(f"@ppserve-{os.getuid()}-{digest[:16]}", secret=digest[16:].encode())
@@ -60,7 +61,7 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
 
 
 def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """Open the head's socket; returns it with the secret. Raises UsageError."""
+    """Open the head's socket. Return it and the secret. Raises UsageError."""
     secret = read_secret(meeting)
     try:
         return listen(meeting.address), secret
@@ -71,9 +72,12 @@ def open_meeting(meeting: Meeting) -> tuple[socket.socket, bytes]:
 
 
 def read_secret(meeting: Meeting) -> bytes:
-    """The file's, as a head that was started anew may have another; the one known before if that is gone. Raises
-    ConfigError. On one host it is of what the launcher tells its ranks alone, which a program can guess where the
-    run's id is torchrun's default; the kernel tells users apart (`network.connect`)."""
+    """Return the secret. On several hosts it is read from the file each time, because a head that was started anew
+    may have another one; if the file is gone, the secret of the start is returned. Raises ConfigError.
+
+    On one host, the secret is made from values that the launcher gives only to its ranks. A program may guess
+    these if the run's id is torchrun's default, but the kernel keeps other users away (`network.connect`).
+    """
     path = meeting.secret_file
     if path is None:
         return meeting.secret
@@ -94,8 +98,8 @@ def read_secret(meeting: Meeting) -> bytes:
 
 
 def connect_to_head(meeting: Meeting, rank: int, within_s: float) -> socket.socket:
-    """Connect to the head, and prove each other's secret. Raise OSError after `within_s`, UsageError for another
-    secret."""
+    """Connect to the head, so that each side has proved to know the secret. Raises OSError after `within_s`, and
+    UsageError if the head has another secret."""
     until_s = time.monotonic() + within_s
     was_warned = False
     while True:
@@ -128,7 +132,7 @@ def _connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    """Greet the head, for a rank. Raise OSError or WireError; UsageError if no retry helps."""
+    """Do a rank's part of the handshake. Raises OSError or WireError; UsageError if a retry does not help."""
     reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
     nonce = new_nonce()
     challenge = _receive(connection, reader, wire.Challenge).nonce
@@ -155,11 +159,12 @@ def _receive(connection: socket.socket, reader: wire.FrameReader, kind: type[T])
 
 
 def new_nonce() -> bytes:
+    """Return a fresh random number."""
     return secrets.token_bytes(32)
 
 
 def make_proof(side: Literal["rank", "head"], secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    """Make one side's proof, by which it answers the other side's random number."""
-    # Lengths keep the messages of different inputs apart.
+    """Return the proof with which one side answers the other side's random number."""
+    # With the length, different inputs never make the same message.
     message = f"ppserve {side} {rank} {len(challenge)} ".encode() + challenge + nonce
     return hmac.digest(secret, message, "sha256")

@@ -25,21 +25,21 @@ Interfaces = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a stage and the head reach each other."""
+    """The addresses by which a stage and the head reach each other."""
 
     own: str
     """The stage's address."""
     head: str
-    """Where the stage found the head."""
+    """The head's address, as the stage reached it."""
 
 
 ONE_HOST = Route(LOOPBACK, LOOPBACK)
 
 
 def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
-    """Find the head's address, and this stage's address for others. Raise ConfigError for --interface."""
+    """Find the head's address, and this stage's address for other stages. Raises ConfigError for --interface."""
     if connection.family == socket.AF_UNIX:
-        return ONE_HOST  # the head says by which address
+        return ONE_HOST  # the head will say by which address stages reach each other
     own, head = (str(name[0]).partition("%")[0] for name in (connection.getsockname(), connection.getpeername()))
     if settings.advertise is not None:
         own = settings.advertise
@@ -54,7 +54,7 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
 def local_address() -> str:
     """Find the address by which processes of this host reach each other. Raises UsageError."""
     for address in (LOOPBACK, "::1"):
-        # Where loopback is down, its address can be listened to, but not reached.
+        # If the loopback interface is down, a program can listen on its address, but nobody can reach it.
         with (
             contextlib.suppress(OSError),
             socket.create_server((address, 0), family=family_of(address)) as listener,
@@ -65,16 +65,18 @@ def local_address() -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an IP address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this address, or name, which is not resolved, reaches only this host."""
+    """Return whether this address or name reaches only this host. Names are not resolved."""
     return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
 def address_of(name: str, known: Interfaces, version: int, flag: str = "--interface") -> str:
-    """Return an interface's address, of this IP version if possible. Raise ConfigError for `flag`."""
+    """Return an interface's address, if possible of this IP version. Raises ConfigError for `flag` if it has
+    none."""
     found = map(ipaddress.ip_address, known.get(name, ()))
     # A link-local IPv6 address is valid only with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
@@ -85,13 +87,13 @@ def address_of(name: str, known: Interfaces, version: int, flag: str = "--interf
 
 
 def interface_of(address: str, known: Interfaces) -> str | None:
-    """Find the name of the interface that has this address."""
+    """Return the name of the interface that has this address; None: there is none."""
     wanted = ipaddress.ip_address(address)
     return next((name for name, own in known.items() if wanted in map(ipaddress.ip_address, own)), None)
 
 
 def interfaces() -> Interfaces:
-    """List the interfaces of this host."""
+    """Return the interfaces of this host."""
     internet = socket.AF_INET, socket.AF_INET6
     return {
         name: [each.address.partition("%")[0] for each in addresses if each.family in internet]
@@ -103,7 +105,8 @@ def interfaces() -> Interfaces:
 
 
 def listen(address: str) -> socket.socket:
-    """At @NAME, a Unix socket that has no file (Linux: "abstract"), or HOST:PORT. Raises OSError."""
+    """Listen at an address: @NAME, a Unix socket that has no file ("abstract" in Linux), or HOST:PORT. Raises
+    OSError."""
     if not address.startswith("@"):
         return _listen_to_hosts(address)
     listener = socket.socket(socket.AF_UNIX)
@@ -117,7 +120,7 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """Raise OSError, also if another user listens at @NAME."""
+    """Connect to an address as `listen` takes it. Raises OSError, also if another user listens at @NAME."""
     if not address.startswith("@"):
         connection = socket.create_connection(_host_and_port(address), timeout=timeout_s)
         prepare(connection)
@@ -139,8 +142,8 @@ def _abstract(address: str) -> str:
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether this user holds the other end too; always over TCP, where a secret decides. Every user can list and
-    reach abstract names."""
+    """Return whether the other end of a Unix socket belongs to this user too: every user can list and reach
+    abstract names. Over TCP this is always True, because the secret decides there."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -148,7 +151,7 @@ def is_of_this_user(connection: socket.socket) -> bool:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small frames leave at once; 20 s without the other host end the connection."""
+    """Set a TCP connection's options: small frames are sent at once, and 20 s without the other host end it."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -165,7 +168,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _listen_to_hosts(address: str) -> socket.socket:
-    """On the host's own address; on all if other hosts cannot reach that."""
+    """Listen on the host's own address, or on all addresses if other hosts cannot reach that one."""
     host, port = _host_and_port(address)
     for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.

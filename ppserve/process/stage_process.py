@@ -1,4 +1,4 @@
-"""A stage process as its keeper sees it: forked, configured, watched, and ended."""
+"""A stage process as its keeper sees it: it is forked, configured, watched and ended."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from ppserve import wire
 from ppserve.process.lifetime import signals_blocked
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
-# What the fork server is asked, and its answer to REAP: an exit code (-9: killed).
+# The two requests to the fork server. It answers REAP with an exit code (-9: killed).
 FORK, REAP = b"f", b"r"
 EXIT_CODE = struct.Struct("i")
 _KILLED = -signal.SIGKILL
 
 
 class StageLine(StrEnum):
-    """What a stage process writes to its keeper, a line each. An empty line says only that it runs."""
+    """The lines that a stage process writes to its keeper. An empty line only says that the process runs."""
 
     FORKED = "forked"
-    """It exists; its process id follows on the same line."""
+    """The process exists. Its id follows on the same line."""
     STARTED = "started"
-    """It has read its configuration."""
+    """The process has read its configuration."""
     CONNECTED = "connected"
-    """It has found the head."""
+    """The process has found the head."""
     READY = "ready"
-    """It has entered an epoch."""
+    """The process has entered an epoch."""
     SERVED = "served"
-    """It has computed its first step."""
+    """The process has computed its first step."""
 
 
 class ForkServer:
-    """A child process that imports what stages import once, which takes seconds, and forks stages in milliseconds.
+    """A child process that imports once what stages need, which takes seconds, and then forks stages in
+    milliseconds.
 
-    Started with the first stage, and again after its death, which ends its stage too.
-    Its command's arguments: the file descriptor of a socket to this process, and this process's id.
+    It is started with the first stage, and anew after its death, which also ends its stage. The arguments of its
+    command are the file descriptor of a socket to this process, and the id of this process.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:
@@ -52,27 +53,27 @@ class ForkServer:
         self._prepared: StageProcess | None = None
 
     def prepare(self) -> None:
-        """Start the imports for the first `fork`. Raises OSError."""
+        """Begin the imports before the first `fork`. Raises OSError."""
         self._prepared = StageProcess(self)
 
     def fork(self) -> StageProcess:
-        """Start the next stage process, after the last one's end. Raise OSError."""
+        """Start a stage process. The last one must have ended. Raises OSError."""
         prepared, self._prepared = self._prepared, None
         return prepared or StageProcess(self)
 
     def request_stage(self, stage_end: int) -> None:
-        """Request a stage that gets this end of a socket. Raises OSError."""
+        """Request a stage process that gets this end of a socket. Raises OSError."""
         if self._requests is None:
             self._requests = self._start()
         try:
             socket.send_fds(self._requests, [FORK], [stage_end])
-        except (BrokenPipeError, ConnectionResetError):  # it has died since the last one
+        except (BrokenPipeError, ConnectionResetError):  # the fork server has died meanwhile
             self.close()
             self.request_stage(stage_end)
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # A BLAS that starts threads would leave the forked stages without them.
+        # If a BLAS started threads here, forked stages would not have them.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         command = [*self._command, str(theirs.fileno()), str(os.getpid())]
         with theirs, signals_blocked():
@@ -86,23 +87,24 @@ class ForkServer:
         return ours
 
     def reap_stage(self) -> int:
-        """Wait until the stage's device is free. Returns its exit code, or the server's."""
+        """Wait until the stage process is gone and its device is free. Return its exit code, or that of the fork
+        server if this has died."""
         assert self._process is not None
         assert self._requests is not None
         code = b""
-        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        self._process.send_signal(signal.SIGCONT)  # in case somebody has stopped it
         with contextlib.suppress(OSError):
             self._requests.sendall(REAP)
             code = self._requests.recv(EXIT_CODE.size)
         return EXIT_CODE.unpack(code)[0] if code else self.close()
 
     def kill(self) -> None:
-        """Kill it, if it lives, with its stage. Safe in a signal handler."""
+        """Kill the fork server and its stage, if they live. It may be called in a signal handler."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> int:
-        """Kill it, unless it has ended, and returns its exit code (-9: killed)."""
+        """Kill the fork server, unless it has ended. Return its exit code (-9: killed)."""
         if self._process is None or self._requests is None:
             return _KILLED
         self._requests.close()
@@ -113,10 +115,10 @@ class ForkServer:
 
 
 class StageProcess:
-    """One process that computes for a stage. It waits for `start` first.
+    """One process that computes for a stage. It first waits for `start`.
 
-    It writes lines to a socket: those of `StageLine`, and an empty one at least every half second, also while the
-    fork server imports. The socket's end is the process's end.
+    It writes the lines of `StageLine` to a socket, and an empty line at least every half second, also while the
+    fork server imports. The socket ends when the process ends.
     """
 
     def __init__(self, server: ForkServer) -> None:
@@ -133,19 +135,20 @@ class StageProcess:
                 raise
 
     def start(self, start: wire.Start) -> None:
-        """Make it a stage."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `reap` tells
+        """Send the process its configuration, so that it becomes a stage."""
+        # It has died; `reap` will return its code.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._stage.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
-        """Return the lines that have arrived, after waiting up to `timeout_s` for the first; None at the end."""
-        waiting = select.poll()  # unlike `select`, also for descriptors from 1024 on
+        """Wait up to `timeout_s` for lines, and return those that have arrived; None: the process has ended."""
+        waiting = select.poll()  # unlike `select`, it takes descriptors from 1024 on
         waiting.register(self._stage, select.POLLIN)
         if not waiting.poll(1e3 * timeout_s):
             return []
         try:
             received = self._stage.recv(4096)
-        except ConnectionResetError:  # it has ended without reading all
+        except ConnectionResetError:  # the process has ended without reading everything
             received = b""
         if not received:
             return None
@@ -157,11 +160,11 @@ class StageProcess:
         return [line.decode() for line in lines]
 
     def kill(self) -> None:
-        """Kill it. Does nothing when it has ended. Safe in a signal handler."""
+        """Kill the process, unless it has ended. It may be called in a signal handler."""
         if self._pid is None:
-            self._server.kill()  # it may still import
+            self._server.kill()  # it may still be importing
         elif not self._has_ended:
-            # No other process can have this id: this one is not reaped yet.
+            # No other process can have this id, because this one has not been reaped yet.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """TLS of the control plane between hosts.
 
-Each end shows a certificate of one authority, which signs for the ranks of this server alone.
-So names are not compared: a rank may move to another host.
+Each end shows a certificate of the same authority, which must sign only for the ranks of this server. Names are
+not compared, because a rank may move to another host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def read_files(settings: NetworkSettings) -> tuple[bytes, ...]:
-    """Return what authority, certificate and key hold. Raises ConfigError."""
+    """Return the contents of the files of authority, certificate and key. Raises ConfigError."""
     held = []
     for part, path in zip(("ca", "cert", "key"), _paths(settings), strict=True):
         try:
@@ -35,8 +35,11 @@ def read_files(settings: NetworkSettings) -> tuple[bytes, ...]:
 
 
 def stage_context(settings: NetworkSettings, *, serves: bool, held: Sequence[bytes] = ()) -> ssl.SSLContext:
-    """serves: for the head. held: what the files held at the start, which counts where one of them is gone since.
-    Raises ConfigError for files that cannot be used."""
+    """Return the context of the control plane's TLS. Raises ConfigError for files that cannot be used.
+
+    serves: whether it is for the head's side. held: the contents that the files had at the start; they are used if
+    one of the files is gone.
+    """
     paths = _paths(settings)
     gone = next((path for path in paths if not path.exists()), None)
     if gone is None or not held:
@@ -56,7 +59,8 @@ def _paths(settings: NetworkSettings) -> tuple[Path, Path, Path]:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[Path]:
-    """Return a file that only this process can name: `ssl` reads a certificate and its key from files alone."""
+    """Yield the path of a file in memory that only this process can open, because `ssl` reads certificates and
+    keys only from files."""
     with open(os.memfd_create("ppserve-tls"), "wb") as file:
         file.write(content)
         file.flush()
@@ -80,10 +84,10 @@ def _context(authority: Path, cert: Path, key: Path, *, serves: bool) -> ssl.SSL
 
 
 class TlsConnection(socket.socket):
-    """A connected socket whose bytes are encrypted. One thread may receive while another sends.
-    `recv` waits for bytes once: `ssl.SSLSocket` promises neither.
+    """A connected socket whose bytes are encrypted. One thread may receive while another sends, and `recv` waits
+    for bytes only once; `ssl.SSLSocket` promises neither.
 
-    What the head sends before the handshake is complete leaves after it.
+    What the head sends before the handshake is complete is held back until it is.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
@@ -96,10 +100,10 @@ class TlsConnection(socket.socket):
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=serves)
         self._is_open = False
         self._early = b""
-        self._lock = threading.Lock()  # of all above
+        self._lock = threading.Lock()  # guards everything above
 
     def handshake(self) -> None:
-        """Complete the handshake, as a stage does before anything else. Raises OSError, such as SSLError."""
+        """Complete the handshake. A stage calls this before anything else. Raises OSError, such as SSLError."""
         try:
             while not self._continue_handshake():
                 super().sendall(self._leaving.read())
@@ -108,11 +112,11 @@ class TlsConnection(socket.socket):
                 else:
                     self._arrived.write_eof()
         finally:
-            super().sendall(self._leaving.read())  # where it failed, the head is told why
+            super().sendall(self._leaving.read())  # if the handshake has failed, this tells the head why
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Receive decrypted bytes; empty at the end. While a record is incomplete, a stage waits and the head
-        raises BlockingIOError."""
+        """Receive decrypted bytes; they are empty at the end. While a record is incomplete, a stage waits; for the
+        head, BlockingIOError is raised."""
         while received := super().recv(size, flags):
             with self._lock:
                 self._arrived.write(received)
@@ -124,7 +128,7 @@ class TlsConnection(socket.socket):
         return b""
 
     def seal(self, frame: bytes) -> bytes:
-        """Return the bytes to send now: the handshake's and, once that is done, the frame."""
+        """Return the bytes to send now: those of the handshake and, once it is complete, the encrypted frame."""
         with self._lock:
             if self._is_open:
                 self._encrypt(frame)
@@ -137,7 +141,7 @@ class TlsConnection(socket.socket):
         super().sendall(self.seal(frame), flags)
 
     def _decrypt(self) -> tuple[bytes, bool]:
-        """Return all decrypted bytes, and whether the other end has closed its side."""
+        """Return the decrypted bytes so far, and whether the other end has closed its side."""
         text = bytearray()
         if not self._is_open and not self._continue_handshake():
             return b"", False

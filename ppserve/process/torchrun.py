@@ -1,7 +1,8 @@
-"""`ppserve serve --stages N` from a plain shell: runs torchrun's agent in this process, without its command line.
+"""`ppserve serve --stages N` from a plain shell: this runs torchrun's agent in this process, without its command
+line.
 
-torchrun's own report of a failed rank is not printed: the rank has written one line that says what is wrong.
-Its exit code becomes the command's.
+torchrun's own report of a failed rank is not printed, because the rank has written a line that says what is wrong.
+The rank's exit code becomes the command's.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import psutil
 
 from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
-# Longer than keepers wait before they kill a stage that does not end.
+# It is longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
-# By default torchrun forwards SIGHUP as a signal that ends ranks.
+# The variable with the signals that torchrun forwards and that end ranks. SIGHUP is one of them by default.
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def _make_rendezvous(parameters: Any) -> Any:
-    """Make a handler whose store is memory. `--standalone` would open one to the network."""
+    """Make a rendezvous handler whose store is in memory. torchrun's `--standalone` would open one to the
+    network."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -49,12 +51,12 @@ def _make_rendezvous(parameters: Any) -> Any:
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
-    """Start this command once per rank on this host, waits, and returns an exit code. Raises LauncherError.
-    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more."""
+    """Start this command once for each rank on this host, wait, and return an exit code. Raises LauncherError.
+    shutdown_timeout_s: how long streams may take to finish after a SIGTERM; ranks get a little more."""
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
-    # Otherwise torchrun sets it and prints a warning; stages choose themselves.
+    # If it is not set, torchrun sets it and prints a warning. Stages choose their threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported modules stay, so collecting among them is wasted time
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -70,7 +72,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException:
-        # A signal to this process: the ranks got it too and have ended.
+        # This process got a signal; the ranks got it too, and have ended.
         return 0
     return 0
 
@@ -78,14 +80,15 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
 def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     return [
         *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
-        # Without a place for logs torchrun makes one below the temporary directory, and leaves it there.
+        # Without a place for logs, torchrun makes a directory for temporary files, and leaves it behind.
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", f"--log-dir={os.devnull}", "-m", "ppserve"),
         *(arguments if arguments[:1] == ["serve"] else ["serve", *arguments]),
     ]
 
 
 def _hand_on_signals() -> None:
-    """Hand on SIGHUP and SIGUSR1. SIGHUP of a closed terminal ends, but for `nohup`."""
+    """Hand SIGHUP and SIGUSR1 on to the ranks. The SIGHUP of a closed terminal ends the server, unless it was
+    started with `nohup`."""
     os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

@@ -1,6 +1,6 @@
 """The fork server that a keeper starts, `python -m ppserve.stage REQUESTS_FD KEEPER_PID`, and its stages.
 
-What belongs to the process and not to the stage: imports, signals, exit codes, finding the head.
+Here is what concerns the process and not the stage: imports, signals, exit codes, and finding the head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _CONNECT_WITHIN_S = 60.0
 
 
 def main() -> int:
-    """Forks a stage when the keeper asks. Returns in each, with its exit code."""
+    """Fork a stage process whenever the keeper asks for one. This returns only in the stage processes, with their
+    exit codes."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     keeper_pid = int(sys.argv[2])
     die_with_parent(keeper_pid)
@@ -59,9 +60,9 @@ def main() -> int:
 
 
 def _import(keeper_fd: int) -> None:
-    """Import all that a stage needs, which takes seconds. No thread is left to survive a fork. What the machine
-    does not allow, each stage finds out again, and tells the head."""
-    # The collector need not look at imports, nor write to pages that stages share.
+    """Import all that a stage needs, which takes seconds. Afterwards no thread is left, because a fork would not
+    copy it. If an import fails, each stage finds that out again and tells the head."""
+    # The collector should not look at imported objects, and so write to memory that stages share.
     gc.disable()
     is_done = threading.Event()
     thread = threading.Thread(target=_send_signs_of_life, args=(keeper_fd, is_done))
@@ -78,7 +79,7 @@ def _import(keeper_fd: int) -> None:
 def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
     """Run a stage in this process, a child of `parent_pid`, and return its exit code.
 
-    keeper_fd: a socket to the keeper, which writes the `Start` to it and reads lines from it (`StageLine`).
+    keeper_fd: a socket to the keeper, which sends the `Start` and reads lines (`StageLine`).
     """
     die_with_parent(parent_pid)
     name_process("ppserve.stage")
@@ -95,7 +96,8 @@ def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
 
 
 def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: int) -> int:
-    """Connect to the head, and run the stage. A download or a measurement may have taken long before."""
+    """Connect to the head, and run the stage. Return the exit code. This comes last, because a download or a
+    measurement may take long."""
     assert start.meeting is not None
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
@@ -119,13 +121,13 @@ def _probe(start: wire.Start) -> ProbeResult | UsageError:
 
 
 def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, keeper_fd: int) -> int:
-    """Run the stage, or tells the head of a mistake; returns the exit code."""
+    """Run the stage, or tell the head of a mistake. Return the exit code."""
     try:
         if isinstance(found, UsageError):
             raise found
         route = find_route(connection, start.config.network)
     except UsageError as error:
-        # Where the connection is closed, another stage has told the head.
+        # If the connection is closed, another stage has told the head before.
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.Failed(str(error))))
         return EXIT_USAGE
@@ -152,7 +154,7 @@ def _write_line(keeper_fd: int, line: str) -> None:
 
 
 def _send_signs_of_life(keeper_fd: int, is_done: threading.Event) -> None:
-    """Send the keeper an empty line every half second: this process is not frozen."""
+    """Send the keeper an empty line every half second, which shows that this process is not frozen."""
     while True:
         try:
             _write_line(keeper_fd, "")
@@ -163,7 +165,8 @@ def _send_signs_of_life(keeper_fd: int, is_done: threading.Event) -> None:
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Exit with `run`'s code, or 1: torch's and NCCL's threads could hold up `sys.exit`."""
+    """Call `run` and exit with its code, or 1 if it raises. `sys.exit` could be held up by threads of torch and
+    NCCL."""
     try:
         code = run()
     except Exception:

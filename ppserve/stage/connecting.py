@@ -1,6 +1,6 @@
-"""How a stage is joined to its neighbours: processes by groups of torch.distributed, threads by queues.
+"""How a stage is connected to its neighbours: processes by groups of torch.distributed, threads by queues.
 
-Processes meet in one store per epoch, whose place the head tells them.
+The processes of an epoch find each other in a store, whose address the head tells them.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What a rank sends and receives by, for one epoch."""
+    """A rank's connections in one epoch."""
 
     transport: Transport
-    """Hidden states, from the stage before and to the stage after."""
+    """Carries hidden states from the previous stage and to the next."""
     gather: StageGather
-    """Slices of rows, of this stage's other tensor ranks."""
+    """Exchanges columns with the other tensor ranks of the stage."""
 
 
 class Connector(Protocol):
-    """Makes a stage's connections, those of one epoch at a time."""
+    """Makes a stage's connections, for one epoch at a time."""
 
     def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
-        """Connect this rank to the others of the epoch. Collective. Raise TransportError or RuntimeError; even
-        then `leave_epoch` is due."""
+        """Connect this rank to the others of the epoch. All ranks must call this. Raises TransportError or
+        RuntimeError; `leave_epoch` must be called even then."""
 
     def leave_epoch(self) -> None:
-        """Release what the newest connections were made from. May be called twice."""
+        """Release what the last `connect` made. It may be called twice."""
 
 
 class ProcessConnector:
-    """Connects a stage that is a process: the ranks meet in the epoch's store and form groups. ports: the first
-    and last that the store may have; None: any."""
+    """Connects a stage that is a process. The ranks find each other in the epoch's store, and form groups. ports:
+    the first and the last port that the store may have; None: any."""
 
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
@@ -96,7 +96,7 @@ class ProcessConnector:
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
-        """Leave the groups. Stages that wait for this one wake up as its connections end."""
+        """Leave the groups. Its connections end, which wakes up stages that wait for this one."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -105,7 +105,8 @@ class ProcessConnector:
 def open_epoch_store(
     host: str, timeout: timedelta, ports: tuple[int, int] | None = None
 ) -> tuple[dist.TCPStore, int]:
-    """Open a store on a free port of `host`, for stage 0, and return it with its port. Raise TransportError."""
+    """Open a store on a free port of `host`, and return it with its port. Stage 0 calls this. Raises
+    TransportError."""
     listener = _listen(host, ports)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -126,8 +127,9 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the store, for the other stages. Raise TransportError. The store listens before any stage is told
-    of it, so if it refuses, its stage is gone; torch would try on for longer than `timeout`."""
+    """Connect to the store. The other stages call this. Raises TransportError. The store listens before any stage
+    is told of it; so if it refuses the connection, its stage is gone. (torch alone would retry for longer than
+    `timeout`.)"""
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -136,10 +138,11 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
-    """Wait for every rank of the replica. Raises TransportError when the epoch is over.
+    """Wait until every rank of the replica is here. Raises TransportError if the epoch ends first.
 
-    Connecting a group takes milliseconds and cannot be interrupted. This wait can: a stage that dies before it
-    comes does not hold up the others. It polls, as the store's own wait sees nothing else.
+    Connecting a group takes milliseconds, and cannot be interrupted. This wait can be, so a stage that dies before
+    it is here does not hold up the others. It polls, because the store's own wait would not see the end of the
+    epoch.
     """
     ranks = [f"here/{other}" for other in range(num_places)]
     try:
@@ -153,8 +156,9 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
 
 
 def _name_interface(address: str) -> None:
-    """Tell gloo and NCCL the interface of this address: they would take the host name's, often the loopback. What
-    the operator has set is kept, but not within a host, where an interface for others need not exist."""
+    """Tell gloo and NCCL the interface of this address. By themselves they would take that of the host's name,
+    which is often the loopback. What the operator has set is kept, but not within one host, where that interface
+    need not exist."""
     name = interface_of(address, interfaces())
     if name is not None:
         for variable, value in ((GLOO_INTERFACE, name), ("NCCL_SOCKET_IFNAME", f"={name}")):
@@ -163,7 +167,7 @@ def _name_interface(address: str) -> None:
 
 
 class ThreadConnector:
-    """Connects stages that are threads, by queues: one object for all ranks of a replica."""
+    """Connects stages that are threads, by queues. All ranks of a replica share one object."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()
@@ -174,7 +178,7 @@ class ThreadConnector:
     def connect(self, form: wire.Form, frames: Frames, link: HeadLink) -> Connections:
         layout = form.layout
         if form.store_port is None:
-            # The head invites the others once it has heard of a store.
+            # The head invites the other ranks once it has heard of a store.
             link.send(wire.StoreOpened(form.epoch, port=1))
         with self._opening:
             if form.epoch != self._epoch:
@@ -185,4 +189,4 @@ class ThreadConnector:
             return Connections(transport, self._gathers[layout.stage][layout.tensor])
 
     def leave_epoch(self) -> None:
-        """Nothing to do: queues go with their transports."""
+        """Do nothing: queues are dropped with their transports."""

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 def choose(
     config: ServeConfig, environment: RankEnvironment, stored_dtype: str, stored_quantization: str = "none"
 ) -> DeviceSetup:
-    """Choose the device, by the rank's place among `devices_here`, and the dtypes. Raise ConfigError."""
+    """Choose the device, by the rank's place among `devices_here`, and the types of numbers. Raises
+    ConfigError."""
     stages_here = environment.local_world_size
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
@@ -63,8 +64,8 @@ def choose(
 
 
 def _own_kv_dtype(asked: str, quantization: str, dtype: str, stored_dtype: str) -> str:
-    """Return the type of keys and values where `auto` is asked for."""
-    # Beside quantized weights the file's: float32 would double what a step reads.
+    """Return the type of keys and values that `auto` means."""
+    # With quantized weights it is the file's: float32 would double what a step reads.
     is_quantized = quantization != "none"
     return "bfloat16" if is_quantized and asked == "auto" and stored_dtype == "bfloat16" else dtype
 
@@ -76,7 +77,8 @@ def _options(device: DeviceSettings, scheduling: SchedulingSettings, kv_dtype: s
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:
-    """Return the devices of this host's stages: as asked for, else GPUs in turn, else CPUs. Raise ConfigError."""
+    """Return the devices of this host's stages: those that were asked for, else GPUs in turn, else CPUs. Raises
+    ConfigError."""
     asked, num_gpus = config.device.devices, torch.cuda.device_count()
     if asked is None:
         num_gpus = 0 if config.model.force_cpu else num_gpus
@@ -101,9 +103,9 @@ def _device(name: str, num_gpus: int) -> torch.device:
 def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
     """Return the type of weights and hidden states.
 
-    `auto` is the fastest arithmetic that loses nothing of the file. But GPUs run float32 checkpoints in bfloat16,
-    and in float16 before compute capability 8.0, where bfloat16 is only emulated. Beside quantized weights it is
-    float32, whose bits all CPUs share.
+    `auto` means the fastest arithmetic that loses nothing of the file. There are two exceptions. GPUs compute
+    float32 checkpoints in bfloat16, and before compute capability 8.0, where bfloat16 is only emulated, everything
+    in float16. With quantized weights it is float32, because it has the same bits on all CPUs.
     """
     if device.type == "cuda":
         if asked != "auto":

@@ -16,46 +16,48 @@ from ppserve.core.plan import StepMasks, StepPlan
 from ppserve.errors import TransportError, WireError
 from ppserve.process.lifetime import EXIT_HEAD_GONE
 
-# Longer than the head's patience with a silent stage: the head decides.
+# This is longer than the head waits for a silent stage, because the head decides.
 _SILENCE_S = 15.0
-# A stage that was told to exit and is still there is stuck in a step.
+# A stage that was told to exit and is still there after so long is stuck in a step.
 _END_WITHIN_S = 10.0
 
-_NUM_CANCELLED = 256  # more than can be in flight
-_NUM_MASKED = 4  # also more than can be in flight
+_NUM_CANCELLED = 256  # more steps than can be in flight
+_NUM_MASKED = 4  # more steps that await masks than can be in flight
 
 Stamped = tuple[int, Any]
-"""When a message arrived (monotonic ns), and the message."""
+"""A message, and when it arrived: on the monotonic clock, in nanoseconds."""
 
 
 class HeadLink:
-    """A stage's end of the control plane, and what all do with the head's messages.
+    """A stage's end of the control plane. It handles some messages of the head at once, and queues the others.
 
-    A Ping is answered at once, so that the head can tell busy from frozen.
-    A Cancel takes effect at once, before the plans in the inbox. Masks may be for the step that is computed.
-    An Abandon first sets `abandoned` and calls `on_abandon`, as the stage may be waiting for a neighbour.
+    A Ping is answered at once, so that the head can tell a busy stage from a frozen one. A Cancel takes effect
+    before the plans in the inbox. Masks may be for the step that is being computed. An Abandon first sets
+    `abandoned` and calls `on_abandon`, because the stage may be waiting for a neighbour.
     """
 
     def __init__(self, send: Callable[[wire.FromStage], None]) -> None:
-        """send: safe in any thread."""
+        """send: may be called by any thread."""
         self.send = send
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
-        """All other messages, in order."""
+        """The messages that the stage handles, in order."""
         self.abandoned = 0
         """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
-        """The latest steps sent ahead that need no computing."""
+        """The ids of the latest steps that were sent ahead and need not be computed."""
         self.masks: deque[StepMasks] = deque(maxlen=_NUM_MASKED)
         """The masks of the latest steps that were sent ahead without them."""
         self._has_ended = False
-        self._changed = threading.Condition()  # of the four before
+        self._changed = threading.Condition()  # for the four above
         self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
     def start(self, on_abandon: Callable[[int], None]) -> None:
-        """on_abandon: called with an epoch, in the thread that hears of its end."""
+        """Begin to receive messages. on_abandon: is called with an epoch that the head has given up, in the thread
+        that receives."""
         self._on_abandon = on_abandon
 
     def handle_message(self, now_ns: int, message: Any) -> None:
+        """Handle a message, or put it into the inbox. now_ns: when it arrived."""
         match message:
             case wire.Ping(sent_ns):
                 self.send(wire.Heartbeat(sent_ns, now_ns))
@@ -82,8 +84,9 @@ class HeadLink:
         self.inbox.put((now_ns, message))
 
     def with_masks(self, plan: StepPlan) -> StepPlan:
-        """Wait for the masks of a plan that was sent without them; of a cancelled one, whose draws are not used,
-        any will do. Raises TransportError once the head has given up its epoch, or has ended."""
+        """Wait for the masks of a plan that was sent without them, and return the plan with them. For a cancelled
+        plan it does not wait, because its draws are not used. Raises TransportError if the head gives up the
+        epoch, or ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost(plan) or self.masks_of(plan) is not None)
         if (masks := self.masks_of(plan)) is None:
@@ -91,7 +94,8 @@ class HeadLink:
         return plan.with_masks(masks)
 
     def masks_of(self, plan: StepPlan) -> Iterable[bytes | None] | None:
-        """Return the masks of a plan that was sent without them; None while they are not there."""
+        """Return the masks of a plan that was sent without them; None while they are not there. For a cancelled
+        plan, there are masks that allow all ids."""
         if plan.step_id in self.cancelled:
             return repeat(None)
         return next((of.masks for of in self.masks if (of.epoch, of.step_id) == (plan.epoch, plan.step_id)), None)
@@ -101,10 +105,10 @@ class HeadLink:
 
 
 class SocketHeadLink(HeadLink):
-    """A socket to the head, read from its start on by a thread that stamps each message.
+    """A `HeadLink` over a socket. From `start` on, a thread reads it and stamps each message.
 
-    end: called with EXIT_HEAD_GONE, perhaps by both threads, when the head is gone, is silent for `silence_s` (it
-    pings twice a second), or breaks the schema; and with a Shutdown's code if the process has not ended
+    end: is called with EXIT_HEAD_GONE if the head is gone, is silent for `silence_s` (it pings twice a second), or
+    breaks the schema; two threads may do so. It is called with the code of a Shutdown if the process still lives
     `end_within_s` later.
     """
 
@@ -143,7 +147,8 @@ class SocketHeadLink(HeadLink):
         self._end(code)
 
     def _handle_until_shutdown(self) -> int:
-        """Return the code of the Shutdown, the last message. Raises OSError, WireError."""
+        """Handle messages until the Shutdown, which is the last one, and return its code. Raises OSError,
+        WireError."""
         reader = wire.FrameReader(wire.FromHead)
         while received := self._connection.recv(1 << 16):
             now_ns = time.monotonic_ns()

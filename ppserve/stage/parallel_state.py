@@ -1,20 +1,20 @@
-"""Who am I: the groups, ranks and neighbours of this process.
+"""The groups, ranks and neighbours of this process.
 
-The verbs are Megatron-LM's, and so is the default order of ranks: tensor parallelism varies fastest,
-then data parallelism, and pipeline stages are farthest apart. Rank r of a world of
-tensor x data x pipeline ranks sits at
+The functions are named as in Megatron-LM, and the order of ranks is Megatron's default: tensor parallelism varies
+fastest, then data parallelism, then pipeline parallelism. In a world of tensor x data x pipeline ranks, the number
+of a rank is
 
     r = tensor + T * (data + D * pipeline)        T, D: sizes of the tensor and data axes
 
 so 8 ranks with T = 2 and two stages are stage 0: [0 1 2 3], stage 1: [4 5 6 7], tensor groups [0 1],
 [2 3], [4 5], [6 7], pipeline groups [0 4], [1 5], [2 6], [3 7].
 
-Two things differ from Megatron on purpose. A pipeline is a line, not a ring: the first stage's previous
-rank and the last stage's next rank are None, so nobody can talk backwards by accident. And all state is
-one frozen object in one variable, replaced as a whole by `initialize_model_parallel` and
-`destroy_model_parallel`, so a process can leave a broken pipeline and join the next one.
+Two things differ from Megatron on purpose. A pipeline is a line, not a ring: the first stage has no previous rank
+and the last stage no next rank, so that nobody can send backwards by accident. And all state is one frozen object
+in one variable, which `initialize_model_parallel` and `destroy_model_parallel` replace as a whole, so that a
+process can leave a broken pipeline and join the next one.
 
-Where each rank sits is `RankGrid` (ppserve/core/grid.py).
+`RankGrid` (ppserve/core/grid.py) has the arithmetic of ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ppserve.core.grid import RankGrid, RankPlace
 
 
 class ParallelStateError(RuntimeError):
-    """The groups are asked for before they exist, or made while they exist."""
+    """Groups were asked for before they existed, or were to be made while they existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroup:
-    """One group as one of its members sees it. Ranks are global; neighbours are None at the ends.
+    """A group as one of its members sees it. Ranks are global ones. Neighbours are None at the ends.
 
-    process_group: what `torch.distributed` calls take as `group`.
+    process_group: the `group` that functions of `torch.distributed` take.
     """
 
     ranks: tuple[int, ...]
@@ -94,12 +94,12 @@ def initialize_model_parallel(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Create this world's groups. A collective call: every rank makes it, with the same sizes.
+    """Create the groups of this world. Every rank must call this, with the same sizes.
 
-    data_parallel_size: None = what is left of the world. backend and timeout: of the groups, None = those
-    of the default process group (give a timeout: the library's own are 10 and 30 minutes).
-    Raises ValueError when the sizes do not multiply to the world, ParallelStateError when
-    `torch.distributed` is not initialised or the groups exist already.
+    data_parallel_size: None: as many as the world has room for. backend, timeout: those of the groups; None: those
+    of the default process group (give a timeout: the library's own are 10 and 30 minutes). Raises ValueError if
+    the product of the sizes is not the size of the world, and ParallelStateError if `torch.distributed` is not
+    initialised or the groups exist already.
     """
     global _state
     if _state is not None:
@@ -110,12 +110,13 @@ def initialize_model_parallel(
         dist.get_world_size(), tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size
     )
 
-    # Axes of the same ranks share one group: each has connections and a thread that wakes 100 times a second.
+    # Axes with the same ranks share one group, because each group has connections, and a thread that wakes up 100
+    # times a second.
     known: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def create(groups: tuple[tuple[int, ...], ...]) -> ParallelGroup:
-        # dist.new_group is collective over the whole world: every rank creates every group, in one order,
-        # and keeps the one it belongs to.
+        # All ranks of the world must call dist.new_group: every rank creates every group, in the same order, and
+        # keeps the one to which it belongs.
         mine: ParallelGroup | None = None
         for ranks in groups:
             if ranks not in known:
@@ -134,7 +135,8 @@ def initialize_model_parallel(
 
 
 def fit_grid(world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
-    """Return the grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
+    """Return the grid that fills a world. data: None: as many copies as fit. Raises ValueError if no grid fills
+    it."""
     for name, size in (("tensor", tensor), ("pipeline", pipeline), ("data", data)):
         if size is not None and size < 1:
             raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
@@ -146,7 +148,7 @@ def fit_grid(world_size: int, tensor: int, pipeline: int, data: int | None = Non
 
 
 def groups_of(grid: RankGrid, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that differ on one axis alone, a tuple for each group. axis: a field of `RankPlace`."""
+    """Return the groups of ranks that differ only on one axis. axis: a field of `RankPlace`."""
     found: dict[RankPlace, list[int]] = {}
     for rank in range(grid.size):
         found.setdefault(replace(grid.place(rank), **{axis: 0}), []).append(rank)
@@ -158,15 +160,15 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups and close them. Does nothing when there are none; never waits for other ranks.
+    """Forget the groups and close them, if there are any. This never waits for other ranks.
 
-    Works whether or not the default process group still exists, and when neighbours are dead.
+    It works even if the default process group no longer exists, and if neighbours are dead.
     """
     global _state
     state, _state = _state, None
     if state is None or not dist.is_initialized():
         return
-    # In one order on all ranks, each once.
+    # All ranks close them in the same order, each once.
     for process_group in dict.fromkeys(g.process_group for g in (state.tensor, state.data, state.pipeline)):
         dist.destroy_process_group(process_group)
 
@@ -177,7 +179,7 @@ def _initialized() -> _ParallelState:
     return _state
 
 
-# Groups, as objects that know this rank's place in them.
+# These return groups as objects that know this rank's place.
 
 
 def get_tp_group() -> ParallelGroup:
@@ -192,7 +194,8 @@ def get_pp_group() -> ParallelGroup:
     return _initialized().pipeline
 
 
-# Megatron's verbs. Ranks named first, last, next, prev and src are global; plain rank is within the group.
+# These are Megatron's functions. The ranks called first, last, next, prev and src are global; `rank` alone is the
+# one within the group.
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
@@ -248,12 +251,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int | None:
-    """Return the following stage's rank; None on the last stage (Megatron would wrap around)."""
+    """Return the next stage's rank; None on the last stage (Megatron would wrap around)."""
     return get_pp_group().next_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int | None:
-    """Return the preceding stage's rank; None on the first stage (Megatron would wrap around)."""
+    """Return the previous stage's rank; None on the first stage (Megatron would wrap around)."""
     return get_pp_group().prev_rank
 
 

@@ -1,10 +1,11 @@
-"""What a stage finds out before it connects to the head: its model, its device, and what their parts cost.
+"""What a stage finds out before it connects to the head: its model, its device, and what the model's parts cost
+there.
 
-Costs are measured before the model is divided, in a busy server's step: decoding sequences, and the prompt tokens
-that new requests bring meanwhile. (Apart, they would count the reading of the weights twice.)
-A lone stage runs it without sublayers, with and without drawing; with an attention; and with an MLP behind that.
-Other programs only slow a step down, so its time is the lower quartile of several turns.
-Costs are kept in a file per machine and model.
+Costs are measured before the model is divided, in the step of a busy server: decoding sequences, and the prompt
+tokens that new requests bring meanwhile. (If the two were measured apart, reading the weights would count twice.)
+A stage that is alone runs this step four times: without sublayers, not drawing and drawing; with an attention; and
+with an attention and an MLP. Other programs can only slow a step down, so its time is the lower quartile of
+several turns. Costs are kept in a file for each machine and model.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 
 _MIN_TURNS, _MEASURE_S = 3, 0.3
-"""Steps are measured by turns: so many times, and for so many seconds, at least."""
+"""Steps are measured by turns, at least so many times and for at least so many seconds."""
 _LEAST_SHARE = 0.1
-"""The least that a part costs of a step or layer: noise may hide a difference."""
+"""A part costs at least this share of a step or a layer, because noise may hide a difference."""
 _VERSION = 23
 
 
@@ -54,12 +55,12 @@ class ProbeResult:
     weights: str
     """The checkpoint's fingerprint."""
     costs: PartCosts | None = None
-    """What the model's parts cost on this rank. The head balances the stages by it, so it is measured only for
-    `--layers auto` with several stages, and else None."""
+    """What the model's parts cost on this rank. The head balances the stages by it. It is measured only for
+    `--layers auto` with several stages; otherwise it is None."""
 
 
 def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """Open the checkpoint's headers and chooses the device. Raises UsageError."""
+    """Open the checkpoint, of which only headers are read, and choose the device. Raises UsageError."""
     stored = open_checkpoint(config.model.path)
     setup = choose(config, environment, stored.stored_dtype, stored.stored_quantization)
     checkpoint = stored.rounded_to(setup.dtype)
@@ -67,7 +68,7 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
 
 
 def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """Probe, take over the device, and measure on it what the head needs."""
+    """Probe, bind this thread to the device, and measure there what the head needs to know. Raises UsageError."""
     found = probe(config, environment)
     found.setup.bind_this_thread()
     grid = config.pipeline.grid(environment.world_size)
@@ -78,9 +79,9 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
 def measure_costs(
     config: ServeConfig, grid: RankGrid, tensor: int, checkpoint: Checkpoint, setup: DeviceSetup
 ) -> PartCosts | None:
-    """Measure what the model's parts cost, if the head balances stages by it; else None.
-    tensor: which of a stage's ranks this is."""
-    # Of more stages than the model has layers, the head says so.
+    """Measure what the model's parts cost, if the head balances stages by it; else return None. tensor: the rank's
+    number among the tensor ranks of its stage."""
+    # If there are more stages than layers, the head reports that.
     has_choice = 1 < grid.pipeline <= checkpoint.architecture.num_layers and config.pipeline.layers is None
     if not has_choice:
         return None
@@ -91,12 +92,13 @@ def measure_costs(
 def part_costs(
     checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
-    """Return seconds of each part in this step, measured once a machine. Waits for no other tensor rank."""
+    """Return the seconds that each part takes in this step. They are measured once on each machine. This waits for
+    no other tensor rank."""
     path = _memory_path(checkpoint, setup, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
     costs = _measure(checkpoint, setup, step, (tensor, num_tensor))
-    with contextlib.suppress(OSError):  # no cache costs seconds, not service
+    with contextlib.suppress(OSError):  # if nothing can be kept, the next start measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_bytes(msgspec.json.encode(costs))
@@ -105,7 +107,7 @@ def part_costs(
 
 
 def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Path:
-    """Return one file per machine, model shape, arithmetic, operators and threads."""
+    """Return the file for this machine, model shape, arithmetic, operators and number of threads."""
     numbers = setup.dtype, setup.quantization, setup.kv_dtype
     operators = setup.reference, setup.options.batch_invariant, torch.__version__
     machine = setup.name, setup.stages_here, platform.processor()
@@ -117,7 +119,7 @@ def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: t
     bare, attention, layer = _stages(checkpoint, setup, rank, step)
     undrawn = replace(step, slices=tuple(replace(one, draw=None) for one in step.slices))
     steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
-    # CPU time where one thread computes: measuring ranks may share cores.
+    # Where one thread computes, CPU time is measured, because several ranks that measure may share a core.
     has_one_thread = setup.device.type == "cpu" and setup.threads == 1
     clock = time.thread_time if has_one_thread else time.perf_counter
     bare_s, drawn_s, attention_s, layer_s = _time_by_turns(steps, clock)
@@ -128,7 +130,7 @@ def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: t
 
 
 def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], float]) -> list[float]:
-    """Return each step's lower quartile in seconds."""
+    """Run the steps by turns. Return the lower quartile of each one's times, in seconds."""
     for stage, plan in steps:  # the first turn does not count
         stage.step(plan, 0)
     turns: list[list[float]] = []
@@ -143,7 +145,7 @@ def _time_by_turns(steps: Sequence[tuple[Stage, StepPlan]], clock: Callable[[], 
 
 
 def _stages(checkpoint: Checkpoint, setup: DeviceSetup, rank: tuple[int, int], plan: StepPlan) -> list[Stage]:
-    """Lone stages with no sublayer, one and two, which share embedding and head."""
+    """Make stages that are alone, with no sublayer, one and two. They share embedding and head."""
     whole = setup.backend().load(checkpoint, StageLayout(0, 1, 0, 2, *rank))
     num_blocks = 1 + max(block for one in plan.slices for block in one.block_table)
     (alone,) = connect((Frames(whole.arch.width, whole.backend.precision.hidden, device=setup.device),))

@@ -1,4 +1,4 @@
-"""A stage that computes: one step after another, each from a plan to a result.
+"""A stage that computes one step after another, each from a plan to a result.
 
 T tokens, D width.
 """
@@ -19,18 +19,18 @@ from ppserve.stage.transport.gather import NoGather, StageGather
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A rank's result of a step. hidden_TD: after its last layer; the last stage sends them nowhere."""
+    """A rank's result of a step, and the hidden states after its last layer."""
 
     result: RankResult
     hidden_TD: torch.Tensor
 
 
 class Stage:
-    """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
+    """A part of the model with its cache, and its connections. It is used by one thread, apart from `interrupt`.
 
-    transport: to the stages before and after. gather: to this stage's other tensor ranks. with_masks: waits for
-    the masks of a plan that awaits them.
-    The stage lives for one epoch, as these do; the model and its cache may outlive it.
+    transport: to the previous and the next stage. gather: to the other tensor ranks of the stage. with_masks:
+    waits for the masks of a plan that awaits them. A stage lives for one epoch, as its connections do; the model
+    and its cache may outlive it.
     """
 
     def __init__(
@@ -47,30 +47,31 @@ class Stage:
         self._with_masks = with_masks
 
     def warm_up(self) -> None:
-        """Make all connections: tensor ranks exchange a row."""
+        """Send a row over every connection, so that all of them exist."""
         self.transport.warm_up()
         if self.layout.num_tensor > 1:
             own_11 = torch.zeros(1, 1, device=self.model.backend.device)
             self._gather.all(own_11, self.layout.cut(self.layout.num_tensor))
 
     def interrupt(self) -> None:
-        """Called by another thread: waits end with TransportError. `close` is still due."""
+        """End all waits with TransportError. Another thread may call this. `close` must still be called."""
         self._gather.interrupt()
         self.transport.interrupt()
 
     def close(self) -> None:
-        """Wake those who wait for this stage. May be called twice."""
+        """Close the connections, which wakes up ranks that wait for this stage. It may be called twice."""
         self._gather.close()
         self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
-        """Prepare for a plan's hidden states, which may arrive during another step. Called once per plan, in
-        order, before its `step`. Raise TransportError."""
+        """Prepare for a plan's hidden states, which may then arrive during another step. Call this once for each
+        plan, in order, before its `step`. Raises TransportError."""
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
-        """Receive, compute, and send on. planned_ns: when the plan arrived. Raise TransportError."""
+        """Receive hidden states, compute, and send the results on. planned_ns: when the plan arrived. Raises
+        TransportError."""
         clock = time.monotonic_ns
         layout = self.layout
         model = self.model
@@ -90,13 +91,14 @@ class Stage:
             masked_ns = clock() - computed_ns
         reading = prepared.read_out(hidden_TD, plan) if layout.is_last else None
         timing.computed()
-        # Before the wait: transfers between devices follow the computation there.
+        # Hidden states are sent before the host waits: transfers between devices follow the computation by
+        # themselves.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         begun_ns, ended_ns = timing.busy_ns()
         drawn, scored = reading() if reading is not None else ((), ())
         gathered_ns = min(gather.waited_ns - waited_ns + masked_ns, ended_ns - begun_ns)
         if not layout.is_first:
-            # On a device, hidden states arrive when the computation begins, at the latest.
+            # On a GPU, hidden states may arrive later than `receive` returns, but before the computation begins.
             received_ns = max(received_ns, begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
         result = RankResult(

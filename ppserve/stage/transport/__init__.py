@@ -1,15 +1,15 @@
 """The data plane: hidden states from each stage to the next. Never a decision.
 
-Shapes come from the plan, so there are no headers and no handshakes: a frame is (plan.num_tokens, D)
-contiguous elements in the stages' dtype. T tokens, D width.
+Shapes come from the plan, so there are no headers and no handshakes: a frame is (plan.num_tokens, D) contiguous
+numbers in the stages' dtype. T tokens, D width.
 
-    local   all stages in one process, one thread each
-    shm     processes of one host (Linux): puts into shared memory, one byte on a socket per arrival
-    gloo    processes anywhere, CPU or GPU (staged through host memory)
-    nccl    one GPU per stage
+    local   stages that are threads of one process
+    shm     processes of one host (Linux): puts into shared memory, and one byte on a socket for each arrival
+    gloo    processes anywhere, with CPUs, or with GPUs by way of host memory
+    nccl    stages with a GPU each
 
-Tensor ranks of one stage exchange slices by a gather of the same name (`gather`). The table `KINDS` has all that
-differs between the transports of processes.
+The tensor ranks of a stage exchange columns by a gather with the same name (`gather`). The table `KINDS` has all
+that differs between the transports of processes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class TransportKind:
     """One way to connect the processes of a pipeline."""
 
     create: Callable[[Frames, ParallelGroup], Transport]
-    """Connects this stage to its neighbours. Collective over the pipeline's group. Raises TransportError."""
+    """Connects this stage to its neighbours. All ranks of the pipeline's group call it. Raises TransportError."""
     create_gather: Callable[[ParallelGroup], StageGather]
-    """Connects this rank to its stage's other tensor ranks. Collective over their group. Raises TransportError."""
+    """Connects this rank to the other tensor ranks of its stage, which all call it. Raises TransportError."""
     group_backend: str = "gloo"
     """The backend of torch.distributed for the epoch's groups, in which processes find each other."""
     prepare: Callable[[], None] = lambda: None
-    """Called before the epoch's groups are made."""
+    """Is called before the epoch's groups are made."""
 
 
 def _gloo(frames: Frames, group: ParallelGroup) -> Transport:
@@ -63,7 +63,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> TransportKind:
-    """Return the transport's entry in `KINDS`. Raise ConfigError for a name that does not connect processes."""
+    """Return the transport's entry in `KINDS`. Raises ConfigError for a name that does not connect processes."""
     if name not in KINDS:
         *others, last = KINDS
         choices = f"{', '.join(others)} or {last}"
@@ -74,10 +74,9 @@ def kind_of(name: str) -> TransportKind:
 def create_transport(name: str, frames: Frames, group: ParallelGroup | None) -> Transport:
     """Create the transport `shm`, `gloo` or `nccl` for this rank's place in a pipeline.
 
-    group: the pipeline's stages (`parallel_state.get_pp_group()`). None, or a group of one stage, gets `local`
-    whatever the name.
-    A collective call: every stage makes it, with the same frames but for the device.
-    Raises ConfigError when the name does not connect processes, TransportError when a neighbour is gone.
+    group: the pipeline's stages (`parallel_state.get_pp_group()`). With None, or a group of one stage, it is
+    `local` whatever the name. Every stage must call this, with frames that differ only in their device. Raises
+    ConfigError if the name does not connect processes, and TransportError if a neighbour is gone.
     """
     if group is None or group.world_size == 1:
         return connect((frames,))[0]
@@ -87,7 +86,7 @@ def create_transport(name: str, frames: Frames, group: ParallelGroup | None) -> 
 def create_gather(name: str, group: ParallelGroup) -> StageGather:
     """Create the gather `shm`, `gloo` or `nccl` for one of a stage's tensor ranks.
 
-    group: these ranks (`parallel_state.get_tp_group()`).
-    A collective call. Raises ConfigError like `create_transport`, and TransportError.
+    group: these ranks (`parallel_state.get_tp_group()`), which must all call this. Raises the same as
+    `create_transport`.
     """
     return kind_of(name).create_gather(group)

@@ -1,4 +1,4 @@
-"""What crosses a link, and what a transport promises. T tokens, D width."""
+"""The frames that stages send to each other, and what a transport promises. T tokens, D width."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from ppserve.core.plan import StepPlan
 
-# Well above the scheduler's steps: 512 prompt tokens and the decodes.
+# The scheduler's steps are much smaller: 512 prompt tokens and the decodes.
 MAX_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The shape of the frames of one pipeline: every stage is given the same, but for the device.
+    """The shape of a pipeline's frames. It is the same for every stage, apart from the device.
 
-    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them.
-    depth: frames that a link holds ahead, at least 1. With fewer than the microbatches in flight, a fast sender
-    waits for a slow receiver.
+    max_rows: tokens of the largest step; on CPUs, buffers take memory only as far as steps fill them. depth: how
+    many frames may be under way between two stages, at least 1. If it is less than the number of steps in flight,
+    a fast sender may have to wait for a slow receiver.
     """
 
     width: int
@@ -33,13 +33,13 @@ class Frames:
         assert min(self.width, self.max_rows, self.depth) > 0, f"{self} has an empty side"
 
     def empty(self, device: torch.device | None = None, pin_memory: bool = False) -> torch.Tensor:
-        """Return a buffer that fits every frame: (max_rows, D)."""
+        """Return a buffer (max_rows, D), into which every frame fits."""
         return torch.empty(
             self.max_rows, self.width, dtype=self.dtype, device=device or self.device, pin_memory=pin_memory
         )
 
     def check(self, plan: StepPlan, hidden_TD: torch.Tensor | None = None) -> int:
-        """Return the number of rows of a step's frame. Assert that the frame fits."""
+        """Assert that a step's frame fits. Return its number of rows."""
         rows = plan.num_tokens
         assert 1 <= rows <= self.max_rows, f"step {plan.step_id}: {rows} rows; buffers hold {self.max_rows}"
         if hidden_TD is not None:
@@ -67,35 +67,33 @@ class ReceiveOrder:
 
 
 class Transport(Protocol):
-    """Carries hidden states from the previous stage and to the next. Used by one thread, except `interrupt`.
+    """Carries hidden states from the previous stage and to the next. It is used by one thread, apart from
+    `interrupt`.
 
-    Stages receive and send the steps of an epoch in the same order, each once.
-    The first never receives, the last never sends.
-    After a TransportError only `close` is of use.
+    Stages receive and send the steps of an epoch in the same order, each once. The first stage never receives, and
+    the last one never sends. After a TransportError only `close` may be called.
     """
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepare for a step whose plan is known, in order. As many as the ring holds arrive ahead."""
+        """Prepare to receive a step, in order, once its plan is known. Up to `depth` frames may arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
-        """Return the hidden states (T, D) of this step, which was posted, once they are there.
+        """Wait for the hidden states of a step that was posted, and return them, (T, D).
 
-        Valid until the next `receive`: the tensor is the transport's.
-        Raises TransportError when the neighbour is gone or the transport is interrupted.
+        The tensor belongs to the transport, and is valid until the next `receive`. Raises TransportError if the
+        neighbour is gone, or the transport is interrupted.
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
-        """Start sending; returns bytes. Waits only while `depth` frames are under way. Raises TransportError.
-
-        Do not write to the tensor again.
-        """
+        """Begin to send hidden states. Return the number of bytes. This waits only while `depth` frames are under
+        way. The tensor must not be written to afterwards. Raises TransportError."""
 
     def warm_up(self) -> None:
-        """Send a row over every link, so that connections exist. Collective."""
+        """Send a row over every connection, so that it exists. All stages must call this."""
 
     def interrupt(self) -> None:
-        """Called by another thread: all waits end with TransportError. `close` is still due; after it, does
-        nothing."""
+        """End all waits with TransportError. Another thread may call this. `close` must still be called; after it,
+        this does nothing."""
 
     def close(self) -> None:
-        """Release everything. May be called twice."""
+        """Release everything. It may be called twice."""

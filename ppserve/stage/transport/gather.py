@@ -1,13 +1,13 @@
-"""Slices of rows between the tensor ranks of a stage: a transport of its own kind, to `model.inputs.Gather`.
+"""The gathers by which the tensor ranks of a stage exchange columns (`model.inputs.Gather`).
 
-    local   threads of one process: shared memory of that process
-    shm     processes of one host (Linux): the same in anonymous memory that they share
+    local   threads of one process: through the memory of that process
+    shm     processes of one host (Linux): through anonymous memory that they share
     gloo    processes anywhere
-    nccl    one GPU per rank
+    nccl    ranks with a GPU each
 
-With shm the first rank makes the memory and hands it to the others over Unix sockets. The kernel closes these when
-a rank dies, and a rank that waits looks at them.
-So the first rank learns of the end of any other, and says so in the memory; the others learn of the first's.
+With shm, the first rank makes the memory, and hands it to the others over Unix sockets. The kernel closes these
+when a rank dies, and a rank that waits looks at them. So the first rank learns of the end of any other rank, and
+notes it in the memory; the others learn of the end of the first one.
 
 T rows, N columns, n those of one rank.
 """
@@ -34,17 +34,18 @@ from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 class StageGather(Gather, Protocol):
-    """A stage's gather for one epoch, for one thread. After a TransportError only `close` is of use."""
+    """A stage's gather for one epoch, for one thread. After a TransportError only `close` may be called."""
 
     def interrupt(self) -> None:
-        """Called by another thread, until `close`, which is still due: all waits end with TransportError."""
+        """End all waits with TransportError. Another thread may call this, until `close`, which must still be
+        called."""
 
     def close(self) -> None:
-        """End the other ranks' waits. May be called twice."""
+        """End the other ranks' waits. It may be called twice."""
 
 
 class NoGather(Alone):
-    """The gather of a rank that is its whole stage, or computes as if it were."""
+    """The gather of a rank that is the only one of its stage, or computes as if it were."""
 
     def interrupt(self) -> None:
         pass
@@ -56,10 +57,11 @@ class NoGather(Alone):
 class GroupGather(GroupUser):
     """A gather over a group of torch.distributed.
 
-    waited_ns: with gloo the exchange, too; with NCCL nothing, as the GPU waits and not the host.
+    waited_ns: with gloo, it includes the exchange itself; with NCCL it is 0, because the GPU waits and not the
+    host.
 
-    The group's all-gather wants parts of one size, so narrower ones are padded.
-    gloo does not know all of torch's numbers, so bytes are gathered.
+    The group's all-gather takes parts of equal size, so narrower ones are padded. gloo does not know all of
+    torch's types, so bytes are gathered.
     """
 
     def __init__(self, name: str, group: ParallelGroup, backend: GroupBackend) -> None:
@@ -69,7 +71,7 @@ class GroupGather(GroupUser):
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
-        begun_ns = time.monotonic_ns()  # its own device is done: from here on it waits
+        begun_ns = time.monotonic_ns()  # this rank's own work is done, so from here on it waits
         padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
         parts = [torch.empty_like(padded) for _ in cut.widths]
         with self._exchange():
@@ -92,7 +94,8 @@ def connect_ranks(count: int) -> tuple[StageGather, ...]:
 
 
 def connect_shared_memory(group: ParallelGroup) -> StageGather:
-    """Connect the tensor ranks of one stage, processes of one host. Collective. Raise TransportError."""
+    """Connect the tensor ranks of one stage that are processes of one host. All of them must call this. Raises
+    TransportError."""
     size = memory_bytes(group.world_size)
     connections: list[socket.socket] = []
     try:

@@ -1,4 +1,7 @@
-"""All stages in one process: a queue per link and `tensor.to(device)`. The others' baseline."""
+"""The transport between threads of one process: a queue between each two stages, and `tensor.to(device)`.
+
+The other transports are measured against it.
+"""
 
 from __future__ import annotations
 
@@ -15,45 +18,47 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Hidden states that one thread's stream makes and another's uses."""
+    """Hidden states that the stream of one thread computes, and that of another thread uses."""
 
     step_id: int
     hidden_TD: torch.Tensor
     made: torch.cuda.Event | None
-    """On a GPU, an event after the work that makes them; None on CPUs."""
+    """On a GPU, an event after the work that computes them; None on CPUs."""
 
     @classmethod
     def record(cls, step_id: int, hidden_TD: torch.Tensor) -> _Frame:
-        """Called by the thread that makes them. It does not wait."""
+        """Make a frame. The thread that computes the hidden states calls this; it does not wait."""
         if not hidden_TD.is_cuda:
             return cls(step_id, hidden_TD, None)
         return cls(step_id, hidden_TD, torch.cuda.current_stream(hidden_TD.device).record_event())
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor on the receiving thread's device. Its stream waits, the thread does not."""
+        """Return the tensor on the receiving thread's device. The thread's stream waits for it; the thread does
+        not."""
         if self.made is not None:
-            # A copy to another device is made on this one.
+            # A copy to another device is work of this one.
             stream = torch.cuda.current_stream(self.hidden_TD.device)
             stream.wait_event(self.made)
-            # Else the maker's stream reuses the memory once no tensor holds it, read or not.
+            # Otherwise the stream that made it would reuse the memory once no tensor has it, even before it is
+            # read.
             self.hidden_TD.record_stream(stream)
         return self.hidden_TD.to(device)
 
 
 _Queue = SimpleQueue[_Frame | None]
-"""None: the other end is closed."""
+"""A queue of frames. A None in it says that the other end is closed."""
 QueuePair = tuple[_Queue | None, _Queue | None]
-"""Frames from the previous stage (None for the first), to the next (None for the last)."""
+"""A stage's queues: from the previous stage (None for the first), and to the next (None for the last)."""
 
 
 def make_queues(num_stages: int) -> tuple[QueuePair, ...]:
-    """Make a queue between each two neighbours. Return every stage's two."""
+    """Make a queue between each two neighbours. Return the two queues of every stage."""
     links: list[_Queue] = [SimpleQueue() for _ in range(num_stages - 1)]
     return tuple(pairwise([None, *links, None]))
 
 
 class LocalTransport:
-    """A `Transport` between threads of this process. `frames` may differ in device."""
+    """A `Transport` between threads of this process. The `frames` of its stages may differ in their device."""
 
     def __init__(self, frames: Frames, ends: QueuePair) -> None:
         self._frames = frames
@@ -106,6 +111,6 @@ class LocalTransport:
 
 
 def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
-    """Connect the stages of a pipeline within this process. frames: of each stage; they differ only in device.
-    Return a transport for each stage."""
+    """Connect the stages of a pipeline within this process. Return a transport for each stage. frames: those of
+    each stage, which may differ only in their device."""
     return tuple(map(LocalTransport, frames, make_queues(len(frames))))

@@ -1,11 +1,11 @@
-"""Hidden states over the sends and receives of a `torch.distributed` group: what gloo and nccl share.
+"""Hidden states over the sends and receives of a `torch.distributed` group, as gloo and NCCL have them in common.
 
-Handles and buffers are kept until complete. A receive is posted when its plan is known and a buffer is free.
-The one handed out is free again at the next `receive`.
-Waits block: gloo's `is_completed()` stays False after a peer's death, while its `wait()` raises at once.
+Handles and buffers are kept until they are complete. A receive is posted when its plan is known and a buffer is
+free. The buffer that `receive` returns is free again at the next `receive`. Waits block, because gloo's
+`is_completed()` stays False after a peer's death, while its `wait()` raises at once.
 
-Gloo carries host memory, on any network. It cancels a posted receive only when the neighbour's end closes.
-So an interrupted stage waits until the neighbour leaves the group or is killed, or for the group's timeout.
+Gloo sends host memory, on any network. It cancels a posted receive only when the neighbour's end closes. So an
+interrupted stage waits until the neighbour leaves the group or is killed, or for the group's timeout.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class GroupBackend:
-    """What differs between backends of torch.distributed: where buffers are, and how waits end. This one is
-    gloo's, with frames in host memory."""
+    """What differs between the backends of torch.distributed: where buffers are, and how waits end. This class
+    itself is for gloo, with frames in host memory."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
         """Make a receive buffer (max_rows, D) where the backend can write."""
@@ -48,14 +48,14 @@ class GroupBackend:
         """Note that the stage has enqueued its last use of this buffer."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        """Called by another thread: ends the group's work, where a neighbour's end does not."""
+        """End the group's work, if the end of a neighbour does not do that. Another thread may call this."""
 
     def close(self, group: dist.ProcessGroup) -> None:
-        """Called before the group is destroyed. May be called twice."""
+        """Prepare for the group being destroyed. It may be called twice."""
 
 
 class PinnedGlooBackend(GroupBackend):
-    """Takes frames of a GPU over gloo: they pass through pinned memory, by awaited copies."""
+    """Sends frames of a GPU over gloo: they are copied to and from pinned memory, and the host waits for that."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class PinnedGlooBackend(GroupBackend):
 
 
 class GroupUser:
-    """An exchange of tensors in a group of `torch.distributed`, until closed."""
+    """Exchanges tensors in a group of `torch.distributed`, until it is closed."""
 
     def __init__(self, name: str, group: ParallelGroup, backend: GroupBackend) -> None:
         self.name = name
@@ -80,12 +80,12 @@ class GroupUser:
         self._closed = False
 
     def interrupt(self) -> None:
-        # In this order: an aborted wait may return as if all were well.
+        # The order matters: an aborted wait may return as if it had succeeded.
         self._closed = True
         self._backend.interrupt(self._group.process_group)
 
     def close(self) -> None:
-        """Close. What is under way ends with the group (`destroy_model_parallel`)."""
+        """Close. Exchanges that are under way end with the group (`destroy_model_parallel`)."""
         self._closed = True
         self._backend.close(self._group.process_group)
 
@@ -95,7 +95,7 @@ class GroupUser:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Raise the backend's error as a TransportError, unless the device is lost."""
+        """Raise an error of the backend as a TransportError, unless the device is lost."""
         self._check_open()
         try:
             yield
@@ -119,9 +119,9 @@ class PointToPoint(GroupUser):
         super().__init__(name, group, backend)
         self._frames = frames
         self._order = ReceiveOrder()
-        self._planned: deque[int] = deque()  # rows of steps without a buffer yet
+        self._planned: deque[int] = deque()  # numbers of rows of steps that have no buffer yet
         self._arriving: deque[_Arriving] = deque()
-        # One more than may arrive ahead: the one that the stage reads.
+        # There is one buffer more than frames that may arrive ahead: the one that the stage reads.
         receives = group.prev_rank is not None
         self._free = deque(backend.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
         self._in_use: torch.Tensor | None = None
@@ -194,6 +194,6 @@ class PointToPoint(GroupUser):
 
 
 def first_line(name: str, error: RuntimeError) -> str:
-    """Return the backend's words without its stack trace and source path."""
+    """Return the text of a backend's error without its stack trace and source path."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{name}: {text.rpartition('] ')[2] if text.startswith('[') else text}"

@@ -1,12 +1,11 @@
-"""Hidden states between processes of one host: one-sided puts into memory that both sides see.
+"""Hidden states between processes of one host, which are put into memory that both sides see.
 
-The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket. The receiver
-reads it in place and gives the slot back with one byte.
-It is NVSHMEM's put-with-signal for CPUs: no copy but the sender's, and a wait that neither spins nor polls.
+The sender writes a frame into the next of `depth` slots, and signals that with one byte on a Unix socket. The
+receiver reads the frame in place, and gives the slot back with one byte. This is NVSHMEM's put-with-signal for
+CPUs: only the sender copies, and a wait neither spins nor polls.
 
-When a neighbour dies, the kernel closes the socket. Nothing has a name that could outlive its users: the memory
-is anonymous (memfd), and its descriptor travels over the socket, whose random name is in Linux's abstract
-namespace.
+When a neighbour dies, the kernel closes the socket. Nothing has a name that could outlive its users: the memory is
+anonymous (memfd), and its descriptor is sent over the socket, whose random name is in Linux's abstract namespace.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _TOKEN_BYTES = 16
 
 
 class _Slots:
-    """`depth` buffers (max_rows, D) in memory shared by both ends of a link, used in turn.
+    """`depth` buffers (max_rows, D) in memory that both ends of a connection share. They are used in turn.
 
-    The segment is sparse: only what frames have touched takes memory.
+    The memory is sparse: only the parts that frames have filled take memory.
     """
 
     def __init__(self, frames: Frames, descriptor: int) -> None:
@@ -59,7 +58,7 @@ class _Slots:
 
 
 class _Outgoing:
-    """The sender's end of a link."""
+    """The sender's end of a connection."""
 
     def __init__(self, frames: Frames, connection: socket.socket) -> None:
         descriptor = os.memfd_create("ppserve-hidden-states")
@@ -82,7 +81,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiver's end of a link."""
+    """The receiver's end of a connection."""
 
     def __init__(self, frames: Frames, connection: socket.socket) -> None:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -97,7 +96,7 @@ class _Incoming:
         self._arrived = 0
 
     def receive(self, rows: int) -> torch.Tensor:
-        """Return the next frame, which the sender overwrites after `give_back`."""
+        """Wait for the next frame, and return it. The sender may overwrite it after `give_back`."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1
@@ -108,7 +107,7 @@ class _Incoming:
 
 
 class SharedMemoryTransport:
-    """A `Transport` between processes of one host. Its making is collective."""
+    """A `Transport` between processes of one host. All stages must make theirs together."""
 
     def __init__(self, frames: Frames, group: ParallelGroup) -> None:
         self._frames = frames
@@ -124,7 +123,7 @@ class SharedMemoryTransport:
             raise TransportError(f"shm: cannot connect to the neighbours: {error}") from error
 
     def post_receive(self, plan: StepPlan) -> None:
-        """Check the order. There is nothing to prepare: frames are put where they will be read."""
+        """Note the order. There is nothing to prepare: frames are put where they will be read."""
         assert self._incoming is not None, "the first stage receives nothing"
         self._frames.check(plan)
         self._order.post(plan)
@@ -156,14 +155,14 @@ class SharedMemoryTransport:
                 hang_up(end.connection)
 
     def close(self) -> None:
-        """Wake both ends of both links; the memory goes with the last view of it."""
+        """Close both connections, which wakes both ends of each. The memory is freed with the last view of it."""
         self.interrupt()
         for end in (self._incoming, self._outgoing):
             if end is not None:
                 end.connection.close()
 
     def _connect(self, group: ParallelGroup) -> None:
-        """Names travel from stage to stage, then every stage connects."""
+        """Send the names of sockets from stage to stage, then connect to the neighbours."""
         with contextlib.ExitStack() as opened:
             listener = None
             if group.next_rank is not None:
@@ -197,7 +196,7 @@ class SharedMemoryTransport:
 
 
 def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
-    """Listen on a socket. Return it with its random name, for those that connect."""
+    """Listen on a socket with a random name. Return the socket and the name."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.socket(socket.AF_UNIX)
     listener.settimeout(_MEET_TIMEOUT_S)
@@ -207,11 +206,12 @@ def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
 
 
 def no_name() -> torch.Tensor:
-    """Make room for a name."""
+    """Return a tensor into which a name is received."""
     return torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
 
 
 def dial(name: torch.Tensor) -> socket.socket:
+    """Connect to the socket with this name."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_MEET_TIMEOUT_S)
     connection.connect(_address(bytes(name.tolist())))
@@ -232,7 +232,7 @@ def _address(token: bytes) -> bytes:
 
 
 def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
-    """Wait for one-byte signals, and return how many have come."""
+    """Wait for signals of one byte each, and return how many have arrived."""
     count = len(connection.recv(64))
     if count == 0:
         raise TransportError(f"shm: the {neighbour} stage is gone")
@@ -240,6 +240,7 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wake a waiting thread, as close() would not; its owner closes it."""
-    with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
+    """Wake a thread that waits for this connection, which close() would not do. The connection's owner still
+    closes it."""
+    with contextlib.suppress(OSError):  # the neighbour or the owner has ended it already
         connection.shutdown(socket.SHUT_RDWR)

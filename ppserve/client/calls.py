@@ -120,7 +120,8 @@ class AsyncClient:
         await self._ask(self._stub.RestartReplica, pb.RestartReplicaRequest(replica=replica, pauses=pauses))
 
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
-        """Whether the server says that it serves. It is asked once. Raises CallFailed if it does not answer."""
+        """Return whether the server says that it serves. It is asked once. Raises CallFailed if it does not
+        answer."""
         asked = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await self._style.result(self._health.Check(asked, timeout=TimeLimit(timeout_s).left_s))

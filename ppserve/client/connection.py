@@ -58,14 +58,13 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
 
 
 def host_of(target: str) -> str:
-    """Return the host of a target, which is HOST:PORT, or that after `dns:`, `ipv4:`, `ipv6:`; empty for
-    others."""
+    """Return the host of a target; empty for others than HOST:PORT, perhaps after `dns:`, `ipv4:` or `ipv6:`."""
     found = _TARGET.fullmatch(target)
     return found["six"] or found["host"] if found else ""
 
 
 def is_this_host(target: str) -> bool:
-    """Whether the host of `target` is a loopback address or name."""
+    """Return whether the host of `target` is a loopback address or name."""
     host = host_of(target).lower().rstrip(".")
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -101,6 +100,6 @@ class TimeLimit:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
-        """`wanted_s` plus a random part of up to 25%, so that clients spread out; at most the time left."""
+        """Return `wanted_s` plus a random part of up to 25%, so that clients spread out; at most the time left."""
         left_s = self.left_s
         return min(wanted_s * random.uniform(1.0, 1.25), math.inf if left_s is None else left_s)

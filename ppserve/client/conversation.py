@@ -55,7 +55,7 @@ class Retries:
         self._first = None
 
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
-        """Return seconds to wait before the next attempt, at least what the server asks for.
+        """Return the seconds to wait before the next attempt: at least as long as the server asks for.
 
         has_begun: whether the call is a stream that had begun. Raises `failure` after the last attempt, and where
         a retry does not help. It helps if no server answers (UNAVAILABLE), or if the queue is full and the server
@@ -118,6 +118,7 @@ class Conversation:
         return None if index is None else self._rest_of(index)
 
     def record(self, message: pb.GenerateResponse) -> Chunk:
+        """Record a message of the answer, and return its chunk."""
         self._retries.progress()
         held = self._held[message.index]
         held.has_begun = True
@@ -137,7 +138,7 @@ class Conversation:
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
     def pause_after(self, failure: CallFailed, now_s: float) -> float:
-        """Return seconds to wait before the next call. Raises `failure` if there is to be none."""
+        """Return the seconds to wait before the next call. Raises `failure` if there is to be none."""
         has_begun = any(held.has_begun for held in self._held.values())
         if has_begun and not self._policy.resume:
             raise failure

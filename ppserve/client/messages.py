@@ -19,7 +19,7 @@ from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.v1 import generation_pb2 as pb
 
 _DETAILS_KEY = "grpc-status-details-bin"
-# gRPC tells only by these texts what it found at an address.
+# Only by these texts does gRPC say what it found at an address.
 _AT = r"(?:ipv[46]:|(?=unix:))(\S+): "
 _NOBODY = re.compile(
     _AT + "(?:Failed to connect to|connect failed).*(?:Connection refused|No such file or directory)"

@@ -20,7 +20,7 @@ from ppserve.library.stream import Stream, completions_of
 class AsyncPipeline(AbstractAsyncContextManager["AsyncPipeline"]):
     """A `Pipeline` whose methods are coroutines and asynchronous iterators. Its arguments are those of `Pipeline`.
 
-    The model is loaded where the `async with` block begins, and let go where it ends. While requests run, the
+    The model is loaded when the `async with` block begins, and released when it ends. While requests run, the
     event loop is free, and no thread waits for them.
     """
 
@@ -48,8 +48,8 @@ class AsyncPipeline(AbstractAsyncContextManager["AsyncPipeline"]):
     async def stream(
         self, prompt: PromptOrChat | Sequence[PromptOrChat], **options: Unpack[Options]
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of `Pipeline.stream`. Closing the iterator ends its requests. Raises what
-        `Pipeline.stream` raises, and the first error of a request, with which the stream ends."""
+        """Yield the chunks of `Pipeline.stream`. Closing the iterator ends its requests. Raises the same as
+        `Pipeline.stream`, and the first error of a request, which ends the stream."""
         incoming = await self._submit(as_prompts(prompt), options)
         async for chunk in incoming.chunks():
             yield chunk
@@ -64,11 +64,12 @@ class AsyncPipeline(AbstractAsyncContextManager["AsyncPipeline"]):
         return completions_of(incoming.stream.names, [chunk async for chunk in incoming.chunks()])
 
     async def _submit(self, prompts: Sequence[ReadPrompt], options: Options) -> _StreamHere:
-        """Queue the requests: in a thread, because a long text takes a while to tokenize."""
+        """Queue the requests, in a thread, because a long text takes a while to tokenize."""
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            """Called in the engine's thread, which goes on where a program has closed its event loop."""
+            """Wake the program's event loop. The engine's thread calls this, even if the loop is closed
+            already."""
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(has_news.set)
 

@@ -1,4 +1,4 @@
-"""Where the time of a pipeline's stages went, as programs and notebooks read it."""
+"""Where the time of a pipeline's stages went, for programs and notebooks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Ledger:
     """Where every stage's time went: `busy + bubbles + idle` is its wall time."""
 
     stages: tuple[StageDescription, ...]
-    advice: str  # what would help most; empty when nothing would
+    advice: str  # what would help most; empty if nothing would
 
     @property
     def wall_s(self) -> float:
-        """Since the pipeline was made, or between two ledgers."""
+        """The seconds since the pipeline was made, or between two ledgers."""
         return sum(_spent_s(self.stages[0]))
 
     def since(self, earlier: Ledger) -> Ledger:
-        """Return what was added after an earlier ledger of the pipeline."""
+        """Return the time that was added since an earlier ledger of the pipeline."""
         return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
 
     def __repr__(self) -> str:
@@ -36,7 +36,7 @@ class Ledger:
         return "\n".join([*table(_HEADINGS, *map(self._row, self.stages)), f"{self.wall_s:.3f} s", *advice])
 
     def _repr_html_(self) -> str:
-        """Return a table, which notebooks show."""
+        """Return a table of HTML, which notebooks show."""
         rows = "".join(f"<tr>{_cells('td', self._row(stage))}</tr>" for stage in self.stages)
         advice = f"<p>{escape(self.advice)}</p>" if self.advice else ""
         table_of_rows = f"<table><thead><tr>{_cells('th', _HEADINGS)}</tr></thead><tbody>{rows}</tbody></table>"

@@ -1,4 +1,4 @@
-"""Ranks that are threads: their control plane is queues, and each runs the loop of a stage."""
+"""Ranks that are threads. Their control plane consists of queues, and each thread runs the loop of a stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("ppserve.library")
 
 
 class LocalControlPlane:
-    """Both ends of `engine.control.ControlPlane`. A rank that fails says `Failed`."""
+    """Both ends of an `engine.control.ControlPlane`. A rank that fails sends `Failed`."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
@@ -48,11 +48,11 @@ class LocalControlPlane:
             self.links[rank].handle_message(time.monotonic_ns(), message)
 
     def drop(self, rank: int, cause: LossCause) -> None:
-        """A thread can be neither ended nor restarted: the pipeline ends."""
+        """End the pipeline, because a thread can be neither ended nor restarted."""
         self._receive(rank, wire.Failed(f"stage {rank} was given up: {cause}"))
 
     def close(self, goodbye_s: float) -> None:
-        """Do nothing: who started the threads waits for them."""
+        """Do nothing: the pipeline that started the threads waits for them."""
 
 
 def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane) -> list[threading.Thread]:
@@ -72,7 +72,7 @@ def make_stages(config: ServeConfig, world_size: int, control: LocalControlPlane
 
 
 def _run_stage(stage: StageLoop, setup: DeviceSetup, link: HeadLink) -> None:
-    """Run a stage in its thread. What ends it unforeseen ends the pipeline, with the reason."""
+    """Run a stage in its thread. An unexpected error ends the pipeline, with the error's text."""
     try:
         setup.bind_this_thread()
         stage.run()
@@ -81,5 +81,5 @@ def _run_stage(stage: StageLoop, setup: DeviceSetup, link: HeadLink) -> None:
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))
         stage.leave_epoch()  # neighbours stop waiting for it
     finally:
-        # The pipeline keeps the link, which must not keep the stage with its memory.
+        # The pipeline keeps the link alive; the link must not keep the stage alive, with its memory.
         link.start(lambda _epoch: None)

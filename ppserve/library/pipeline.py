@@ -36,11 +36,11 @@ _END_WITHIN_S = 10.0
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):
-    """A model over `stages` stages, threads of this process; hidden states are handed on as they are.
+    """A model on `stages` stages, which are threads of this process. Any thread may use it.
 
-    model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
-    gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
-    (ConfigError, CheckpointError) for what cannot be run.
+    The same request gives the same tokens as on a server, with any number of stages. model: the same as `--model`
+    of the server. stages: unset: one, or one for each of `devices`. Raises UsageError (ConfigError,
+    CheckpointError) if the pipeline cannot run.
     """
 
     model: ModelDescription
@@ -64,7 +64,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._engine = build_engine(config, world_size, control, lambda call: call())
         self._pid = os.getpid()
         threads = (self._engine, *make_stages(config, world_size, control))
-        # Also when nobody holds the pipeline, and before the interpreter ends.
+        # This is called, too, when nobody refers to the pipeline any more, and before the interpreter ends.
         self._end = weakref.finalize(self, _end_threads, self._engine, threads, torch.get_num_threads())
         for thread in threads:
             thread.start()
@@ -184,7 +184,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
 
 def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """End all threads and give torch its own back. This is no method, for that would hold the pipeline."""
+    """End all threads, and restore torch's number of threads. This is not a method, because a method would keep
+    the pipeline alive."""
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)
@@ -198,7 +199,7 @@ def _end_processes(forms: Forms, template: ChatTemplate | None) -> None:
 
 
 def generation_options(given: Options) -> GenerationOptions:
-    """Return what the caller of the library asks for, in the form that every protocol gives it."""
+    """Return the options of a caller of the library in the form that all protocols use."""
     return GenerationOptions(
         temperature=given.get("temperature"),
         top_k=given.get("top_k"),

@@ -1,4 +1,5 @@
-"""What a pipeline of the library is told: the server's configuration, by names of arguments instead of flags."""
+"""The settings of a pipeline of the library: the server's configuration, with names of arguments in place of
+flags."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ from ppserve.core.architecture import Split
 from ppserve.errors import ConfigError, InvalidRequest, UsageError, Violation
 from ppserve.head.api.requests import renamed
 
-_FLAG = re.compile(r"(?<![\w/-])--([a-z][a-z-]*[a-z])")  # no part of a path
+_FLAG = re.compile(r"(?<![\w/-])--([a-z][a-z-]*[a-z])")  # a part of a path is no flag
 
 Count = Annotated[int, Meta(ge=1)]
 
 
 class Settings(TypedDict, total=False):
-    """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name. None: unset.
+    """The settings of a pipeline. Each is the flag of `ppserve serve` with the same name; None is the same as
+    unset.
 
-    tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
-    ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as [7.5, 4.5] (unset: equal weights).
-    chat_template: path of a Jinja template, in place of the model's own.
-    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence (unset: where they pay).
+    layers: those of each stage, as [7.5, 4.5]; unset: stages have equal weights. tensor_parallel: how many ranks,
+    each a thread, compute each stage together. devices: those of the ranks in the order of stages, as ["cuda:0",
+    "cuda:1"]. threads: how many each rank computes with. speculate: how many draft tokens each sequence has in a
+    step; unset: as many as pay. chat_template: the path of a Jinja template, in place of the model's own. Sizes
+    are in bytes.
     """
 
     dtype: str
@@ -58,7 +61,7 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 
 
 def parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[cfg.ServeConfig, int]:
-    """Return the configuration and number of ranks. Raises UsageError, naming the setting."""
+    """Return the configuration and the number of ranks. Raises UsageError, which names the setting."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
     try:
@@ -79,17 +82,17 @@ def parse_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -
 
 
 def _split(layers: str | Sequence[float]) -> Split:
-    """Raise ValueError."""
+    """Read the layers of each stage. Raises ValueError."""
     return Split.parse(layers if isinstance(layers, str) else ",".join(f"{each:g}" for each in layers))
 
 
 def as_arguments(text: str) -> str:
-    """The text with the names of arguments where it names flags: `max_model_len` for `--max-model-len`."""
+    """Return a text in which flags have the names of arguments: `max_model_len` for `--max-model-len`."""
     return _FLAG.sub(lambda found: found[1].replace("-", "_"), text)
 
 
 def in_arguments(error: InvalidRequest) -> InvalidRequest:
-    """The error with the names of arguments where it names the proto's fields and flags."""
+    """Return an error in which the proto's fields, and flags, have the names of arguments."""
     violations = renamed(error, {"token_ids.ids": "prompt"}).violations
     return InvalidRequest([Violation(each.field, as_arguments(each.problem)) for each in violations])
 

@@ -1,4 +1,4 @@
-"""A stream is what a caller of the library reads: chunks of one or more requests, as they are made."""
+"""The stream that a caller of the library reads: the chunks of one or more requests, as they are made."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _News = queue.SimpleQueue[tuple[str, Sequence[TokenOutput]]]
 
 
 class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
-    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs.
-    Threads that share it get different chunks.
+    """An iterator over `Chunk`s. Reading it waits. Closing it, or leaving its block, ends the requests that still
+    run. Several threads may read it; each chunk goes to one of them.
 
-    Raises a request's error where its next chunk would be; the others can be read on.
+    If a request fails, its error is raised in place of its next chunk. The other requests can be read on.
     """
 
     def __init__(
@@ -34,9 +34,12 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
         filters: Mapping[str, TokenFilter],
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue the requests, under the names that their chunks have. Raises RequestError if one is refused, and
-        ends the others. running: a pipeline's method, which must not end before its streams. filters: of the
-        requests' answers, by name. on_news: is called in the engine's thread when `arrived` may have chunks."""
+        """Queue the requests. Raises RequestError if one of them is refused, and ends the others.
+
+        running: returns the engine, or raises why it has ended; it is a pipeline's method, so that a pipeline does
+        not end before its streams. requests: by the names that their chunks will have. filters: the token filters
+        of requests, by the same names. on_news: is called in the engine's thread when `arrived` may have chunks.
+        """
         self._running = running
         self._tokenizer = tokenizer
         self._open: dict[str, RequestStream] = {}
@@ -93,7 +96,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
     def _read(self, ready: Chunk | RequestError) -> Chunk:
         if isinstance(ready, Draining | StagesLost):
-            self._running()  # raises why: a program may know more than callers
+            self._running()  # it raises the reason, which a program may know in more detail than callers
         if isinstance(ready, RequestError):
             raise ready
         return ready
@@ -144,7 +147,7 @@ class Stream(Iterator[Chunk], AbstractContextManager["Stream"]):
 
 
 def completions_of(names: Iterable[str], chunks: Iterable[Chunk]) -> list[Completion]:
-    """Return a completion for each of the requests with these names, of all their chunks."""
+    """Return a completion for each of the requests with these names. chunks: all of theirs."""
     of_each: dict[str, list[Chunk]] = {name: [] for name in names}
     for chunk in chunks:
         of_each[chunk.request_id].append(chunk)

@@ -1,4 +1,4 @@
-"""The form in which a model reads a chat: a template, and the special tokens by their names in it."""
+"""The form in which a model reads a chat: a template, and the special tokens with their names in templates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
+    """How a model reads a chat."""
+
     template: str | None = None
-    """A Jinja template; None where the model has none."""
+    """A Jinja template; None: the model has none."""
     tokens: dict[str, str] = field(default_factory=dict)
     """The texts of special tokens by their names, such as `bos_token` and `eos_token`."""
 

@@ -1,4 +1,4 @@
-"""Decodes one stream's token ids. Text is given out as early as possible and never taken back.
+"""Decodes the token ids of one stream. Text is returned as early as possible, and never taken back.
 
 Text is held back while a character's bytes are incomplete, or while the text's end may be the beginning of a stop
 string. The pieces joined are the text of all ids decoded at once, cut at the first stop string.
@@ -47,7 +47,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, token_id: int) -> Piece:
-        """Return the text that is certain with this token; empty after a match or `finish`."""
+        """Add a token, and return the text that is certain then; empty after a match or `finish`."""
         if self._ended:
             return Piece("")
         text = self._decoder.decode(self._bytes_of(token_id))

@@ -91,7 +91,7 @@ class _GgufTokenizer(msgspec.Struct, frozen=True, rename=lambda name: f"tokenize
 
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
-"""Types of tokens in a GGUF; the unused ones only pad the vocabulary."""
+"""The types of tokens in a GGUF. Unused ones only pad the vocabulary."""
 
 SPLIT_BY = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 """How transformers' classes split a text, where the model has no tokenizer.json."""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 GPT2_VOCAB_SIZE = 50257
 DOWNLOAD_TIMEOUT_S = 20.0
-"""Seconds that a download by tiktoken may take; tiktoken itself sets no limit."""
+"""A download by tiktoken may take so long. tiktoken itself sets no limit."""
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {
     "tokenizer.json": read_tokenizer_json,
@@ -44,7 +44,7 @@ def load_tokenizer(
     vocab_size: int | None = None,
     get_encoding: Callable[[str], tiktoken.Encoding] = tiktoken.get_encoding,
 ) -> Tokenizer:
-    """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
+    """Return the tokenizer of the model at `path` (a directory, a file in it, or `tiny`).
 
     It is read from the first file of `READERS` beside the weights. If there is none, it is tiktoken's GPT-2
     encoding, provided that this is cached or can be downloaded and that `vocab_size`, if given, is GPT-2's. Else

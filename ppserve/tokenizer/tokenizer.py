@@ -96,7 +96,8 @@ class Tokenizer:
             named = {place: name for place, name in named.items() if _are_over(spans, starts[place] + 1)}
 
     def highest_encoded_id(self) -> int:
-        """Return the highest id that a text can encode to, tokens that were added to the vocabulary left aside."""
+        """Return the highest id that encoding a text can give, without regard to tokens that were added to the
+        vocabulary."""
         return max([*self.begin, *self.end, *(self._token_bytes.keys() - self._added)], default=-1)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -110,8 +111,8 @@ class Tokenizer:
         return self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int], skips_special: bool = True) -> str:
-        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown tokens are left out, and special ones
-        unless they are to be there by their names."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD. Unknown tokens are left out. skips_special:
+        whether special tokens are left out, too; otherwise their names are in the text."""
         bytes_of = self.text_bytes if skips_special else self.token_bytes
         return b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
 
@@ -121,7 +122,7 @@ class Tokenizer:
 
 
 def _are_over(spans: Sequence[tuple[int, int]], place: int) -> bool:
-    """Whether one of these spans contains `place`. They are sorted and do not overlap."""
+    """Return whether one of these spans contains `place`. They are sorted and do not overlap."""
     before = bisect_right(spans, (place, math.inf))
     return before > 0 and place < spans[before - 1][1]
 
@@ -176,8 +177,8 @@ def _surroundings(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _secret_names(texts: Iterable[str]) -> dict[str, str]:
-    """Names for special tokens, which nobody can guess. A name begins and ends like its token's text, because the
-    characters next to other tokens may matter."""
+    """Return names for special tokens that nobody can guess. A name begins and ends like its token's text, because
+    the characters next to other tokens may matter."""
     secret = secrets.token_hex(16)
     return {text: f"{text[:1]}{secret}{number:08x}{text[-1:]}" for number, text in enumerate(texts)}
 

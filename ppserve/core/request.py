@@ -95,7 +95,7 @@ class Request:
     caller: str = ""
     """The digest of the API key, or the peer's address. Fairness counts the tokens of each caller."""
     deadline_s: float | None = None
-    """In seconds on the head's monotonic clock; None: there is no deadline."""
+    """The deadline in seconds on the head's monotonic clock; None: there is none."""
 
     @property
     def indices(self) -> range:

@@ -71,8 +71,8 @@ class DeviceCache:
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def use_buckets(self, sizes: tuple[int, ...]) -> dict[int, DeviceInputs]:
-        """From now on pad steps with one row per slice to these sizes, which ascend. Return for each size the
-        inputs of a step of padding."""
+        """Begin to pad steps with one row per slice to these sizes, which ascend. Return for each size the inputs
+        of a step of padding."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
         paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
         for size, rows in paddings.items():

@@ -7,12 +7,12 @@ Each client is installed, at the version that was tried, in a virtual environmen
 (--environments); the first time takes minutes and needs a package index. A line says what each one showed; the
 first that shows something wrong ends the run with a trace.
 
-    anthropic  Anthropic's client: whole, streamed, counted; a system prompt behind a varying header is cached
+    anthropic  Anthropic's client: whole, streamed, counted, with tools; a prompt behind a varying header is cached
     harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
     langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
     lines      httpx, requests and huggingface_hub, which split a stream at all that `str.splitlines` does
     node       openai-node (needs Node and npm): its `.stream()`, and streamed completions, against whole answers
-    responses  OpenAI's client: responses created, parsed and streamed, and a conversation of their items
+    responses  OpenAI's client: responses created, parsed and streamed, with tools, and a conversation of items
     smg        an OpenAI client in front of smg in front of vllm.grpc.engine: the texts that HTTP gives
     vllm       `vllm bench serve` at 8 requests: every request complete
 """

@@ -36,10 +36,50 @@ for number in range(2):
     cached.append(usage.cache_read_input_tokens)
 assert (cached[0], cached[1] > counted.input_tokens // 2) == (0, True), cached
 
+tool = {
+    "name": "weather",
+    "description": "Tells it.",
+    "input_schema": {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Bern", "Rome"]},
+            "days": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+forced = {
+    **asked,
+    "max_tokens": 200,
+    "tools": [tool],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+}
+used = client.messages.create(**forced)
+(use,) = used.content
+assert (use.type, use.name, used.stop_reason) == ("tool_use", "weather", "tool_use"), used
+assert (use.input["city"] in ("Bern", "Rome"), set(use.input["days"]) <= {1, 2}) == (True, True), use
+with client.messages.stream(**forced) as stream:
+    pieces = [event.partial_json for event in stream if event.type == "input_json"]
+    final = stream.get_final_message()
+assert (final.content, final.stop_reason, len(pieces) > 1) == (used.content, "tool_use", True), final
+result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
+history = [*PROMPT, {"role": "assistant", "content": used.content}, {"role": "user", "content": [result]}]
+told = client.beta.messages.create(
+    **{**forced, "messages": history, "tool_choice": {"type": "none"}, "max_tokens": 5},
+    betas=["interleaved-thinking-2025-05-14"],
+    thinking={"type": "enabled", "budget_tokens": 1024},
+)
+assert told.content[0].type == "text", told
+with_tools = client.messages.count_tokens(model="tiny", messages=history, tools=[tool])
+without = client.messages.count_tokens(model="tiny", messages=history)
+assert with_tools.input_tokens > without.input_tokens + 20
+
 wrongs = (
     ({"model": "another"}, anthropic.NotFoundError),
     ({"extra_body": {"top_p": 7}}, anthropic.BadRequestError),
     ({"messages": []}, anthropic.BadRequestError),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError),
 )
 told = []
 for wrong, kind in wrongs:
@@ -47,7 +87,7 @@ for wrong, kind in wrongs:
         client.messages.create(**{**asked, **wrong})
     except kind as error:
         told.append(error.body["error"]["type"])
-assert told == ["not_found_error", "invalid_request_error", "invalid_request_error"], told
+assert told == ["not_found_error", *["invalid_request_error"] * 3], told
 
 
 async def ask() -> str:
@@ -58,5 +98,6 @@ async def ask() -> str:
 assert asyncio.run(ask()) == text
 print(
     f"anthropic {anthropic.__version__}: whole, streamed and asynchronous the same text; "
-    f"{counted.input_tokens} tokens counted as used, {cached[1]} from the cache behind another header; errors"
+    f"{counted.input_tokens} tokens counted as used, {cached[1]} from the cache behind another header; "
+    f"{use.name}({use.input}) used whole and streamed; errors"
 )

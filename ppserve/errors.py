@@ -14,6 +14,7 @@
         - Forbidden               PERMISSION_DENIED
         - Unauthenticated         UNAUTHENTICATED
         - RequestFailed           INTERNAL
+      x ReshapeFailed             other layers per stage cannot be had; the pipeline has its old ones
       x TransportError            a neighbour stage is gone; a new epoch follows
       x WireError                 a frame that does not fit the control plane's schema
 
@@ -132,6 +133,10 @@ class Unauthenticated(RequestError, status="UNAUTHENTICATED", http_status=401, r
 
 class RequestFailed(RequestError):
     """This request, and only this one, cannot be served (non-finite logits, or it kills stages)."""
+
+
+class ReshapeFailed(PpserveError):
+    """Other layers per stage could not be loaded, or had no room. The pipeline has the layers that it had."""
 
 
 class TransportError(PpserveError):

@@ -171,9 +171,16 @@ class Broken(_Message, frozen=True, tag=True):
     reason: str
 
 
+class Unable(_Message, frozen=True, tag=True):
+    """The stage cannot load the layers of the last Assign (a damaged file, not enough memory), or has no memory
+    for the KV cache of the last Form. It is in no epoch, and waits for other layers or another epoch."""
+
+    reason: str
+
+
 class Failed(_Message, frozen=True, tag=True):
-    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory).
-    A keeper sends it, as the only message of its connection, when its stage process dies again and again."""
+    """The stage cannot serve, and is gone. A keeper sends it, as the only message of its connection, when its
+    stage process dies again and again."""
 
     reason: str
 
@@ -267,7 +274,7 @@ class Shutdown(_Message, frozen=True, tag=True):
     code: int = 0
 
 
-FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
+FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Unable | Failed
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Masks | Cancel | Ping | Shutdown
 
 

@@ -253,7 +253,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": 1_240,
+    "ppserve/*.py": 1_270,
     "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_330,
     "ppserve/core/ledger/*.py": 936,
@@ -261,7 +261,7 @@ BUDGET = {
     "ppserve/process/*.py": 1_550,
     "ppserve/stage/*.py": 1_660,
     "ppserve/stage/transport/*.py": 1_019,
-    "ppserve/head/*.py ppserve/head/engine/*.py": 3_650,
+    "ppserve/head/*.py ppserve/head/engine/*.py": 3_850,
     "ppserve/head/api/**/*.py": 7_000,
     "ppserve/head/observe/*.py": 975,
     "ppserve/model/*.py": 2_060,
@@ -275,7 +275,7 @@ BUDGET = {
     "ppserve/client/*.py": 690,
     "ppserve/bench/*.py": 850,
     "ppserve/cli/*.py": 2_600,
-    "tests/**/*.py": 39_900,
+    "tests/**/*.py": 40_600,
     "benchmarks/**/*.py": 3_680,
     "README.md": 200,
 }

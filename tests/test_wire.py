@@ -79,6 +79,7 @@ MESSAGES: dict[Any, list[Any]] = {
         wire.Result(RESULT),
         wire.Heartbeat(1, 2),
         wire.Broken(1, "gone"),
+        wire.Unable("no memory"),
         wire.Failed("no"),
     ],
     wire.Proof: [wire.Proof(3, b"\0\1", b"\xff")],

@@ -130,8 +130,8 @@ class StageLoop:
     # ---- weights ----
 
     def _load(self, assign: wire.Assign) -> None:
-        """Read tensors and report what they weigh. What was loaded before is let go first, with its cache: there
-        may be no memory for two parts of a model. A failure is final: `Failed`."""
+        """Read tensors and report what they weigh; `Unable` if that fails. What was loaded before is let go first,
+        with its cache: there may be no memory for two parts of a model."""
         assert self._epoch is None, "the head assigns layers to ranks that are in no epoch"
         if self._part is not None:
             self._part = None
@@ -150,7 +150,9 @@ class StageLoop:
                 setup.probe()
                 log.exception("stage %d", layout.stage)
                 problem = f"it cannot compute on {setup.name}: {type(error).__name__}: {problem}"
-            self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
+            self._link.send(wire.Unable(f"stage {layout.stage}: {problem}"))
+            # What was read so far is let go.
+            traceback.clear_frames(error.__traceback__)
         else:
             self._part = LoadedPart(model)
             self._link.send(self._loaded(model, reason))
@@ -177,20 +179,16 @@ class StageLoop:
     # ---- epochs ----
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """Enter an epoch and report `Ready`; else `Broken`, or `Failed` where there is no memory. Return whether
+        """Enter an epoch and report `Ready`; else `Broken`, or `Unable` where there is no memory. Return whether
         it is ready."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
             self._join(form)
-        except (TransportError, RuntimeError) as error:
-            if not lacks_memory(error):
-                self._break_epoch(form.epoch, "it could not form", error)
-                return False
-            log.error("%s", problem := in_words(error))
-            if form.epoch > 1:
-                raise  # only a new process may have the memory
-            self._link.send(wire.Failed(f"rank {self._start.rank}: {problem}"))
+        except (TransportError, RuntimeError, MemoryError) as error:
+            problem = f"rank {self._start.rank}: {in_words(error)}"
+            unable = wire.Unable(problem) if lacks_memory(error) else None
+            self._break_epoch(form.epoch, "it could not form", error, unable)
             return False
         self._link.send(wire.Ready(form.epoch))
         return True
@@ -254,13 +252,13 @@ class StageLoop:
         self._epoch = None
         self._connector.leave_epoch()
 
-    def _break_epoch(self, number: int, what: str, error: Exception) -> None:
-        """Keeps the weights for the next epoch. Raises if the device is lost."""
+    def _break_epoch(self, number: int, what: str, error: Exception, said: wire.Unable | None = None) -> None:
+        """Keeps the weights for the next epoch. said: in place of `Broken`. Raises if the device is lost."""
         # Errors do not tell: torch's may only lack memory, Triton's is a RuntimeError.
         self._found.setup.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
         # First: ending a group may take long, and the others hear of it from the head.
-        self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))
+        self._link.send(said or wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
         # Connections end with their last reference, and an error may be part of a cycle.
         traceback.clear_frames(error.__traceback__)

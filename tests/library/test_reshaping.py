@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from ppserve import Pipeline
 from ppserve.core.architecture import Split
-from ppserve.errors import InvalidRequest
-from tests.e2e.serving import wait_until
+from ppserve.errors import InvalidRequest, ReshapeFailed
+from ppserve.model.cpu.backend import CpuBackend
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 from tests.slow import thorough
 
@@ -19,9 +21,9 @@ LONG = ("Once upon a time", {"max_tokens": 150, "seed": 3, "ignore_eos": True, "
 def divide(pipeline: Pipeline, layers: str) -> int:
     """Divides the layers anew. Returns how many streams were open, once the next epoch has formed."""
     engine = pipeline._engine
-    ended = engine.reshape(0, Split.parse(layers))
+    formed = engine.reshape(0, Split.parse(layers))
     num_open = engine._call(lambda: len(engine._streams)).result(60)
-    wait_until(lambda: engine.serves_after(0, ended.result(60)).result(60))
+    formed.result(60)
     return num_open
 
 
@@ -54,3 +56,49 @@ def test_layers_that_do_not_fit_the_model_are_refused_and_the_pipeline_goes_on()
             with pytest.raises(InvalidRequest, match="--layers"):
                 divide(pipeline, layers)
         assert_same(pipeline.complete(LONG[0], max_tokens=5, seed=1), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", ["room for keys and values", "memory for weights", "memory for a cache"])
+def test_streams_go_on_with_the_same_tokens_where_a_shape_is_taken_back(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stage has room for more than five of the eight layers."""
+    requests = [LONG, *mixed_requests(6), LONG]
+    with tiny(2, layers="4,4") as pipeline:
+        expected = together(pipeline, requests)
+        ((first,), _) = pipeline.topology().replicas[0].ranks
+        assert first.loaded is not None
+        layer_bytes = first.loaded.block_bytes // 4 * (256 // 16)
+    if lacking == "memory for weights":
+        limit(monkeypatch, "load")
+    elif lacking == "memory for a cache":
+        limit(monkeypatch, "with_cache")
+    settings = {"kv_cache_memory": 5 * layer_bytes} if lacking == "room for keys and values" else {}
+    reason = "--kv-cache-memory: stage . has" if settings else "so many"
+    with tiny(2, layers="4,4", **settings) as pipeline:
+        streams = [pipeline.stream(prompt, **options) for prompt, options in requests]
+        begun = next(streams[0])
+        for layers, fits in (("2,6", False), ("8", False), ("3,5", True), ("5.5,2.5", False)):
+            before = [(stage.layers, stage.kv_bytes, stage.num_parameters) for stage in pipeline.topology().stages]
+            with nullcontext() if fits else pytest.raises(ReshapeFailed, match=reason):
+                assert divide(pipeline, layers) > 0, "streams were open"
+            after = [(stage.layers, stage.kv_bytes, stage.num_parameters) for stage in pipeline.topology().stages]
+            assert (after != before) == fits
+        for stream, one in zip(streams[1:], expected[1:], strict=True):
+            assert_same(stream.completions()[0], one)
+        assert "".join(piece.text for piece in (begun, *streams[0])) == expected[0].text
+        assert [stage.layers for stage in pipeline.topology().stages] == ["0-2", "3-7"]
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """No CPU has memory for this where a stage has more than five layers."""
+    before = getattr(CpuBackend, what)
+
+    def limited(backend: CpuBackend, of: Any, *rest: Any, **options: Any) -> Any:
+        layout = rest[0] if what == "load" else of.layout
+        if layout.num_sublayers > 10:
+            raise MemoryError("so many layers")
+        return before(backend, of, *rest, **options)
+
+    monkeypatch.setattr(CpuBackend, what, limited)

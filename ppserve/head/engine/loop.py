@@ -127,10 +127,20 @@ class Engine(threading.Thread):
         """Divide a replica's layers anew: each of its ranks loads other layers, with or without other replicas.
 
         Streams go on. With fewer stages than ranks, the last ranks are not used. The future has the number of the
-        epoch that ends, or InvalidRequest for layers that do not fit the model. A replica whose stages have no
-        memory for their new layers, or none for one full sequence beside them, ends: that shows once they load.
+        first epoch with these layers, once it has formed. It has InvalidRequest for layers that do not fit the
+        model, and ReshapeFailed where they cannot be loaded, or where there is no room for them or for one full
+        sequence beside them: then the replica has its old layers, and streams go on with these.
         """
-        return self._call(lambda: self._reshape_replica(replica, split))
+        reshaped: Future[int] = Future()
+        reshaped.set_running_or_notify_cancel()
+
+        def note_refusal(asked: Future[None]) -> None:
+            if (error := asked.exception()) is not None:
+                reshaped.set_exception(error)
+
+        asked = self._call(lambda: self._reshape_replica(replica, split, reshaped))
+        asked.add_done_callback(note_refusal)
+        return reshaped
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
         """Whether the replica serves again, in a later epoch. May have a RequestError."""
@@ -290,6 +300,7 @@ class Engine(threading.Thread):
             self._fail(reason)
             return
         log.error("replica %d has ended: %s", replica.number, reason)
+        replica.members.end(reason)
         replica.lose_epoch()
         if replica.scheduler is not None:
             self.request_queue.remove_scheduler(replica.scheduler)
@@ -320,16 +331,14 @@ class Engine(threading.Thread):
         replica.members.restart()
         return replica.members.epoch
 
-    def _reshape_replica(self, number: int, split: Split) -> int:
+    def _reshape_replica(self, number: int, split: Split, formed: Future[int]) -> None:
         replica = self._find_replica(number)
         if not self.formed.done():
             raise Draining("the server is not serving")
-        epoch = replica.members.epoch
         try:
-            replica.reshape(split)
+            replica.reshape(split, formed)
         except ConfigError as error:
             raise InvalidRequest([Violation("layers", str(error))]) from None
-        return epoch
 
     def _fail(self, reason: UsageError | StagesLost) -> None:
         """Ends every open stream with a status. `failed` has the reason."""
@@ -342,6 +351,8 @@ class Engine(threading.Thread):
         reason = self.failed.result() if self.failed.done() else None
         code = 0 if reason is None else EXIT_USAGE if isinstance(reason, UsageError) else EXIT_FAILED
         self._control.send(self._replica_of, wire.Shutdown(code))
+        for replica in self.replicas:
+            replica.members.end(reason or Draining(_SHUTS_DOWN))
 
     # ---- state ----
 

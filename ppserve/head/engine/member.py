@@ -9,7 +9,8 @@ The states of a rank's stage process, and the changes between them (`_NEXT`):
        │                                   │                                     ▼
        └── connection ends (any state)     └──────────────Broken───────────── LEAVING
 
-A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED.
+A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. So does one that has no
+memory for an epoch (`Unable`). One that cannot load its layers stays LOADING, without any.
 A rank that is LOADED becomes LOADING when it is assigned other layers.
 A message that asks for any other change is its sender's error.
 """
@@ -93,12 +94,13 @@ class Member:
     state: StageState = StageState.ABSENT
     hello: wire.Hello | None = None
     loaded: wire.Loaded | None = None
-    layout: StageLayout | None = None  # of the layers that it was last told to load
+    layout: StageLayout | None = None  # of the layers that it was last told to load; None if it has none
     progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
     since_ns: int = 0  # when this state began
     due_ns: int | None = None  # when it is cut off, if still in this state; None: never
     round_trips: tuple[tuple[int, int], ...] = ()  # of pings: (duration, its clock minus the head's)
     restarts: int = 0
+    unusable: str | None = None  # why it cannot serve, until another process of it greets
 
     @property
     def clock_offset_ns(self) -> int:
@@ -113,3 +115,8 @@ class Member:
         """Raises WireError where `_NEXT` has no such change."""
         if state not in _NEXT[self.state]:
             raise WireError(f"rank {self.rank} is {self.state.name} and cannot become {state.name}")
+
+
+def round_trip(beat: wire.Heartbeat, now_ns: int) -> tuple[int, int]:
+    """How long a ping took whose answer has come, and how far the rank's clock is ahead of the head's."""
+    return now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2

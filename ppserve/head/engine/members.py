@@ -4,7 +4,9 @@ An epoch is one life of the pipeline between losses, in one shape (`Decision`). 
 reports a failed transport, also while it is forming. Then the surviving ranks leave it, keep their weights and are
 LOADED again.
 The next forms when every rank is LOADED, so never with one that is dead or still waits in the epoch before.
-After `reshape` it has another shape: each rank loads its new layers as soon as it has left the epoch before.
+After `reshape` it has another shape: each rank loads its new layers as soon as it has left the epoch before. If
+the shape cannot be had before an epoch of it has formed, it is taken back (`reshaping`). No rank that the shape
+does not use ends the pipeline.
 
 A rank that asks for an invalid change of state (`member`) loses its connection. A pipeline that will not form
 again raises UsageError if the operator's configuration is at fault, else StagesLost.
@@ -13,19 +15,20 @@ again raises UsageError if the operator's configuration is at fault, else Stages
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from ppserve import wire
-from ppserve.core.architecture import Split, StageLayout
+from ppserve.core.architecture import Split
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import RankResult
-from ppserve.errors import StagesLost, UsageError, WireError
+from ppserve.errors import ConfigError, StagesLost, UsageError, WireError
 from ppserve.head.engine import patience
 from ppserve.head.engine.control import ControlPlane, LossCause
-from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent, StageState
-from ppserve.head.engine.placement import count_blocks, stage_addresses, what_changed
+from ppserve.head.engine.member import Decision, EpochLost, Member, MemberEvent, StageState, round_trip
+from ppserve.head.engine.placement import count_blocks, what_changed
+from ppserve.head.engine.ranks import Ranks
+from ppserve.head.engine.reshaping import Reshape, Shape
 
 log = logging.getLogger("ppserve.members")
 
@@ -33,10 +36,10 @@ log = logging.getLogger("ppserve.members")
 _QUICK = (StageState.READY, StageState.LEAVING)
 
 
-class Members:
-    """The ranks of one pipeline. Changed by the engine's thread alone.
+class Members(Ranks):
+    """The ranks of one pipeline, and its epochs. Changed by the engine's thread alone.
 
-    Any thread may read `all`, `formed` and `decision`, which are replaced as a whole, and `is_healthy`.
+    Any thread may read `all`, `formed` and `decision`, and call `is_healthy`.
     """
 
     def __init__(
@@ -49,15 +52,11 @@ class Members:
     ) -> None:
         """grid: the world's. machine: the head's, with its clock. decide: called with the ranks' greetings, and
         with how the layers are to be divided (None: as it sees fit). Raises ConfigError."""
-        self.grid = grid
-        self.replica = replica
-        self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
-        self._place = {rank: place for place, rank in enumerate(self.ranks)}
-        self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self.ranks for at in (grid.place(rank),))
+        super().__init__(grid, control, replica)
         self.epoch = 0
         self.formed = False
-        self.decision: Decision | None = None
-        self.num_blocks: int | None = None  # of the decision's epochs; None before the first of them
+        self._reshape: Reshape | None = None  # to the present shape, until an epoch of it has formed
+        self._shape_began_ns = 0
         self._forming = self._worked = False  # worked: this epoch has computed a step
         self._fruitless = 0  # epochs since the last step that formed and ended by an error
         self._attempts = 0  # these, and the latest in a row that did not form
@@ -66,30 +65,6 @@ class Members:
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
         self._machine = machine
         self._decide = decide
-        self._control = control
-
-    def __getitem__(self, rank: int) -> Member:
-        return self.all[self._place[rank]]
-
-    @property
-    def in_use(self) -> tuple[Member, ...]:
-        """The ranks that compute in the present shape, by their places: all, or the first ones."""
-        if self.decision is None:
-            return self.all
-        return self.all[: self.decision.num_stages * self.grid.tensor]
-
-    @property
-    def ranks_in_use(self) -> tuple[int, ...]:
-        return self.ranks[: len(self.in_use)]
-
-    def uses(self, rank: int) -> bool:
-        """Whether this rank computes in the present shape."""
-        return self._place[rank] < len(self.in_use)
-
-    @property
-    def first(self) -> Member:
-        """The first stage's rank, which opens each epoch's store."""
-        return self.all[0]
 
     # ---- commands ----
 
@@ -102,20 +77,62 @@ class Members:
         for rank in self.ranks:
             self._control.drop(rank, LossCause.RESTART)
 
-    def reshape(self, split: Split, now_ns: int) -> EpochLost | None:
+    def reshape(self, split: Split, formed: Future[int], now_ns: int) -> EpochLost | None:
         """Divide the layers anew: the present epoch ends, and the next one has this split.
 
         With fewer stages than before, the last ranks wait without being used, and keep the weights that they have.
+        formed: gets the number of that next epoch once it has formed. Where the shape cannot be had it gets a
+        ReshapeFailed, and the pipeline has the latest shape again of which an epoch had formed.
         Raise ConfigError, and then change nothing.
         """
         assert self.decision is not None, "before the first epoch there is no shape to change"
-        self.decision = self._decide(self._hellos(self.all), split)
-        self.num_blocks = None
+        decision = self._decide(self._hellos(self.all), split)
+        if problem := self._what_prevents(decision):
+            raise ConfigError("--layers", problem)
+        before = Shape(self.decision, self.num_blocks)
+        if self._reshape is not None:
+            before = self._reshape.before
+            self._reshape.fail("another reshape took its place")
+        self._reshape = Reshape(before, formed)
+        log.info("the layers are divided anew: %s", decision.layers)
+        was_formed = self._use_shape(Shape(decision, None), now_ns)
+        return EpochLost() if was_formed else None
+
+    def end(self, reason: Exception) -> None:
+        """Note that no epoch will form any more."""
+        reshape, self._reshape = self._reshape, None
+        if reshape is not None:
+            reshape.formed.set_exception(reason)
+
+    def _use_shape(self, shape: Shape, now_ns: int) -> bool:
+        """End the present epoch, and have ranks load what they have in this shape. Return whether the epoch had
+        formed."""
+        self.decision, self.num_blocks = shape.decision, shape.num_blocks
+        self._shape_began_ns = now_ns
+        self._fruitless = self._attempts = 0
         was_formed = self._end_epoch(now_ns)
-        log.info("the layers are divided anew: %s", self.decision.layers)
         for member in self.all:
             self._assign_if_outdated(member, now_ns)
-        return EpochLost() if was_formed else None
+        return was_formed
+
+    def _take_back(self, reason: str, now_ns: int) -> bool:
+        """Return to the shape before, if the present one has not formed yet. Return whether there is one. Raise
+        StagesLost if that shape cannot be had either."""
+        reshape, self._reshape = self._reshape, None
+        if reshape is None:
+            return False
+        log.error("the layers are not divided anew, but as before: %s", reason)
+        reshape.fail(reason)
+        self._use_shape(reshape.before, now_ns)
+        if problem := self._what_prevents(reshape.before.decision):
+            raise StagesLost(problem)
+        return True
+
+    def _is_taken_back(self, setback: str, now_ns: int) -> bool:
+        """Count what may be the fault of a shape that has not formed yet. Return whether it is taken back."""
+        if self._reshape is None or not self._reshape.is_hopeless():
+            return False
+        return self._take_back(f"{setback}, as the last of {self._reshape.num_setbacks} setbacks", now_ns)
 
     # ---- events ----
 
@@ -147,10 +164,11 @@ class Members:
                 return self._handle_ready(member, message, now_ns)
             case wire.Broken():
                 return self._handle_broken(member, message, now_ns)
-            case wire.Failed():
-                if self.epoch:
-                    raise StagesLost(message.reason)
-                raise UsageError(message.reason)
+            case wire.Unable(reason):
+                self._handle_unable(member, reason, now_ns)
+            case wire.Failed(reason):
+                self._move(member.rank, StageState.ABSENT, now_ns)
+                self._give_up(member, self._final(reason), now_ns)
         return None
 
     def handle_disconnect(self, rank: int, cause: LossCause, now_ns: int) -> EpochLost | None:
@@ -162,10 +180,11 @@ class Members:
         self._update(rank, restarts=member.restarts + 1)
         if not self.uses(member.rank):
             return None
+        problem = f"{self.grid.name(member.rank)}: {cause}"
+        if cause != LossCause.RESTART and self._is_taken_back(problem, now_ns):
+            return None
         # For its keeper, a process that never finishes a step does not die.
-        return self._lose_epoch(
-            f"{self.grid.name(rank)}: {cause}", None, now_ns, is_error=cause == LossCause.STUCK
-        )
+        return self._lose_epoch(problem, None, now_ns, is_error=cause == LossCause.STUCK)
 
     def tick(self, now_ns: int) -> EpochLost | None:
         """Pings all ranks every 0.5 s, and cuts off those that are silent too long."""
@@ -188,9 +207,16 @@ class Members:
 
     def _check_absence(self, member: Member, now_ns: int) -> None:
         # Before the first epoch a rank may download for long; its keeper says if it dies.
+        if not self.epoch or not self.uses(member.rank):
+            return
         patience_ns = patience.REJOIN_WHILE_DRAINING_NS if self._draining else patience.REJOIN_WITHIN_NS
-        if self.epoch and self.uses(member.rank) and now_ns - member.since_ns > patience_ns:
-            raise StagesLost(f"{self.grid.name(member.rank)} did not come back in time")
+        if self._reshape is not None:
+            patience_ns = min(patience_ns, patience.RESHAPE_WITHIN_NS)
+        # A shape that did not use it did not wait for it.
+        if now_ns - max(member.since_ns, self._shape_began_ns) > patience_ns:
+            problem = f"{self.grid.name(member.rank)} did not come back in time"
+            if not self._take_back(problem, now_ns):
+                raise StagesLost(problem)
 
     def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
         """Return why a connected rank must be cut off; None if it need not be."""
@@ -212,31 +238,56 @@ class Members:
 
     # ---- changes of state ----
 
-    def _update(self, rank: int, **changes: Any) -> None:
-        self.all = tuple(replace(other, **changes) if other.rank == rank else other for other in self.all)
-
-    def _move(
-        self, rank: int, state: StageState, now_ns: int, within_ns: int | None = None, **changes: Any
-    ) -> None:
-        """Change a rank's state. within_ns: how long it may stay in the new one before it is cut off; None = for
-        ever. Raise WireError, and then change nothing."""
-        self[rank].check_move(state)
-        due_ns = None if within_ns is None else now_ns + within_ns
-        self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
-
     def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> None:
-        name = self.grid.name(member.rank)
+        problem = None
         if hello.world_size != self.grid.size:
-            raise UsageError(f"{name} belongs to {hello.world_size} ranks")
-        self._move(member.rank, StageState.LOADING, now_ns, hello=hello, layout=None, round_trips=())
+            problem = f"belongs to {hello.world_size} ranks"
+        elif self.decision is not None and member.hello is not None:
+            change = what_changed(member.hello, hello)
+            problem = None if change is None else f"came back with {change}"
+        self._move(member.rank, StageState.LOADING, now_ns, layout=None, round_trips=(), unusable=None)
+        if problem is not None:
+            self._give_up(member, UsageError(f"{self.grid.name(member.rank)} {problem}"), now_ns)
+            return
+        self._update(member.rank, hello=hello)
         if self.decision is not None:
-            if member.hello is not None and (change := what_changed(member.hello, hello)):
-                raise UsageError(f"{name} came back with {change}")
             self._assign_if_outdated(self[member.rank], now_ns)
         elif len(hellos := self._hellos(self.all)) == len(self.all):
             self.decision = self._decide(hellos, None)
             for other in self.all:
                 self._assign_if_outdated(other, now_ns)
+
+    def _handle_unable(self, member: Member, reason: str, now_ns: int) -> None:
+        """Handle that a rank cannot load its layers, or has no memory for an epoch. Raise StagesLost or
+        UsageError where the shape has none before it."""
+        is_loading = member.state is StageState.LOADING
+        concerns_shape = member.layout == self._layout(member) and member.state is not StageState.LEAVING
+        match member.state:
+            case StageState.LOADING if member.layout is not None:
+                self._update(member.rank, layout=None)
+            case StageState.FORMING | StageState.LEAVING:
+                self._move(member.rank, StageState.LOADED, now_ns)
+            case state:
+                raise WireError(f"rank {member.rank} is {state.name}, and is asked for nothing")
+        if not concerns_shape:
+            self._assign_if_outdated(self[member.rank], now_ns)
+            self._form_if_complete(now_ns)
+        elif not self._take_back(reason, now_ns):
+            if is_loading or self.epoch == 1:
+                raise self._final(reason)
+            # It has served in this shape, and only a new process may have the memory again.
+            self._control.drop(member.rank, LossCause.RESTART)
+
+    def _final(self, reason: str) -> UsageError | StagesLost:
+        return StagesLost(reason) if self.epoch else UsageError(reason)
+
+    def _give_up(self, member: Member, error: UsageError | StagesLost, now_ns: int) -> None:
+        """Note that a rank cannot serve. Raise `error` if the shape needs it, and StagesLost if the one before
+        does, too."""
+        self._update(member.rank, unusable=str(error))
+        log.error("%s cannot be used: %s", self.grid.name(member.rank), error)
+        if self.uses(member.rank) and not self._take_back(str(error), now_ns):
+            raise error
 
     def _handle_loaded(self, member: Member, loaded: wire.Loaded, now_ns: int) -> None:
         # From FORMING only `Broken` leads to LOADED.
@@ -258,28 +309,6 @@ class Members:
         self._worked |= member.stage == self.decision.num_stages - 1
         return member.on_head_clock(result)
 
-    def _hellos(self, members: Sequence[Member]) -> tuple[wire.Hello, ...]:
-        return tuple(member.hello for member in members if member.hello is not None)
-
-    def _layout(self, member: Member) -> StageLayout | None:
-        """The layers that a rank has in the present shape; None if it is not used."""
-        if self.decision is None or not self.uses(member.rank):
-            return None
-        layout = self.decision.layouts[member.stage]
-        return replace(layout, tensor=member.tensor, num_tensor=self.grid.tensor)
-
-    def _assign_if_outdated(self, member: Member, now_ns: int) -> None:
-        """Tell a rank to load its layers, unless it has them or is busy: then once it has left its epoch, or has
-        loaded the layers before them."""
-        is_waiting = member.state is StageState.LOADING and member.layout is None
-        layout = self._layout(member)
-        if layout in (None, member.layout) or not (is_waiting or member.state is StageState.LOADED):
-            return
-        if not is_waiting:
-            self._move(member.rank, StageState.LOADING, now_ns)
-        self._update(member.rank, layout=layout)
-        self._control.send((member.rank,), wire.Assign(layout))
-
     def _form_if_complete(self, now_ns: int) -> None:
         """Begin an epoch when all ranks have loaded its layers, with the first: it opens the store."""
         decision = self.decision
@@ -291,30 +320,20 @@ class Members:
         if self.num_blocks is None:
             # Fixed while the shape stays: block tables must fit a stage that was replaced.
             loaded = tuple(member.loaded for member in self.in_use if member.loaded is not None)
-            self.num_blocks = count_blocks(decision, loaded)
+            try:
+                self.num_blocks = count_blocks(decision, loaded)
+            except ConfigError as error:
+                if not self._take_back(str(error), now_ns):
+                    raise
+                return
         self.epoch += 1
         self._forming = True
         self._worked = False
         self._send_form(self.first, None, now_ns)
 
     def _send_form(self, member: Member, store_port: int | None, now_ns: int) -> None:
-        decision = self.decision
-        assert decision is not None
-        assert member.layout is not None
-        assert self.num_blocks is not None
-        # Anew: a stage that was replaced may have another address.
-        addresses = stage_addresses(self._hellos(self.in_use), self.grid)
+        form = self._form_of(member, self.epoch, store_port)
         self._move(member.rank, StageState.FORMING, now_ns, patience.FORM_WITHIN_NS)
-        form = wire.Form(
-            epoch=self.epoch,
-            layout=member.layout,
-            num_blocks=self.num_blocks,
-            max_rows=decision.scheduling.max_step_tokens,
-            transport=decision.transport,
-            store_host=addresses[0],
-            store_port=store_port,
-            address=addresses[self._place[member.rank]],
-        )
         self._control.send((member.rank,), form)
 
     def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> wire.Ready | None:
@@ -325,6 +344,9 @@ class Members:
             return None
         self.formed = True
         self._forming = False
+        if self._reshape is not None:
+            self._reshape.formed.set_result(self.epoch)
+            self._reshape = None
         return ready
 
     def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> EpochLost | None:
@@ -333,6 +355,8 @@ class Members:
             return None
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
+            if self._is_taken_back(broken.reason, now_ns):
+                return None
             return self._lose_epoch(broken.reason, member.rank, now_ns, is_error=True)
         self._assign_if_outdated(self[member.rank], now_ns)
         self._form_if_complete(now_ns)
@@ -372,6 +396,5 @@ class Members:
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps a round trip. Ranks on the head's machine have its clock."""
         if member.hello is not None and member.hello.host.machine != self._machine:
-            offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
-            trips = (*member.round_trips, (now_ns - beat.echo_ns, offset_ns))
+            trips = (*member.round_trips, round_trip(beat, now_ns))
             self._update(member.rank, round_trips=trips[-patience.NUM_ROUND_TRIPS :])

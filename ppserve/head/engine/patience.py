@@ -14,6 +14,10 @@ FORM_WITHIN_NS = 30_000_000_000
 REJOIN_WITHIN_NS = 600_000_000_000
 # When a keeper dies, torchrun stops all ranks, so the head drains; that one never returns.
 REJOIN_WHILE_DRAINING_NS = 10_000_000_000
+# A shape that has not formed has one before it: streams need not wait long for a rank that it lacks.
+RESHAPE_WITHIN_NS = 60_000_000_000
+# In such a shape so many deaths and epochs that did not form are its own fault: too little memory kills, too.
+MAX_SETBACKS = 3
 # A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
 LEAVE_WITHIN_NS = 25_000_000_000
 # One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster.

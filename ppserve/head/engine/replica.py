@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from ppserve import wire
@@ -154,9 +155,9 @@ class Replica:
             self._control.drop(self.members.ranks[place], LossCause.STUCK)
         return events
 
-    def reshape(self, split: Split) -> None:
-        """Divide the layers anew. Requests wait for the next epoch. Raise ConfigError, and then change nothing."""
-        self._handle_event(self.members.reshape(split, self._clock()))
+    def reshape(self, split: Split, formed: Future[int]) -> None:
+        """Divide the layers anew. Requests wait for the next epoch. See `Members.reshape`."""
+        self._handle_event(self.members.reshape(split, formed, self._clock()))
         self._in_flight = frozenset()  # they are not to blame for a rank that dies while it loads
 
     def take_masks(self) -> list[SequenceEvent]:

@@ -5,19 +5,21 @@ Time and ranks are scripted. `test_histories` has the answers; the library's tes
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 from ppserve import wire
+from ppserve.core.architecture import Split
 from ppserve.core.request import FinishReason
-from ppserve.errors import Draining, InvalidRequest, Overloaded, StagesLost
+from ppserve.errors import Draining, InvalidRequest, Overloaded, ReshapeFailed, StagesLost
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.lifetime import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import a_request
 from tests.head.engine.replica_rig import EngineRig, Reader
-from tests.head.engine.scripted import ARCH
+from tests.head.engine.scripted import ARCH, SECOND
 from tests.hellos import hello, host_of
 
 # ---- requests -----------------------------------------------------------------------------------------
@@ -161,6 +163,77 @@ def test_draining_and_restarting_reach_every_replica_and_take_effect_when_it_is_
     serves = single.engine.serves_after(0, 1)
     single.engine.turn()
     assert not serves.result(0), "its stages have not heard of it yet"
+
+
+def reshaping(rig: EngineRig, replica: int = 0) -> Future[int]:
+    """Ask for a shape. Every rank that is told to leave the epoch does, and the next one begins to form."""
+    rig.control.sent.clear()
+    formed = rig.engine.reshape(replica, Split((8,)))
+    rig.engine.turn()
+    for rank, message in [*rig.control.sent]:
+        if isinstance(message, wire.Abandon):
+            rig.say(rank, wire.Broken(message.epoch, "told"))
+    return formed
+
+
+def test_a_stream_goes_on_in_another_shape_whose_epoch_is_the_futures_result() -> None:
+    rig = EngineRig("")
+    reader = rig.open(a_request("a", max_tokens=4))
+    assert rig.compute_next()
+    formed = reshaping(rig)
+    assert not formed.done()
+    rig.say(0, wire.StoreOpened(2, 1), wire.Ready(2))
+    assert formed.result(0) == 2
+    rig._num_computed = 0  # of the plans that were sent since
+    rig.finish(reader)
+    assert [output.token_id for output in reader.outputs] == [3, 3, 3, 3]
+
+
+def test_a_stream_goes_on_where_a_shape_is_taken_back() -> None:
+    rig = EngineRig("")
+    reader = rig.open(a_request("a", max_tokens=4))
+    assert rig.compute_next()
+    before = rig.engine.replicas[0].scheduler
+    formed = reshaping(rig)
+    rig.say(0, wire.StoreOpened(2, 1), wire.Unable("out of memory"))
+    with pytest.raises(ReshapeFailed, match="out of memory"):
+        formed.result(0)
+    rig.now_ns += SECOND
+    rig.engine.turn()
+    rig.control.sent.clear()
+    rig.say(0, wire.StoreOpened(3, 1), wire.Ready(3))
+    assert rig.engine.replicas[0].scheduler is before, "it has the blocks and the figures of its shape"
+    rig._num_computed = 0
+    rig.finish(reader)
+    assert [output.token_id for output in reader.outputs] == [3, 3, 3, 3]
+
+
+def test_whoever_reshapes_hears_that_the_replica_or_the_server_ends() -> None:
+    rig = EngineRig("", "", num_replicas=2)
+    with pytest.raises(InvalidRequest, match="there is no replica 2"):
+        reshaping(rig, 2).result(0)
+    formed = reshaping(rig, 1)
+    rig.say(1, wire.Failed("no memory"))
+    with pytest.raises(ReshapeFailed, match="no memory"):
+        formed.result(0)
+    assert rig.serving == [True, False]
+    formed = reshaping(rig, 0)
+    rig.engine.stop()
+    late = rig.engine.reshape(0, Split((8,)))
+    rig.engine.run()
+    for refused in (formed, late, rig.engine.reshape(0, Split((8,)))):
+        with pytest.raises(Draining):
+            refused.result(0)
+
+
+def test_whoever_reshapes_hears_that_another_rank_ended_the_server() -> None:
+    rig = EngineRig("")
+    formed = reshaping(rig)
+    rig.engine.give_up(StagesLost("stage 0 cannot be kept alive"))
+    rig.engine.turn()
+    rig.engine.run()
+    with pytest.raises(StagesLost, match="cannot be kept alive"):
+        formed.result(0)
 
 
 def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -280,7 +281,7 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
 def leave_for(rig: Rig, split: Split) -> None:
     """Divide the layers anew; all ranks leave the epoch."""
     epoch = rig.replica.members.epoch
-    rig.replica.reshape(split)
+    rig.replica.reshape(split, Future())
     for rank in rig.ranks:
         rig.say(rank, wire.Broken(epoch, "told"))
 
@@ -337,7 +338,7 @@ def test_while_ranks_load_other_layers_the_reading_is_of_the_shape_before() -> N
         loaded = [[member.loaded for member in of_stage] for of_stage in now.ranks]
         assert loaded == [[member.loaded for member in of_stage] for of_stage in before.ranks]
 
-    rig.replica.reshape(Split((8,)))
+    rig.replica.reshape(Split((8,)), Future())
     check_reading()
     for rank in rig.ranks:
         rig.say(rank, wire.Broken(1, "told"))

@@ -13,9 +13,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ppserve.errors import RequestError
 from ppserve.head.api.http.bodies import ALL_TOKENS, MIN_SEED, Body
-from ppserve.head.api.http.responses import error_json
+from ppserve.head.api.http.responses import OPENAI_ERRORS, ErrorForm
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import RANGES, GenerationOptions
 
@@ -30,22 +29,6 @@ _KEYS = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 """Either of these is a key."""
-_ERROR = {
-    "title": "Error",
-    "description": "An answer whose status is not 200.",
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
-                "code": {"type": "string", "description": "It does not change; the message may."},
-            },
-        }
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +42,7 @@ class HttpPath:
     body: type[Body] | None = None
     content: str = "application/json"  # the type of the answer
     is_open: bool = False  # it needs no key
-    write_error: Callable[[RequestError], bytes] = error_json
+    errors: ErrorForm = OPENAI_ERRORS
     generates: bool = False  # it may end as a stream, and a refusal counts as a request's end
 
 
@@ -75,7 +58,8 @@ def describe_paths(served: Sequence[HttpPath], version: str, has_keys: bool) -> 
     paths: dict[str, Any] = {}
     for each in served:
         paths.setdefault(each.path.replace(":path", ""), {})[each.method.lower()] = _operation(each, has_keys)
-    components: dict[str, Any] = {"schemas": {**schemas, "Error": _ERROR}}
+    errors = {each.errors.name: each.errors.schema for each in served}
+    components: dict[str, Any] = {"schemas": {**schemas, **errors}}
     if has_keys:
         components["securitySchemes"] = _KEYS
     info = {"title": "ppserve", "version": version, "description": "A field that is null is absent."}
@@ -105,7 +89,7 @@ def _operation(of: HttpPath, has_keys: bool) -> dict[str, Any]:
             "200": {"description": "The answer.", "content": content},
             "default": {
                 "description": "An error.",
-                "content": {"application/json": {"schema": {"$ref": _PLACES + "Error"}}},
+                "content": {"application/json": {"schema": {"$ref": _PLACES + of.errors.name}}},
             },
         },
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -106,6 +107,39 @@ def error_json(error: RequestError) -> bytes:
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     told = {"message": str(error), "type": kind, "param": param, "code": error.reason.lower()}
     return encode({"error": told})
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How a door tells errors. name, schema: of the description of the door (`/openapi.json`)."""
+
+    write: Callable[[RequestError], bytes]
+    name: str
+    schema: Mapping[str, Any]
+
+
+OPENAI_ERRORS = ErrorForm(
+    error_json,
+    "Error",
+    {
+        "title": "Error",
+        "description": "An answer whose status is not 200.",
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                    "code": {"type": "string", "description": "It does not change; the message may."},
+                },
+                "required": ["message", "type", "param", "code"],
+            },
+        },
+        "required": ["error"],
+    },
+)
 
 
 def _headers_of(error: RequestError) -> Mapping[str, str]:

@@ -21,14 +21,22 @@ from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.answers import ChoiceAnswers
-from ppserve.head.api.http.anthropic_messages import MessageAnswers, MessagesBody, count_tokens, messages_error
+from ppserve.head.api.http.anthropic_body import MessagesBody
+from ppserve.head.api.http.anthropic_messages import MESSAGES_ERRORS, MessageAnswers, count_tokens
 from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
 from ppserve.head.api.http.completions import generate
 from ppserve.head.api.http.openai_responses import ResponseAnswers, ResponsesBody
 from ppserve.head.api.http.openapi import Endpoint, HttpPath, describe_paths
 from ppserve.head.api.http.page import PageState
-from ppserve.head.api.http.responses import HttpError, JsonResponse, TooManyConnections, error_json, error_response
+from ppserve.head.api.http.responses import (
+    OPENAI_ERRORS,
+    HttpError,
+    JsonResponse,
+    TooManyConnections,
+    error_json,
+    error_response,
+)
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates
 from ppserve.head.listener import Listener
@@ -62,11 +70,11 @@ PATHS = [
     HttpPath(
         "POST", "/v1/messages", "Answer the messages of a chat, in Anthropic's form.",
         partial(generate, kind=MessagesBody, form=MessageAnswers), MessagesBody,
-        generates=True, write_error=messages_error,
+        generates=True, errors=MESSAGES_ERRORS,
     ),
     HttpPath(
         "POST", "/v1/messages/count_tokens", "Count the tokens of a chat in Anthropic's form.",
-        count_tokens, MessagesBody, write_error=messages_error,
+        count_tokens, MessagesBody, errors=MESSAGES_ERRORS,
     ),
     HttpPath("GET", "/v1/models", "List the model under each of its names.", describing.models),
     HttpPath("GET", "/v1/models/{name:path}", "Describe the model of this name.", describing.model),
@@ -141,7 +149,8 @@ class HttpServer(Listener):
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
             told = state.call.refusal(DeadlinePassed("the caller's time limit passed") if is_late else error)
-            response = error_response(told, (served.write_error if served is not None else error_json)(told))
+            errors = OPENAI_ERRORS if served is None else served.errors
+            response = error_response(told, errors.write(told))
         response.headers.update(dict(state.call.names))
         if ignored := getattr(state, "ignored", ""):
             response.headers["x-ignored-fields"] = ignored

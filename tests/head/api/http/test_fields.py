@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ppserve.head.api.http.anthropic_messages import MessagesBody
+from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.bodies import DEFAULT_MAX_TOKENS, CompletionBody, GenerationBody
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.http.openai_responses import ResponsesBody

@@ -11,7 +11,7 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed
-from ppserve.head.api.http.anthropic_messages import MessagesBody
+from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.bodies import MAX_BODY_BYTES, parse_body
 from ppserve.head.engine.streams import TokenOutput
 from tests.fake_engine import EOS, ByteCodec, drawn_token

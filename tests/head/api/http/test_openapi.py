@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.head.api.http.anthropic_messages import MessagesBody
+from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.bodies import CompletionBody, GenerationBody
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.http.openai_responses import ResponsesBody

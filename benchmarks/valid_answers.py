@@ -1,6 +1,6 @@
 """Sampled answers to random JSON schemas, each judged by `jsonschema`.
 
-    python benchmarks/valid_answers.py [--answers 10000] [--callers 64] [--flags '--model smollm2']
+    python benchmarks/valid_answers.py [--answers 10000] [--minutes 60] [--callers 64] [--flags '--model smollm2']
 
 Each request has a schema of its own: of nested objects, arrays, texts with lengths, patterns and formats, numbers
 with bounds, enums, unions and references. Answers are drawn at temperature 1 and end by themselves or after 200
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import shlex
 import sys
@@ -125,9 +126,11 @@ class Schemas:
 class Referee:
     """Asks, and counts what came."""
 
-    def __init__(self, client: AsyncClient, answers: int, seed: int) -> None:
+    def __init__(self, client: AsyncClient, answers: int, until_s: float, seed: int) -> None:
+        """until_s: of the monotonic clock; no answer begins later."""
         self._client = client
         self._most = answers
+        self._until_s = until_s
         self._seed = seed
         self._numbers = count()
         self.ends: Counter[str] = Counter()
@@ -140,7 +143,7 @@ class Referee:
         return self.ends.total()
 
     async def ask_in_turn(self) -> None:
-        while self.num_answers < self._most:
+        while self.num_answers < self._most and time.monotonic() < self._until_s:
             await self._ask(next(self._numbers))
 
     async def _ask(self, number: int) -> None:
@@ -172,9 +175,9 @@ def problem_of(text: str, schema: dict[str, Any]) -> str:
     return ""
 
 
-async def referee(target: str, answers: int, callers: int, seed: int) -> Referee:
+async def referee(target: str, answers: int, until_s: float, callers: int, seed: int) -> Referee:
     async with AsyncClient(target, retry=RetryPolicy(max_attempts=1)) as client:
-        found = Referee(client, answers, seed)
+        found = Referee(client, answers, until_s, seed)
         async with asyncio.TaskGroup() as group:
             for _ in range(callers):
                 group.create_task(found.ask_in_turn())
@@ -183,13 +186,14 @@ async def referee(target: str, answers: int, callers: int, seed: int) -> Referee
 
 @click.command(help=__doc__)
 @click.option("--answers", default=10_000)
+@click.option("--minutes", default=math.inf, help="No answer begins later.")
 @click.option("--callers", default=64)
 @click.option("--seed", default=0, help="Of the schemas.")
 @click.option("--flags", default="--model smollm2 --dtype bfloat16 --force-cpu", help="Of the server.")
-def main(answers: int, callers: int, seed: int, flags: str) -> None:
+def main(answers: int, minutes: float, callers: int, seed: int, flags: str) -> None:
     begun_s = time.monotonic()
     with running(shlex.split(flags)) as address:
-        found = asyncio.run(referee(address.grpc, answers, callers, seed))
+        found = asyncio.run(referee(address.grpc, answers, begun_s + 60 * minutes, callers, seed))
     print(f"{cpu_name()}; {found.num_answers} answers in {time.monotonic() - begun_s:.0f} s: {dict(found.ends)}")
     print(f"refused: {found.refused.total()} {found.refused.most_common(8)}")
     print(f"failed: {found.failed.total()} {found.failed.most_common(8)}")

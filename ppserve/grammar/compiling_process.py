@@ -22,6 +22,8 @@ MAX_CPU_S = 2.0
 """One form may take this much; longer ends this process."""
 MAX_MEMORY_BYTES = 1 << 30
 """A vocabulary of 50,000 tokens takes some 150 MiB of it."""
+NICENESS = 5
+"""A hostile form delays tokens by less than 20 ms; with 19, the forms of others would wait for minutes."""
 
 
 def _begin(line: str) -> Callable[[str], str]:
@@ -45,7 +47,7 @@ def _tried(output: StructuredOutput, library: LLTokenizer) -> dict[str, str]:
 
 def main() -> None:
     """Until standard input ends, with the head."""
-    serve(_begin, MAX_CPU_S, MAX_MEMORY_BYTES)
+    serve(_begin, MAX_CPU_S, MAX_MEMORY_BYTES, NICENESS)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,10 @@ class Grammars:
         """Blocks for up to seconds. Raises FormRefused."""
         if (kept := self.kept(output)) is not None:  # another request may have asked for it meanwhile
             return kept
+        # Here, as a process that gets much text holds up this one.
+        num_bytes = output.num_bytes()
         processes, library = self._begun()
-        grammar = Grammar(_tried(output, processes), library, len(output.source.encode()))
+        grammar = Grammar(_tried(output, processes), library, num_bytes)
         self._keep(output.digest(), grammar)
         return grammar
 

@@ -30,6 +30,16 @@ class StructuredOutput:
     kind: Kind | Literal["sequence"]
     source: str = ""
 
+    def num_bytes(self) -> int:
+        """The length of the source. Raises FormRefused beyond the limit, and for what is no text."""
+        try:
+            size = len(self.source.encode())
+        except UnicodeEncodeError:
+            raise FormRefused("it has half of a surrogate pair") from None
+        if size > MAX_SOURCE_BYTES:
+            raise FormRefused(f"it has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
+        return size
+
     def digest(self) -> str:
         """Return what is equal on every host for equal forms, and differs for others."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode("utf-8", "surrogatepass")).hexdigest()

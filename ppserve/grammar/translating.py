@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from ppserve.grammar.pattern import escaped, translated
 from ppserve.grammar.schema import MAX_OPTIONS, enforced
 from ppserve.grammar.sequence import rules_of
-from ppserve.grammar.structured_output import MAX_SOURCE_BYTES, FormRefused, StructuredOutput
+from ppserve.grammar.structured_output import FormRefused, StructuredOutput
 
 JSON_OPTIONS: Any = {
     # A character has one spelling, so no other property can be a named one in disguise ("\u0061" for "a").
@@ -34,12 +34,6 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 def translate(output: StructuredOutput) -> str:
     """What llguidance compiles. Raises FormRefused."""
-    try:
-        size = len(output.source.encode())
-    except UnicodeEncodeError:
-        raise FormRefused("it has half of a surrogate pair") from None
-    if size > MAX_SOURCE_BYTES:
-        raise FormRefused(f"it has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
     match output.kind:
         case "json_object" if output.source:
             raise FormRefused("json_object has no source")

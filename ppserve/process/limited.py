@@ -6,12 +6,14 @@ Parent and process exchange lines of text: a first line from the parent, then a 
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -88,11 +90,16 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def serve(begin: Callable[[str], Callable[[str], str]], max_cpu_s: float, max_memory_bytes: int) -> None:
+def serve(
+    begin: Callable[[str], Callable[[str], str]], max_cpu_s: float, max_memory_bytes: int, niceness: int = 0
+) -> None:
     """Answer questions until standard input ends, which it does with the parent. begin: is called with the first
-    line, and returns the function that answers."""
+    line, and returns the function that answers. niceness: how much less urgent than its parent the process is."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(niceness)
+    with suppress(OSError):  # Linux may share the CPUs out among sessions; this process has one of its own
+        Path("/proc/self/autogroup").write_text(str(niceness))
     answered = begin(sys.stdin.readline())
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)

@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.grammar import compiling_process
 from ppserve.grammar.grammars import Grammars
-from ppserve.grammar.structured_output import FormRefused, StructuredOutput
+from ppserve.grammar.structured_output import MAX_SOURCE_BYTES, FormRefused, StructuredOutput
 from ppserve.process.limited import OutOfMemory, OutOfTime
 from tests.grammar.words import BYTES, fits
 
@@ -47,6 +47,17 @@ def test_a_refusal_comes_from_the_process_with_its_place(grammars: Grammars) -> 
     assert (refused.value.pointer, refused.value.keyword) == ("/items/not", "not")
     with pytest.raises(FormRefused, match="no answer has this form"):
         grammars.compile(StructuredOutput("json_schema", '{"$ref": "#"}'))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"), [("\ud800", "surrogate"), ("é" * (MAX_SOURCE_BYTES // 2) + "a", "limit")]
+)
+def test_what_is_too_long_or_no_text_starts_no_process(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, source: str, problem: str
+) -> None:
+    monkeypatch.setattr(grammars, "_begun", lambda: pytest.fail("a process gets it"))
+    with pytest.raises(FormRefused, match=problem):
+        grammars.compile(StructuredOutput("regex", source))
 
 
 HOSTILE = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime, serve
 
 KEPT: list[bytes] = []
+NICENESS = 3
 
 
 def _begin(line: str) -> Callable[[str], str]:
@@ -23,6 +26,8 @@ def _answer(begun: str, question: str) -> str:
         return str(len(bytearray(4 << 30)))
     if question == "keep":
         KEPT.append(b"x" * (300 << 20))
+    if question == "niceness":
+        return str(os.getpriority(os.PRIO_PROCESS, 0))
     if question == "exit":
         sys.exit(0)
     return f"{begun} {question}"
@@ -40,6 +45,14 @@ def test_questions_are_answered_by_one_process(processes: LimitedProcesses) -> N
     idle = [*processes._idle]
     assert processes.ask("b") == "hello b\n"
     assert processes._idle == idle
+
+
+def test_it_is_less_urgent_than_its_parent(processes: LimitedProcesses) -> None:
+    niceness = int(processes.ask("niceness"))
+    assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    autogroup = Path(f"/proc/{processes._idle[0].pid}/autogroup")
+    if autogroup.exists():
+        assert autogroup.read_text().endswith(f" nice {NICENESS}\n")
 
 
 @pytest.mark.parametrize(
@@ -67,4 +80,4 @@ def test_closing_ends_the_idle_processes(processes: LimitedProcesses) -> None:
 
 
 if __name__ == "__main__":
-    serve(_begin, 1.0, 1 << 30)
+    serve(_begin, 1.0, 1 << 30, NICENESS)

@@ -20,7 +20,7 @@ OPENAI = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 DOORS = {"/v1/completions": {"prompt": "hi"}, "/v1/chat/completions": CHAT}
 
-BY_SCHEMA = StructuredOutput("json_schema", json.dumps(SCHEMA))
+BY_SCHEMA = StructuredOutput("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
 ANY_JSON = StructuredOutput("json_schema", "{}")
 JSON_OBJECT = StructuredOutput("json_object")
 FORMS: list[tuple[dict[str, Any], str, StructuredOutput]] = [
@@ -33,7 +33,7 @@ FORMS: list[tuple[dict[str, Any], str, StructuredOutput]] = [
             ("json", "{}", ANY_JSON),
             ("json", {}, ANY_JSON),
             ("regex", "a|b", StructuredOutput("regex", "a|b")),
-            ("choice", ["a", "é"], StructuredOutput("choice", '["a", "é"]')),
+            ("choice", ["a", "é"], StructuredOutput("choice", '["a","é"]')),
             ("grammar", "start: x", StructuredOutput("grammar", "start: x")),
             ("json_object", True, JSON_OBJECT),
         )

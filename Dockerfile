@@ -4,9 +4,10 @@
 #   docker run --rm -p 50051:50051 -p 8000:8000 -p 9400:9400 --shm-size 1g ppserve
 #   docker run ... -v /models:/models:ro ppserve --model /models/gpt2 --stages 4 --host 0.0.0.0
 #
-# TORCH=cpu (the default) takes a CPU build of torch and nothing of CUDA. Where pip's own index has none, name
-# the one that has: --build-arg PIP_EXTRA_INDEX_URL=... TORCH=cuda takes pip's default build, with its CUDA
-# libraries, and a C compiler, which Triton needs at its first launch; run that with --gpus all.
+# TORCH=cpu (the default) takes torch's CPU build where it can be had, from pip's indexes (another one is added by
+# --build-arg PIP_EXTRA_INDEX_URL=...) or from torch's own, and else the package index's build, which brings CUDA's
+# libraries and runs on CPUs as well; the log of the build says which, and its size. TORCH=cuda takes the latter at
+# once, and a C compiler, which Triton needs at its first launch; run that with --gpus all.
 
 ARG PYTHON=3.11
 
@@ -18,10 +19,8 @@ WORKDIR /src
 RUN python3 -m venv /opt/ppserve
 # Torch has a layer of its own: it is large, and changes less often than what is served with it.
 COPY constraints.txt ./
-RUN version=$(sed -n 's/^torch==//p' constraints.txt) \
- && if [ "$TORCH" = cpu ]; then version="$version+cpu"; fi \
- && /opt/ppserve/bin/pip install -c constraints.txt "torch==$version" \
- || { echo "no such build of torch: see PIP_EXTRA_INDEX_URL in the Dockerfile" >&2; exit 1; }
+COPY tools/install_torch.py tools/
+RUN /opt/ppserve/bin/python tools/install_torch.py "$TORCH"
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protos protos
 COPY ppserve ppserve

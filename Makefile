@@ -17,10 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/.ready
 
-# torch first and through the constraints: a newer or GPU build would pull gigabytes.
+# torch first: the CPU build where it can be had, as any other is gigabytes more.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python tools/install_torch.py
+	@echo "what ppserve and its tests need besides: 0.4 GB to fetch, 1.5 GB on disk; this takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 

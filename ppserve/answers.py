@@ -9,6 +9,7 @@ from typing import Any, TypedDict, get_type_hints
 
 import msgspec
 
+from ppserve.errors import did_you_mean
 from ppserve.grammar.structured_output import StructuredOutput
 
 Prompt = str | Sequence[int]
@@ -180,6 +181,9 @@ def read_prompt(given: Any) -> ReadPrompt:
     if is_chat(given):
         messages = _read("prompt", given, list[_RoleAndContent])
         return Chat(tuple((each.role, each.content) for each in messages))
+    if isinstance(given, list | tuple) and any(isinstance(each, str) for each in given):
+        problem = "a list holds token ids, or the messages of a chat; each text is a prompt of its own"
+        raise TypeError(f"prompt: {reprlib.repr(given)}: {problem}")
     prompt: ReadPrompt = _read("prompt", given, str | Sequence[int])
     return prompt
 
@@ -193,7 +197,7 @@ def read_options(given: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) ->
     """Return the options that are not None, in Python's own types. kinds: the type of each option, by name.
     Raises TypeError that names an option which does not exist or has another type."""
     if unknown := sorted(given.keys() - kinds.keys()):
-        raise TypeError(f"there is no option {unknown[0]!r}")
+        raise TypeError(f"there is no option {unknown[0]!r}{did_you_mean(unknown[0], sorted(kinds))}")
     return {name: _read(name, value, kinds[name]) for name, value in given.items() if value is not None}
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import chain, islice
 
 MAX_VIOLATIONS = 8
@@ -145,3 +146,24 @@ class TransportError(PpserveError):
 
 class WireError(PpserveError):
     """A control-plane frame that is oversized or does not fit the schema."""
+
+
+_ALIKE = 0.7
+"""Names that have less in common are not taken for each other."""
+
+
+def likely_name(given: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant by an unknown one: the most alike, else the most alike of those that
+    begin with it. None if there is no such name. Dashes in front do not count."""
+    told = given.lstrip("-").lower()
+    bare = {name: name.lstrip("-").lower() for name in names}
+    alike = {name: SequenceMatcher(None, told, each).ratio() for name, each in bare.items()}
+    longer = [name for name, each in bare.items() if len(told) > 2 and each.startswith(told)]
+    likely = [name for name, likeness in alike.items() if likeness >= _ALIKE]
+    return max(likely or longer, key=alike.__getitem__, default=None)
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name; empty if no name is like it."""
+    near = likely_name(given, names)
+    return "" if near is None else f"; did you mean {near}?"

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
-    "ppserve.answers": {"ppserve.grammar.structured_output", "msgspec"},
+    "ppserve.answers": {"ppserve.errors", "ppserve.grammar.structured_output", "msgspec"},
     "ppserve.config": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
@@ -253,7 +253,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": 1_270,
+    "ppserve/*.py": 1_320,
     "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_330,
     "ppserve/core/ledger/*.py": 936,
@@ -274,7 +274,7 @@ BUDGET = {
     "ppserve/library/*.py": 880,
     "ppserve/client/*.py": 690,
     "ppserve/bench/*.py": 850,
-    "ppserve/cli/*.py": 2_600,
+    "ppserve/cli/*.py": 2_760,
     "tests/**/*.py": 40_600,
     "benchmarks/**/*.py": 4_150,
     "README.md": 200,

@@ -30,7 +30,7 @@ from ppserve.bench.measure import (
 from ppserve.bench.summary import Summary, render_table, summarize
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
-from ppserve.cli.types import COUNT, POSITIVE, Parsed
+from ppserve.cli.types import COUNT, POSITIVE, Parsed, Whole
 from ppserve.errors import ConfigError
 
 _LENGTHS = Parsed("n|uniform:n:n", Lengths.parse)
@@ -55,12 +55,12 @@ _DEFAULT_OPEN_REQUESTS = 100
 @click.option(
     "--warm-up",
     "num_warm_up",
-    type=click.IntRange(0),
+    type=Whole(0),
     help="Requests to send before measuring.  [default: 1 per caller]",
 )
 @click.option("--timeout", "timeout_s", type=POSITIVE, help="Deadline of each request in seconds.")
 @click.option(
-    "--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(1 << 32), show_default="a new one",
+    "--seed", type=Whole(0), default=lambda: secrets.randbelow(1 << 32), show_default="a new one",
     help="Equal seeds give equal prompts and arrivals. A server may still have their prompts in its prefix cache.",
 )  # fmt: skip
 @click.option(

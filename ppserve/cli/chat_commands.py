@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ppserve.cli.dialogue import Dialogue
-from ppserve.cli.types import COUNT, TEXT, Number
+from ppserve.cli.types import COUNT, TEXT, Number, Whole
 from ppserve.core.figures import counted, table
 from ppserve.errors import PpserveError
 from ppserve.head.options import RANGES
@@ -22,7 +22,7 @@ _SETTINGS: dict[str, click.ParamType[Any]] = {
     "model": TEXT,
     "max_tokens": COUNT,
     **{name: Number(*RANGES[name]) for name in _NUMBERS},
-    **{name: click.IntRange(int(RANGES[name][0]), int(RANGES[name][1])) for name in ("top_k", "seed")},
+    **{name: Whole(int(RANGES[name][0]), int(RANGES[name][1])) for name in ("top_k", "seed")},
     "thinking": click.Choice(("on", "off")),
     "reasoning_effort": TEXT,
 }

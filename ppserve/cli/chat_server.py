@@ -208,6 +208,7 @@ class ChatServer:
 
 
 START_ONE = "start one with: ppserve serve --model smollm2"
+_ONE_THAT_ANSWERS = "; a model that answers: ppserve serve --model smollm2"
 
 
 def parse_url(text: str) -> SplitResult:
@@ -222,6 +223,8 @@ def parse_url(text: str) -> SplitResult:
 
 def _problem(content: bytes) -> str:
     try:
-        return " ".join(str(json.loads(content)["error"]["message"]).split())
-    except (ValueError, KeyError, TypeError):
+        error = json.loads(content)["error"]
+        helps = _ONE_THAT_ANSWERS if error.get("code") == "no_chat_template" else ""
+        return " ".join(str(error["message"]).split()) + helps
+    except (AttributeError, ValueError, KeyError, TypeError):
         return content.decode("utf-8", "replace").partition("\n")[0][:200] or "the server gave no reason"

@@ -16,7 +16,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.main import say
-from ppserve.cli.types import FILE, POSITIVE, TEXT, HelpfulCommand, Number, Parsed, address
+from ppserve.cli.types import FILE, POSITIVE, TEXT, HelpfulCommand, Number, Parsed, Whole, address
 from ppserve.client import (
     AsyncClient,
     CallFailed,
@@ -35,7 +35,7 @@ from ppserve.head.limits import MAX_COUNT
 from ppserve.head.options import RANGES
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
-_COUNT = click.IntRange(0, MAX_COUNT)
+_COUNT = Whole(0, MAX_COUNT)
 _RANGES: dict[str, Any] = dict(RANGES)
 
 API_KEY_FILE = click.Option(
@@ -89,7 +89,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("token_ids", bool, "Return ids and bytes of the tokens (with --json)."),
     ("timings", bool, "Return where the time of the request went (with --json)."),
     ("stream_interval", int, "Tokens per message of the stream."),
-    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Lower is admitted first; below -10 counts as -10."),
+    ("priority", Whole(-(2**31), 2**31 - 1), "Lower is admitted first; below -10 counts as -10."),
     ("request_id", TEXT, "Name of the request in the server's log."),
     ("timeout_s", POSITIVE, "Seconds to wait for the answer."),
 )
@@ -120,9 +120,13 @@ def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | Non
     if json_schema is None:
         return None
     try:
-        return StructuredOutput("json_schema", json_schema.read_text("utf-8"))
+        schema = json_schema.read_text("utf-8")
+        json.loads(schema)
+    except json.JSONDecodeError as error:
+        raise ConfigError("--json-schema", f"{json_schema} is no JSON: {error}") from None
     except (OSError, ValueError) as error:
         raise ConfigError("--json-schema", f"{json_schema} cannot be read as UTF-8 text: {error}") from None
+    return StructuredOutput("json_schema", schema)
 
 
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
@@ -133,7 +137,7 @@ def _request_option(name: str, kind: Any, text: str) -> click.Option:
     if isinstance(kind, tuple):
         return click.Option(names, help=text, type=kind[0], multiple=True)
     if name in _RANGES:
-        kind = {int: click.IntRange, float: Number}[kind](*_RANGES[name])
+        kind = {int: Whole, float: Number}[kind](*_RANGES[name])
     return click.Option(names, help=text, type=kind)
 
 

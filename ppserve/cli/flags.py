@@ -22,8 +22,10 @@ from ppserve.cli.types import (
     TEXT,
     HelpfulCommand,
     Number,
+    Whole,
     auto_or,
 )
+from ppserve.errors import did_you_mean
 from ppserve.head.api.answer_parts.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
 
 
@@ -49,7 +51,7 @@ def _choice(name: str, choices: tuple[str, ...], default: str, help: str) -> cli
 
 
 def _port(name: str, help: str, **parsed: Any) -> click.Option:
-    return _PortOption([name], help=help, **{"type": click.IntRange(0, 65535), **parsed})
+    return _PortOption([name], help=help, **{"type": Whole(0, 65535), **parsed})
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
@@ -59,13 +61,14 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
     try:
         entries = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{path}: {error}") from None
+        raise click.BadParameter(f"{path} cannot be read as TOML: {error}") from None
     known = {param.name: param for param in ctx.command.params if param.name != "config"}
     defaults: dict[str, str | list[str]] = {}
     for key, value in entries.items():
         name = key.replace("-", "_")
         if name not in known:
-            raise click.BadParameter(f"{path}: unknown entry {key!r}")
+            near = did_you_mean(name, known).replace("_", "-")
+            raise click.BadParameter(f"{path}: unknown entry {key!r}{near}")
         is_list = known[name].multiple
         parts = value if is_list and isinstance(value, list) else [value]
         texts = [_as_text(f"{path}: {key}", part) for part in parts]
@@ -164,7 +167,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
             "--kv-dtype", cfg.KV_DTYPES, "auto",
             "Type of the KV cache. auto: the same as --dtype; for quantized models the checkpoint's own.",
         ),
-        _flag("--block-size", "Tokens per KV block.", click.IntRange(1, 256), default=16),
+        _flag("--block-size", "Tokens per KV block.", Whole(1, 256), default=16),
         _choice(
             "--prefix-cache", ("shared", "per-key", "off"), "per-key",
             "Share cached prompt prefixes: between all requests, between those of one API key, or never.",
@@ -182,7 +185,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag(
             "--max-logprobs",
             "Most likely tokens that a request may ask for with each of its tokens; -1: all of the vocabulary.",
-            click.IntRange(-1), default=20,
+            Whole(-1), default=20,
         ),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine as well, on the gRPC port, for routers.", is_flag=True),
         _port("--metrics-port", "Port of /metrics and the page without a prompt; 0 picks one.", default=9400),
@@ -213,7 +216,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _port(
             "--control-port",
             "Port of the head that stages connect to. Default: MASTER_PORT + 1.",
-            type=click.IntRange(1, 65535),
+            type=Whole(1, 65535),
         ),
         _flag("--stage-ports", "Ports that stages listen on for each other, as 29600-29699. Default: any.", PORTS),
         _flag(

@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import time
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,8 @@ import click
 from click.core import ParameterSource
 
 from ppserve import __version__
-from ppserve.errors import LauncherError, PpserveError, UsageError
+from ppserve.cli import meant
+from ppserve.errors import LauncherError, PpserveError, UsageError, likely_name
 from ppserve.process.lifetime import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
@@ -54,6 +54,8 @@ class _ServeByDefault(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "version":
+            raise click.UsageError(f"unexpected: {' '.join(args[1:])}; version takes nothing after it", ctx)
         if args[0] not in self._MODULES:
             raise click.UsageError(f"there is no command {args[0]!r}; {self._meant(args[0])}", ctx)
         return super().resolve_command(ctx, args)
@@ -62,8 +64,8 @@ class _ServeByDefault(click.Group):
         """Return what a word that is no command was probably meant to be, as a sentence's end."""
         if given in MODELS or "/" in given or Path(given).exists():
             return f"did you mean --model {given}?"
-        near = get_close_matches(given, [*self._MODULES, "help", "version"], 1)
-        return f"did you mean {near[0]}?" if near else "ppserve --help lists the commands"
+        near = meant.COMMANDS.get(given) or likely_name(given, [*self._MODULES, "help", "version"])
+        return f"did you mean {near}?" if near else "ppserve --help lists the commands"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._MODULES)
@@ -97,6 +99,8 @@ def main() -> None:
             stream.reconfigure(errors=errors)  # for terminals without UTF-8
     try:
         sys.exit(cli.main(prog_name="ppserve", standalone_mode=False))
+    except click.NoSuchOption as error:
+        _report(_unknown_flag(error), reports)
     except click.ClickException as error:
         _report(error.format_message() + _origin(error), reports)
     except PpserveError as error:
@@ -109,6 +113,16 @@ def main() -> None:
             raise
         _report(f"no further process or thread can be started here (pids.max, ulimit -u): {error}", reports=True)
     sys.exit(EXIT_USAGE)
+
+
+def _unknown_flag(error: click.NoSuchOption) -> str:
+    """Return what to say of a flag that a command does not have."""
+    context = error.ctx
+    assert context is not None
+    flags = [name for param in context.command.get_params(context) for name in param.opts if name.startswith("-")]
+    near = meant.likely_flag(error.option_name, flags)
+    helps = f"did you mean {near}?" if near else f"ppserve help {context.info_name} lists the flags"
+    return f"there is no flag {error.option_name}; {helps}"
 
 
 def _origin(error: click.ClickException) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import click
@@ -12,13 +14,17 @@ import click
 from ppserve.cli.flags import FLAGS, ServeCommand, removed
 from ppserve.cli.machine import check_machine
 from ppserve.config import ServeConfig
-from ppserve.errors import ConfigError
-from ppserve.process.environment import RankEnvironment
+from ppserve.errors import ConfigError, likely_name
+from ppserve.process.environment import LAUNCHER_GRACE, RankEnvironment
 from ppserve.process.keeper import run_rank
 from ppserve.process.lifetime import HEAD_SIGNALS, ignore_signals
 from ppserve.process.limits import open_many_files
 from ppserve.process.log import never_wait_for_readers
 from ppserve.process.stage_process import ForkServer
+
+_PREFIX = "PPSERVE_"
+_OTHER_VARIABLES = ("API_KEY", "TARGET", "URL", "CPU_KERNELS", "GPU_REFERENCE")
+_OF_KUBERNETES = re.compile("^SERVICE_(HOST|PORT)|_SERVICE_(HOST|PORT)|PORT_[0-9]+_")
 
 # A slip of the finger must not fill the host with processes.
 _RANKS_PER_CORE = 64
@@ -36,6 +42,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     The number of ranks is --tensor-parallel x --replicas x --stages.
     """
     config = build_config(flags)
+    _warn_of_variables(filter(None, (param.name for param in click.get_current_context().command.params)))
     sizes = {"--stages": stages or 1}
     sizes |= {f"--{name}": flags[name.replace("-", "_")] for name in ("tensor-parallel", "replicas")}
     asked = math.prod(sizes.values())
@@ -45,6 +52,19 @@ def serve(stages: int | None, **flags: Any) -> None:
         problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
         raise ConfigError("--stages", problem)
     _run(config, environment)
+
+
+def _warn_of_variables(flags: Iterable[str]) -> None:
+    """Name the environment variables that look like a flag's and are none. They are not refused: Kubernetes sets
+    variables that begin with a service's name. flags: the names of all flags."""
+    if LAUNCHER_GRACE in os.environ or os.environ.get("RANK", "0") != "0":
+        return  # the process that started this one has named them
+    known = sorted(flag.upper() for flag in flags)
+    given = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)}
+    for name in sorted(given.difference(known, _OTHER_VARIABLES)):
+        if not _OF_KUBERNETES.search(name) and (near := likely_name(name, known)):
+            problem = f"{_PREFIX}{name} is no flag's variable; did you mean {_PREFIX}{near}?"
+            click.echo(f"ppserve: warning: {problem}", err=True)
 
 
 def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:

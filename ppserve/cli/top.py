@@ -75,7 +75,7 @@ def top(metrics: str | None, interval_s: float, once: bool, **flags: str) -> Non
     except KeyboardInterrupt:
         pass
     except CallFailed as failure:
-        raise PpserveError(f"no answer from {target}: {failure}") from None
+        raise PpserveError(str(failure)) from None
 
 
 def _views(

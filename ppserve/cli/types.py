@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,13 +51,38 @@ class HelpfulCommand(click.Command):
         return rest
 
 
-class Number(click.FloatRange):
-    """A number in a range. click's own type accepts `nan`, which is within all bounds."""
+def _bounds(of: click.IntRange | click.FloatRange) -> str:
+    """Return the bounds of a range in words."""
+    least = "above" if of.min_open else "from"
+    most = f" to {_figure(of.max)}" if of.max is not None else ""
+    return f"{least} {_figure(of.min or 0)}{most}"
+
+
+def _figure(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"
+
+
+class Whole(click.IntRange):
+    """A whole number in a range, which is named where it is left."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{str(value)!r} is not a whole number {_bounds(self)}", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number in a range, which is named where it is left. click's own type accepts `nan`, which is within all
+    bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = super().convert(value, param, ctx)
+        except click.BadParameter:
+            number = math.nan
         if number != number:
-            self.fail("nan is not a number", param, ctx)
+            self.fail(f"{str(value)!r} is not a number {_bounds(self)}", param, ctx)
         return number
 
 
@@ -77,7 +103,7 @@ def address(text: str) -> str:
     """Return the text. Raises ValueError if it is not HOST:PORT."""
     port = re.fullmatch(r"[^/]+:(\d{1,5})", _text(text))
     if port is None or not 0 < int(port[1]) < 1 << 16:  # gRPC would use the lowest 16 bits
-        raise ValueError(f"{text!r} is not HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT, such as localhost:50051")
     return text
 
 

@@ -50,7 +50,10 @@ class Tls:
 
 def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
     """Open a channel of the library, grpc or grpc.aio. A proxy that the environment names is used, except for this
-    host, which a proxy could not reach, and for hosts that `no_proxy` names. Raises OSError for a bad file."""
+    host, which a proxy could not reach, and for hosts that `no_proxy` names. Raises ValueError for an address of
+    HTTP, and OSError for a bad file."""
+    if re.match("https?://", target):
+        raise ValueError(f"target: {target!r} is not HOST:PORT of the gRPC port, such as localhost:50051")
     options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_this_host(target)))]
     if tls is None:
         return library.insecure_channel(target, options)

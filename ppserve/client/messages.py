@@ -24,6 +24,9 @@ _AT = r"(?:ipv[46]:|(?=unix:))(\S+): "
 _NOBODY = re.compile(
     _AT + "(?:Failed to connect to|connect failed).*(?:Connection refused|No such file or directory)"
 )
+_NO_HOST = re.compile(
+    r"(?:errors resolving|DNS resolution failed for) (?:dns:/*)?(\S+?)(?::\d+)?: .*Domain name not found"
+)
 _ANOTHER = re.compile(_AT + "Failed parsing HTTP/2")
 
 
@@ -134,14 +137,16 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
     retry_after_s = pause.retry_delay.ToNanoseconds() / 1e9 if pause.HasField("retry_delay") else None
     code = error.code()
     name = code.name if code is not None else "UNKNOWN"
-    return CallFailed(name, _in_words(error.details() or ""), named.reason, violations, retry_after_s)
+    return CallFailed(name, in_words(error.details() or ""), named.reason, violations, retry_after_s)
 
 
-def _in_words(problem: str) -> str:
+def in_words(problem: str) -> str:
     """Explain gRPC's text where it found no gRPC server at an address; return others as they are."""
     if found := _NOBODY.search(problem):
         return f"no server at {unquote(found[1])}; start one with `ppserve serve`"
     if found := _ANOTHER.search(problem):
         why = f"{unquote(found[1])} speaks HTTP or another protocol, not gRPC"
         return f"{why}; give the server's gRPC port (--port, 50051 by default)"
+    if found := _NO_HOST.search(problem):
+        return f"no host is called {unquote(found[1])}"
     return problem

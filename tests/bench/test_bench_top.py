@@ -196,7 +196,7 @@ def flags(target: str, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("server", "page", "problem"),
     [
-        ("127.0.0.1:1", "none", "no answer from 127.0.0.1:1"),
+        ("127.0.0.1:1", "none", "no server at 127.0.0.1:1; start one with `ppserve serve`"),
         ("{target}", "127.0.0.1:1", "no metrics: http://127.0.0.1:1/load.json: "),
         # gRPC's port is no metrics page either
         ("{target}", "{target}", "no metrics: http://{target}/load.json: "),
@@ -288,7 +288,7 @@ def test_a_screen_ends_with_the_server_and_says_so() -> None:
         try:
             screen.until("q ends")
             server.close()
-            assert "Traceback" not in screen.until("no answer from")
+            assert "Traceback" not in screen.until("no server at")
             assert screen.process.wait(30) == 1
         finally:
             screen.close()

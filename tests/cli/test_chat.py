@@ -160,6 +160,14 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
         assert wrong.one_line.startswith("ppserve: error: Invalid value for '--url': ")
 
 
+def test_a_model_without_a_template_is_told_with_one_that_has_one() -> None:
+    error = json.dumps({"error": {"message": "no template", "code": "no_chat_template"}}).encode()
+    with answering(lambda handler, _body: say(handler, error, status=400)) as (url, _):
+        done = chat(url, "hi\n")
+    helps = "a model that answers: ppserve serve --model smollm2"
+    assert (done.returncode, done.stderr) == (1, f"ppserve: error: no template; {helps}\n")
+
+
 @pytest.mark.parametrize("refused", [refusing(400, "too long"), refusing(401, "the key is unknown"), saying()])
 def test_an_answer_that_is_asked_for_again_and_refused_stays(refused: Answer) -> None:
     with answering(SHORT, refused, SHORT, SHORT) as (url, bodies):

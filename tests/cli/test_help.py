@@ -9,7 +9,9 @@ import click
 import pytest
 
 from ppserve import __version__
+from ppserve.cli import meant
 from ppserve.cli.main import cli
+from ppserve.cli.types import Number, Whole
 from tests.commands import run
 from tests.test_architecture import FRAGMENT
 
@@ -53,12 +55,53 @@ def test_a_help_text_begins_with_a_subject_or_a_verb_and_ends_with_a_period() ->
         (["tiny"], "there is no command 'tiny'; did you mean --model tiny?"),
         (["org/name"], "there is no command 'org/name'; did you mean --model org/name?"),
         (["serve", "smollm2"], "unexpected: smollm2; did you mean --model smollm2?"),
+        (["version", "--json"], "unexpected: --json; version takes nothing after it"),
+        (["pull", "smollm2"], "there is no command 'pull'; did you mean fetch?"),
+        (["serve", "--stage", "2"], "there is no flag --stage; did you mean --stages?"),
+        (["--api-key", "sk-1"], "there is no flag --api-key; did you mean --api-key-file?"),
+        (["serve", "--pp", "2"], "there is no flag --pp; did you mean --stages?"),
+        (["chat", "--port", "1"], "there is no flag --port; did you mean --url http://HOST:PORT?"),
+        (["health", "--port", "1"], "there is no flag --port; did you mean --target HOST:PORT?"),
+        (["generate", "--model", "m"], "there is no flag --model; ppserve help generate lists the flags"),
         (["generate", "Once", "upon"], 'unexpected: upon; quote the prompt: ppserve generate "Once upon a time"'),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_probably_meant(arguments: list[str], said: str) -> None:
     ended = run(*arguments)
     assert (ended.returncode, ended.one_line) == (2, f"ppserve: error: {said}\n")
+
+
+def commands() -> dict[str, click.Command]:
+    context = click.Context(cli)
+    return {name: command for name in cli.list_commands(context) if (command := cli.get_command(context, name))}
+
+
+def test_what_other_programs_say_means_something_here() -> None:
+    flags = {name: {opt for param in each.params for opt in param.opts} for name, each in commands().items()}
+    assert meant.COMMANDS.keys().isdisjoint(flags)
+    assert set(meant.COMMANDS.values()) <= flags.keys()
+    for given, own in meant.FLAGS.items():
+        taken = [name for name, known in flags.items() if own.split()[0] in known]
+        assert taken, own
+        assert all(meant.likely_flag(given, flags[name]) == own for name in taken), given
+
+
+def test_what_is_no_number_is_told_its_range() -> None:
+    """click's own texts are not sentences, so no flag has its types."""
+    own = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))
+    types = {f"{name} {param.opts[0]}": param.type for name, each in commands().items() for param in each.params}
+    assert [name for name, kind in types.items() if type(kind) in own] == []
+    for kind, text, said in (
+        (Whole(0, 65535), "http", "'http' is not a whole number from 0 to 65535"),
+        (Whole(0, 65535), "65536", "'65536' is not a whole number from 0 to 65535"),
+        (Whole(1), "0.5", "'0.5' is not a whole number from 1"),
+        (Number(0, 1), "nan", "'nan' is not a number from 0 to 1"),
+        (Number(0.01, 10), "0", "'0' is not a number from 0.01 to 10"),
+        (Number(0, min_open=True), "-1", "'-1' is not a number above 0"),
+    ):
+        with pytest.raises(click.BadParameter) as refused:
+            kind.convert(text, None, None)
+        assert refused.value.message == said
 
 
 @pytest.mark.parametrize("asking", [["-h"], ["--help"], ["help"]])

@@ -73,6 +73,23 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
     )
 
 
+def test_a_variable_that_is_nearly_a_flag_s_is_named() -> None:
+    others = ("API_KEY", "PORT_50051_TCP_PORT", "SERVICE_HOST", "STAGES_SERVICE_HOST", "ANYTHING_ELSE", "LAYERS")
+    told = {f"PPSERVE_{name}": "1" for name in others}
+    ended = run("serve", "--model", "/no/such/place", PPSERVE_STAGE="2", **told)
+    warned, refused = ended.stderr.splitlines()
+    assert warned == "ppserve: warning: PPSERVE_STAGE is no flag's variable; did you mean PPSERVE_STAGES?"
+    assert refused.startswith("ppserve: error: /no/such/place: ")
+
+
+def test_an_entry_that_is_nearly_a_flag_is_named(tmp_path: Path) -> None:
+    (tmp_path / "it.toml").write_text("max_num_seq = 5")
+    line = run("serve", "--config", str(tmp_path / "it.toml")).one_line
+    assert line.endswith("it.toml: unknown entry 'max_num_seq'; did you mean max-num-seqs?\n")
+    (tmp_path / "it.toml").write_text("model = tiny")
+    assert "it.toml cannot be read as TOML: " in run("serve", "--config", str(tmp_path / "it.toml")).one_line
+
+
 def test_a_model_has_several_names() -> None:
     assert given()["served_model_name"] == ()
     assert given(PPSERVE_SERVED_MODEL_NAME="a, org/b c")["served_model_name"] == ("a", "org/b c")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy, Tls
+from ppserve.client.messages import in_words
 from ppserve.config import ServerSettings
 from ppserve.errors import Overloaded, StagesLost
 from tests.fake_engine import EOS, FakeEngine, served, served_in_thread
@@ -59,6 +60,19 @@ def test_where_nobody_listens_the_error_says_so(tmp_path: Path, target: str, at:
         client.topology()
     problem = f"no server at {at.format(tmp_path)}; start one with `ppserve serve`"
     assert str(failed.value) == f"UNAVAILABLE: {problem}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "errors resolving no.such:50051: [field:hostname lookup error:address lookup failed for"
+        " no.such:50051: Domain name not found]",
+        "DNS resolution failed for no.such:50051: C-ares status is not ARES_SUCCESS qtype=A name=no.such"
+        " is_balancer=0: Domain name not found",
+    ],
+)
+def test_a_host_that_nobody_knows_is_told_in_words(said: str) -> None:
+    assert in_words(said) == "no host is called no.such"
 
 
 def test_a_port_that_speaks_http_is_called_that() -> None:
@@ -192,7 +206,7 @@ async def test_a_chat_that_breaks_is_resumed(tmp_path: Path) -> None:
 
 def test_options_that_do_not_exist_or_fit() -> None:
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match="'temprature'"):
+        with pytest.raises(TypeError, match=r"^there is no option 'temprature'; did you mean temperature[?]$"):
             client.complete("a", temprature=1.0)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match=r"^max_tokens: .*-1"):
             client.complete("a", max_tokens=-1)
@@ -204,6 +218,7 @@ def test_options_that_do_not_exist_or_fit() -> None:
             ("a", {"temperature": "warm"}, "^temperature: 'warm': Expected `float`, got `str`$"),
             ("a", {"logit_bias": [1]}, r"^logit_bias: \[1\]: Expected `object`, got `array`$"),
             ("a", {"timeout_s": "5"}, "^timeout_s: '5': Expected `float`, got `str`$"),
+            (["a", "b"], {}, r"^prompt: \['a', 'b'\]: a list holds token ids, or .* a prompt of its own$"),
             (b"a", {}, "^prompt: b'a': Expected `str . array`, got `bytes`$"),
         )
         for prompt, options, problem in wrong:
@@ -228,6 +243,8 @@ def test_what_grpc_could_not_send_or_read_is_named(tmp_path: Path) -> None:
     for name, what in wrong.items():
         with pytest.raises(TypeError, match=f"^{name}: {what} is not a "):
             Client("127.0.0.1:1", **{name: what})
+    with pytest.raises(ValueError, match=r"^target: 'http://127.0.0.1:1' is not HOST:PORT"):
+        Client("http://127.0.0.1:1")
     with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "ca.pem")))
     with pytest.raises(ValueError, match="certificate and its key"):

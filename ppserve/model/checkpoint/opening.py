@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppserve.core.architecture import Architecture
-from ppserve.errors import CheckpointError
+from ppserve.errors import CheckpointError, did_you_mean
 from ppserve.files import TINY, file_size, read_start, shown
 from ppserve.gguf_file import MAGIC, PART
 from ppserve.model.checkpoint import fetching, hub
@@ -53,13 +53,18 @@ def find_model(path: str, weights: bool = True) -> Path:
     weights=False: only its configuration and tokenizer are. Raises CheckpointError."""
     if path == "tiny":
         return TINY
+    if not path:
+        raise CheckpointError("--model", "is empty")
     place = Path(os.path.expanduser(path))
     if not lexists(place) and path == fetching.NAME:
         return fetching.fetched()
     if not lexists(place) and hub.is_hub_id(path):
         return hub.fetch(path, weights=weights)
     if not lexists(place):
-        raise CheckpointError(shown(path), "no such file or directory (a model on the hub is called org/name)")
+        hint = did_you_mean(path, ("tiny", fetching.NAME)) or "; a model on the hub is called org/name"
+        is_address = "://" in path
+        problem = "is an address" if is_address else "no such file or directory"
+        raise CheckpointError(shown(path), problem + hint)
     is_whole = any(lexists(place / name) for name in hub.WEIGHT_FILES) and lexists(place / "config.json")
     return _only_file(place) if place.is_dir() and not is_whole else place
 

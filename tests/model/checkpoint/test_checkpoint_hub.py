@@ -177,5 +177,13 @@ def test_names_that_are_ids() -> None:
         assert is_hub_id(name)
     for name in ("", "gpt2", "a/b/c", "/a", "./a", "../a", "a/", "a.bin", "x/ckpt.pt", "a b", "a/../b", "a\nb"):
         assert not is_hub_id(name)
-    with pytest.raises(CheckpointError, match="a model on the hub is called org/name"):
-        find_model("tinny")
+    for name, said in (
+        ("gpt2-xl", "no such file or directory; a model on the hub is called org/name"),
+        ("https://huggingface.co/gpt2", "is an address; a model on the hub is called org/name"),
+        ("tinny", "no such file or directory; did you mean tiny?"),
+        ("Smollm", "no such file or directory; did you mean smollm2?"),
+        ("", "is empty"),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            find_model(name)
+        assert refused.value.problem == said

@@ -24,7 +24,7 @@ from ppserve.process.stage_process import ForkServer
 
 _PREFIX = "PPSERVE_"
 _OTHER_VARIABLES = ("API_KEY", "TARGET", "URL", "CPU_KERNELS", "GPU_REFERENCE")
-_OF_KUBERNETES = re.compile("^SERVICE_(HOST|PORT)|_SERVICE_(HOST|PORT)|PORT_[0-9]+_")
+_OF_KUBERNETES = re.compile("SERVICE_(HOST|PORT)")
 
 # A slip of the finger must not fill the host with processes.
 _RANKS_PER_CORE = 64
@@ -60,9 +60,10 @@ def _warn_of_variables(flags: Iterable[str]) -> None:
     if LAUNCHER_GRACE in os.environ or os.environ.get("RANK", "0") != "0":
         return  # the process that started this one has named them
     known = sorted(flag.upper() for flag in flags)
-    given = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)}
-    for name in sorted(given.difference(known, _OTHER_VARIABLES)):
-        if not _OF_KUBERNETES.search(name) and (near := likely_name(name, known)):
+    given = {name.removeprefix(_PREFIX): value for name, value in os.environ.items() if name.startswith(_PREFIX)}
+    for name in sorted(given.keys() - {*known, *_OTHER_VARIABLES}):
+        is_of_kubernetes = _OF_KUBERNETES.search(name) or "://" in given[name]
+        if not is_of_kubernetes and (near := likely_name(name, known)):
             problem = f"{_PREFIX}{name} is no flag's variable; did you mean {_PREFIX}{near}?"
             click.echo(f"ppserve: warning: {problem}", err=True)
 

@@ -12,6 +12,7 @@ from ppserve import __version__
 from ppserve.cli import meant
 from ppserve.cli.main import cli
 from ppserve.cli.types import Number, Whole
+from ppserve.errors import likely_name
 from tests.commands import run
 from tests.test_architecture import FRAGMENT
 
@@ -69,6 +70,13 @@ def test_a_help_text_begins_with_a_subject_or_a_verb_and_ends_with_a_period() ->
 def test_a_mistake_is_answered_with_what_was_probably_meant(arguments: list[str], said: str) -> None:
     ended = run(*arguments)
     assert (ended.returncode, ended.one_line) == (2, f"ppserve: error: {said}\n")
+
+
+def test_names_that_have_little_in_common_are_not_taken_for_each_other() -> None:
+    assert likely_name("--verbose", ["--advertise", "--version-of"]) is None
+    assert likely_name("--quant", ["--quantization", "--model"]) == "--quantization"
+    assert likely_name("--stage", ["--stage-ports", "--stages", "--trace"]) == "--stages"
+    assert likely_name("m", ["model"]) is None
 
 
 def commands() -> dict[str, click.Command]:

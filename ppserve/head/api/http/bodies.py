@@ -6,7 +6,6 @@ name (`ppserve.head.api.http.unserved`), unless their value asks for nothing.
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from ppserve.head.api.http.forms import (
     of_response_format,
     of_structured_outputs,
 )
+from ppserve.head.api.http.json_errors import violation_of
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, SERVED, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
@@ -52,8 +52,6 @@ _SHOWN = (
     *("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json"),
     *("input", "tools", "functions", "text", "output_config", "metadata"),
 )
-_PATH = re.compile(r"\$\.?([^`]*)`$")
-_FIELD = re.compile("(?:required|unknown) field `([^`]*)`")
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -270,6 +268,11 @@ class CompletionBody(ChoicesBody, kw_only=True):
     def num_top(self) -> int | None:
         return self.logprobs
 
+    def keep(self, given: dict[str, Any]) -> None:
+        super().keep(given)
+        if self.prompt is None and given.get("messages"):
+            raise InvalidRequest([Violation("messages", "a chat is asked for at /v1/chat/completions")])
+
     def options(self) -> GenerationOptions:
         given = super().options()
         max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
@@ -345,6 +348,8 @@ def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
 
 def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str, Any]:
     """Read a JSON object. Raises InvalidRequest, and HttpError for what is too long when it is unpacked."""
+    if not content:
+        raise InvalidRequest([Violation("body", "is empty")])
     try:
         if is_zipped:
             unzipping = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -355,7 +360,7 @@ def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str,
         given = msgspec.json.decode(content, type=dict[str, Any])
         return {name: value if name in _SHOWN else _with_integers(value) for name, value in given.items()}
     except msgspec.ValidationError as error:
-        raise InvalidRequest([_violation(str(error))]) from error
+        raise InvalidRequest([violation_of(str(error))]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest([Violation("body", f"not JSON: {error}")]) from error
     except zlib.error as error:
@@ -380,7 +385,7 @@ def to_body(given: dict[str, Any], kind: type[B]) -> B:
     try:
         body = msgspec.convert(said, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise InvalidRequest([_violation(str(error))]) from error
+        raise InvalidRequest([violation_of(str(error))]) from error
     refuse(body.violations())
     body.keep(given)
     return body
@@ -393,8 +398,3 @@ def check_model(name: str | None, handler: RequestHandler) -> None:
         *others, last = map(repr, (served.name, *served.aliases))
         names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {names}", "model")
-
-
-def _violation(problem: str) -> Violation:
-    parts = [found[1] for found in (_PATH.search(problem), _FIELD.search(problem)) if found and found[1]]
-    return Violation(".".join(parts).removesuffix("[...]") or "body", problem.partition(" - at `")[0])

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ppserve.errors import DeadlinePassed, InvalidRequest, Violation
+from ppserve.errors import DeadlinePassed, InvalidRequest, Violation, did_you_mean
 from ppserve.head.api.call import Call
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.answers import ChoiceAnswers
@@ -128,12 +128,21 @@ class HttpServer(Listener):
         """For unknown paths and methods, which need a key like others."""
         assert isinstance(error, HTTPException)
         reason = error.detail.upper().replace(" ", "_")
-        message = f"{error.detail.lower()} on this server"
+        message = self._why_missing(request)
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
             raise HttpError(error.status_code, reason, message, headers=error.headers)
 
         return await self._answer(refuse, request)
+
+    def _why_missing(self, request: Request) -> str:
+        path = request.scope["path"]
+        if (served := self._by_path.get(path)) is not None:
+            return f"{path} takes {served.method}, not {request.method}"
+        if path == "/metrics":
+            return "the metrics have a port of their own (--metrics-port, 9400 by default)"
+        helps = did_you_mean(path, self._by_path) or "; GET /openapi.json lists the paths"
+        return f"there is no path {path[:100]!r} on this server{helps}"
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         path, state = request.scope["path"], request.state

@@ -120,16 +120,65 @@ async def test_a_refusal_says_which_of_several_prompts(served: Served, prompts: 
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("completions", {"max_tokens": "ten"}, "max_tokens: must be a whole number, not a text"),
+        ("completions", {"temperature": "0.5"}, "temperature: must be a number, not a text"),
+        ("completions", {"logprobs": True}, "logprobs: must be a whole number, not true or false"),
+        ("completions", {"prompt": {}}, "prompt: must be a text or a list, not an object"),
+        ("completions", {"stop": [1]}, "stop[0]: must be a text, not a whole number"),
+        ("completions", {"response_format": {"type": "json_schema", "schema": {}}},
+         "response_format.schema: no field is called so here"),
+        ("completions", {"messages": [{"role": "user", "content": "hi"}]},
+         "messages: a chat is asked for at /v1/chat/completions"),
+        ("chat/completions", {"prompt": "hi"}, "messages: missing"),
+        ("chat/completions", {"messages": "hi"}, "messages: must be a list, not a text"),
+        ("chat/completions", {"messages": [{"content": "hi"}]}, "messages[0].role: missing"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_told_in_words(served: Served, path: str, body: dict[str, Any], told: str) -> None:
+    status, param, message = await served.refusal(f"/v1/{path}", **body)
+    assert (status, message) == (400, told)
+    assert param == told.partition(": ")[0]
+
+
+async def test_both_a_prompt_and_messages_are_a_prompt(served: Served) -> None:
+    answer = await served.ask("/v1/completions", {"prompt": "a", "messages": [{}], "max_tokens": 1})
+    assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "messages")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "told"),
+    [
+        (
+            "POST",
+            "/v1/completion",
+            "there is no path '/v1/completion' on this server; did you mean /v1/completions?",
+        ),
+        ("POST", "/completions", "there is no path '/completions' on this server; did you mean /v1/completions?"),
+        ("GET", "/nowhere", "there is no path '/nowhere' on this server; GET /openapi.json lists the paths"),
+        ("GET", "/metrics", "the metrics have a port of their own (--metrics-port, 9400 by default)"),
+        ("GET", "/v1/completions", "/v1/completions takes POST, not GET"),
+    ],
+)
+async def test_another_path_is_answered_with_what_was_meant(
+    served: Served, method: str, path: str, told: str
+) -> None:
+    answer = await served.ask(path, {} if method == "POST" else None, method)
+    assert (answer.status, answer.json["error"]["message"]) == (405 if "takes" in told else 404, told)
+
+
+@pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "truncated"),
-        (b"[]", "array"),
+        (b"", "is empty"),
+        (b"[]", "must be an object, not a list"),
         (b"{", "truncated"),
         (b'{"prompt": "a",}', "trailing comma in object (byte 15)"),
         (b"\xff", "(byte 0)"),
         (b'{"prompt": "\xff"}', "decode byte 0xff"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
-        (b"[" * 100_000, "array"),
+        (b"[" * 100_000, "must be an object, not a list"),
         (b'{"x": ' + b"[" * 100_000, "recursion depth"),
     ],
 )

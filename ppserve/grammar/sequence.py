@@ -4,6 +4,7 @@ A form is JSON. A string is that text; a list, its parts one behind the other. A
 
     {"token": ID}               this special token
     {"schema": S, "of": WORDS}  JSON that fits a schema, which refusals call by WORDS
+    {"kind": K, "source": S}    a text of the form `StructuredOutput(K, S)`
     {"text": "any"}             any text
     {"text": "no_json"}         any text but one that begins with a blank or a bracket
     {"until": TEXT}             any text, up to and with the first TEXT
@@ -19,23 +20,24 @@ from collections.abc import Callable
 from typing import Any
 
 from ppserve.grammar.schema import enforced
-from ppserve.grammar.structured_output import FormRefused
+from ppserve.grammar.structured_output import FormRefused, StructuredOutput
 
 TEXTS = {"any": r"/(?s:.*)/", "no_json": r"/(?s:[^\[{\s].*)?/"}
 
 
-def rules_of(form: Any, json_rule: Callable[[Any], str]) -> str:
-    """The rules of a Lark grammar. json_rule: makes the right side of a rule for an enforced schema. Raises
-    FormRefused for a schema."""
-    rules = _Rules(json_rule)
+def rules_of(form: Any, json_rule: Callable[[Any], str], rule: Callable[[StructuredOutput], str]) -> str:
+    """The rules of a Lark grammar. json_rule, rule: make the right side of a rule for an enforced schema, and for
+    texts of a form. Raises FormRefused for a schema or a form."""
+    rules = _Rules(json_rule, rule)
     return "\n".join([f"start: {rules.expression(form)}", *rules.lines])
 
 
 class _Rules:
     """Rules with names of their own, as expressions need them."""
 
-    def __init__(self, json_rule: Callable[[Any], str]) -> None:
+    def __init__(self, json_rule: Callable[[Any], str], rule: Callable[[StructuredOutput], str]) -> None:
         self._json_rule = json_rule
+        self._rule = rule
         self.lines = [f"{name.upper()}: {pattern}" for name, pattern in TEXTS.items()]
 
     def expression(self, form: Any) -> str:
@@ -49,6 +51,8 @@ class _Rules:
                 return f"<[{token_id}]>"
             case {"schema": schema, "of": words}:
                 return self._named("json", self._json_rule(_enforced(schema, words)))
+            case {"kind": kind, "source": str(source)}:
+                return self._named("form", self._rule(StructuredOutput(kind, source)))
             case {"text": str(kind)}:
                 return kind.upper()
             case {"until": str(text)}:

@@ -35,26 +35,30 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 def translate(output: StructuredOutput) -> str:
     """What llguidance compiles. Raises FormRefused."""
     match output.kind:
-        case "json_object" if output.source:
-            raise FormRefused("json_object has no source")
-        case "json_object":
-            return _from_schema({"type": "object"})
-        case "json_schema":
-            return _from_schema(enforced(_read_json(output.source)))
-        case "regex":
-            return _from_lark(f"start: /{translated(output.source, _refused_expression) or EMPTY}/")
-        case "choice":
-            return _from_lark(f"start: /{_choice(_read_json(output.source))}/")
         case "grammar":
             return _from_lark(_lark(output.source))
         case "sequence":
-            return _from_lark(rules_of(_read_json(output.source), _json_rule))
+            return _from_lark(rules_of(_read_json(output.source), _json_rule, _rule))
+    return _from_lark(f"start: {_rule(output)}")
 
 
-def _from_schema(schema: Any) -> str:
-    if schema is False:
-        raise FormRefused("no value fits the schema `false`")
-    return _from_lark(f"start: {_json_rule(schema)}")
+def _rule(output: StructuredOutput) -> str:
+    """A rule's right side for texts of a form."""
+    match output.kind:
+        case "json_object" if output.source:
+            raise FormRefused("json_object has no source")
+        case "json_object":
+            return _json_rule({"type": "object"})
+        case "json_schema":
+            schema = enforced(_read_json(output.source))
+            if schema is False:
+                raise FormRefused("no value fits the schema `false`")
+            return _json_rule(schema)
+        case "regex":
+            return f"/{translated(output.source, _refused_expression) or EMPTY}/"
+        case "choice":
+            return f"/{_choice(_read_json(output.source))}/"
+    raise AssertionError(f"no rule: {output.kind}")
 
 
 def _json_rule(schema: Any) -> str:

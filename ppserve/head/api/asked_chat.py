@@ -8,6 +8,7 @@ from typing import Any
 
 from ppserve.answers import Chat
 from ppserve.errors import InvalidRequest, Violation, refuse
+from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
 from ppserve.head.api.chat_template import ROLES, ChatTemplate
@@ -36,6 +37,7 @@ class AskedChat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, beside the messages
     continues: bool = False  # whether the answer is the rest of the last message
     tooling: Tooling = NO_TOOLS
+    form: StructuredOutput | None = None  # what the answer must look like, if it is a text
     place: str = "messages"  # where the request has the messages
 
     def __post_init__(self) -> None:
@@ -74,18 +76,14 @@ class AskedChat:
 
     def plan(self, template: ChatTemplate, parts: Sequence[str]) -> AnswerPlan:
         """Return how the answers are made and read. parts: what the template made of the messages. Raises
-        InvalidRequest for tools whose calls could not be read."""
+        InvalidRequest for tools whose calls could not be read, or beside which there is no text."""
         # Only the template's own words begin a reasoning.
         end = parts[-1] if self.all_variables["add_generation_prompt"] else ""
-        return template.answers.plan(self.tooling, end)
+        return template.answers.plan(self.tooling, end, self.form)
 
 
 def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
-    """Return the options with what a plan needs. Raises InvalidRequest where the answer would have two forms."""
+    """Return the options with what a plan needs."""
     if plan.shows_special:
         options = replace(options, skip_special_tokens=False)
-    if plan.form is None:
-        return options
-    if options.structured_output is not None:
-        raise InvalidRequest([Violation("structured_output", "not together with tools that must be called")])
-    return replace(options, structured_output=plan.form)
+    return options if plan.form is None else replace(options, structured_output=plan.form)

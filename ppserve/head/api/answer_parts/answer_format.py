@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.channels import Channels
 from ppserve.head.api.answer_parts.json_calls import Calls
@@ -44,29 +44,36 @@ class AnswerFormat:
     special_ids: Mapping[str, int]
     """The model's special tokens, by their texts."""
 
-    def plan(self, tooling: Tooling, prompt: str) -> AnswerPlan:
-        """Return how the answers to one request are made and read. prompt: its end at least. Raises
-        InvalidRequest for tools whose calls could not be read."""
+    def plan(self, tooling: Tooling, prompt: str, text: StructuredOutput | None = None) -> AnswerPlan:
+        """Return how the answers to one request are made and read. prompt: its end at least. text: the form of an
+        answer that calls nothing. Raises InvalidRequest for tools whose calls could not be read, or must be made
+        beside such a text."""
         offered, reasoning = tooling.offered, self.reasoning
         form = self.tools or self.fallback
         if offered and self.tools is None and not tooling.is_forced:
             problem = "the chat template shows no format of calls that is known here: see --tool-format"
             raise InvalidRequest([Violation("tools", problem)])
+        if offered and text is not None:
+            refuse(_violations(tooling, text))
         has_begun = reasoning is not None and reasoning.is_begun_by(prompt)
 
         def read(source: Source, calls: Calls) -> Parsing[None]:
             if reasoning is not None:
                 yield from reasoning.read_reasoning(source, calls, has_begun)
-            if offered:
+            if offered and not (text is not None and (yield from _is_text(source, form.marker))):
                 yield from form.read(source, calls)
             yield from source.until((), AnswerText)
 
         special = (*(reasoning.special if reasoning else ()), *(form.special if offered else ()))
         must_fit: list[FormPart] = []
-        if tooling.is_forced or any(tool.strict for tool in offered):
+        if tooling.is_forced or any(tool.strict or text is not None for tool in offered):
             must_fit += [reasoning.reasoning(has_begun)] if reasoning else []
-            make = form.calls if tooling.is_forced else form.text_and_calls
-            must_fit.append(make(tooling.callable, tooling.max_calls))
+            if text is not None:
+                part: FormPart = {"kind": text.kind, "source": text.source}
+                must_fit.append(form.calls_or_text(tooling.callable, tooling.max_calls, part))
+            else:
+                make = form.calls if tooling.is_forced else form.text_and_calls
+                must_fit.append(make(tooling.callable, tooling.max_calls))
         return AnswerPlan(
             read=read,
             tooling=tooling,
@@ -89,6 +96,28 @@ class AnswerFormat:
         return form
 
 
+def _violations(tooling: Tooling, text: StructuredOutput) -> Iterator[Violation]:
+    """Yield why answers cannot be calls or a text of a form."""
+    if tooling.is_forced:
+        yield Violation("structured_output", "not together with tools that must be called")
+    elif text.kind not in ("json_object", "json_schema"):  # other texts may begin as calls do
+        yield Violation("structured_output", "not together with tools: only JSON is")
+
+
+def _is_text(source: Source, marker: str) -> Parsing[bool]:
+    """Whether an answer that is either calls or JSON is the latter, which may have the marker in its strings. The
+    channels say it by themselves."""
+    if not marker:
+        return False
+    source.hold()
+    yield from source.next_visible()
+    if (yield from source.starts_with(marker)):
+        source.unread(marker)
+        return False
+    yield from source.release()
+    return True
+
+
 def _split(text: str, special_ids: Mapping[str, int]) -> list[Any]:
     """The text's parts: texts, and special tokens by their ids."""
     words = sorted((word for word in special_ids if len(word) > 1), key=len, reverse=True)
@@ -103,7 +132,7 @@ class AnswerPlan:
     read: Reader
     tooling: Tooling
     form: StructuredOutput | None
-    """What the answers must look like; None: anything."""
+    """What the answers must look like; None: as the request says, or anything."""
     shows_special: bool
     """Whether the answers must be read with the names of special tokens in their text."""
 

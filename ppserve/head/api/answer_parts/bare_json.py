@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.answer_parts.json_calls import Calls, read_call, read_calls
 from ppserve.head.api.answer_parts.source import NotACall, Parsing, Source
 from ppserve.head.api.answer_parts.tool_format import NO_JSON, FormPart, ToolFormat, either, json_object
@@ -37,6 +38,10 @@ class BareJson(ToolFormat):
 
     def text_and_calls(self, tools: Sequence[Tool], max_calls: int | None) -> FormPart:
         return {"either": [self.calls(tools, max_calls), NO_JSON]}
+
+    def calls_or_text(self, tools: Sequence[Tool], max_calls: int | None, text: FormPart) -> FormPart:
+        problem = f"not together with tools: in the format {self.name}, a call and other JSON begin alike"
+        raise InvalidRequest([Violation("structured_output", problem)])
 
 
 class FallbackJson(BareJson):

@@ -70,6 +70,9 @@ class Channels(ToolFormat):
         final: FormPart = [f"{CHANNEL}final{MESSAGE}", ANY_TEXT]
         return [{"any_number": _message("commentary")}, either([final, self.calls(tools, max_calls)])]
 
+    def calls_or_text(self, tools: Sequence[Tool], max_calls: int | None, text: FormPart) -> FormPart:
+        return super().calls_or_text(tools, max_calls, [f"{CHANNEL}final{MESSAGE}", text])
+
 
 CHANNELS = Channels()
 

@@ -51,6 +51,10 @@ class ToolFormat(ABC):
         marked: FormPart = [{"until": self.marker}, self.calls_after_marker(tools, max_calls)]
         return either([marked, ANY_TEXT]) if max_calls == 1 else [{"any_number": marked}, ANY_TEXT]
 
+    def calls_or_text(self, tools: Sequence[Tool], max_calls: int | None, text: FormPart) -> FormPart:
+        """Return the form of an answer that is calls and nothing else, or JSON: `text`. Raises InvalidRequest."""
+        return {"either": [self.calls(tools, max_calls), text]}
+
 
 def arguments_of(tool: Tool) -> FormPart:
     """Return the form of the tool's arguments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -114,5 +114,6 @@ async def ask_chat(
 ) -> Asked:
     """Return what a body asks for that asks for one chat. surrounds: see `RequestHandler.chat_prompt`. Raises
     RequestError."""
-    prompt, plan = await handler.chat_prompt(chat, caller, surrounds)
+    asked = replace(chat, form=options.structured_output)
+    prompt, plan = await handler.chat_prompt(asked, caller, surrounds)
     return Asked([prompt], planned(options, plan), plan)

@@ -14,14 +14,14 @@ from tokenizers import AddedToken
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.grammar.state import Grammar, GrammarFilter
-from ppserve.grammar.structured_output import FormRefused
+from ppserve.grammar.structured_output import FormRefused, StructuredOutput
 from ppserve.grammar.translating import translate
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
-from ppserve.head.api.http.conversation import planned
+from ppserve.head.api.asked_chat import planned
 from ppserve.head.engine.streams import SequenceProgress
 from ppserve.head.options import GenerationOptions
 from tests.grammar.words import PADDING, allowed, drawn, fits, library
@@ -57,8 +57,14 @@ TWO = {
 TEXT = dict.fromkeys(ONE, "Hello {there}") | {"channels": "<|channel|>final<|message|>Hello {there}"}
 
 
-def plan_of(name: str, tooling: Tooling, reasoning: str = "none", prompt: str = "") -> AnswerPlan:
-    return answer_format("", {}, FormatNames(name, reasoning)).plan(tooling, prompt)
+FINAL = dict.fromkeys(ONE, "") | {"channels": "<|channel|>final<|message|>"}
+"""What stands in front of a text."""
+
+
+def plan_of(
+    name: str, tooling: Tooling, reasoning: str = "none", prompt: str = "", text: StructuredOutput | None = None
+) -> AnswerPlan:
+    return answer_format("", {}, FormatNames(name, reasoning)).plan(tooling, prompt, text)
 
 
 def grammar_of(plan: AnswerPlan) -> Grammar:
@@ -134,6 +140,68 @@ def test_what_is_drawn_is_read_back_as_valid_calls(name: str) -> None:
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
         num_read += 1
     assert num_read > 5
+
+
+OK = StructuredOutput("json_schema", '{"properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
+SAID = ["yes", "<tool_call>{}</tool_call>", ["[TOOL_CALLS]g[ARGS]{}"]]
+TEXTS = StructuredOutput("json_schema", json.dumps({"enum": SAID}))
+MARKED = [name for name in ONE if name not in ("json", "llama3")]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, STRICT])
+@pytest.mark.parametrize("name", MARKED)
+def test_beside_a_form_an_answer_is_calls_or_a_text_of_the_form(name: str, tools: tuple[Tool, ...]) -> None:
+    form = grammar_of(plan_of(name, Tooling(tools), text=OK))
+    text = FINAL[name] + '{"ok": true}'
+    for right in (ONE[name], TWO.get(name, text), text):
+        assert fits(form, right), right
+    falsely = FINAL[name] + '{"ok": 1}', ONE[name].replace("1", "x")
+    for wrong in (TEXT[name], *falsely, text + ONE[name], ONE[name] + text):
+        assert not fits(form, wrong), wrong
+    assert plan_of(name, Tooling(tools, ToolChoice("none")), text=OK).form is None
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_what_is_drawn_beside_a_form_is_read_back_as_valid_calls_or_as_a_valid_text(name: str) -> None:
+    rng, seen = random.Random(11), {"calls": 0, "text": 0}
+    plan = plan_of(name, Tooling(TOOLS), text=TEXTS)
+    form = grammar_of(plan)
+    for _ in range(60):
+        if (answer := drawn(form, rng)) is None:
+            continue
+        found = understood(plan.parser(REQUEST, 0).parts(answer.decode(), CUT), CUT)
+        assert bool(found.calls) != bool(found.text), answer
+        if found.text:
+            assert json.loads(found.text) in SAID
+        for call in found.calls:
+            jsonschema.validate(json.loads(call.arguments), next(t.schema for t in TOOLS if t.name == call.name))
+        seen["calls" if found.calls else "text"] += 1
+    assert min(seen.values()) > 0
+
+
+def test_what_is_thought_may_precede_a_text_of_a_form() -> None:
+    thought = grammar_of(plan_of("hermes", Tooling(TOOLS), "think", text=OK))
+    text, call = '{"ok": true}', ONE["hermes"]
+    for answer in (text, f"<think>\n<tool_call></think>\n\n{text}", f"<think></think>{call}"):
+        assert fits(thought, answer), answer
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_form_beside_which_calls_could_not_be_told_is_refused(name: str) -> None:
+    for kind, choice, problem in (
+        ("json_object", REQUIRED, "tools that must be called"),
+        ("regex", ToolChoice(), "tools: only JSON is"),
+        ("json_object", ToolChoice(), "" if name in MARKED else f"in the format {name}, a call and other JSON"),
+    ):  # fmt: skip
+        text = StructuredOutput(kind, "" if kind == "json_object" else "a")
+        if not problem:
+            assert plan_of(name, Tooling(TOOLS, choice), text=text).form is not None
+            continue
+        with pytest.raises(InvalidRequest, match=f"structured_output: not together with .*{problem}"):
+            plan_of(name, Tooling(TOOLS, choice), text=text)
+    wrong = plan_of("hermes", Tooling(TOOLS), text=StructuredOutput("json_schema", '{"not": {}}'))
+    with pytest.raises(FormRefused, match="at /not: the keyword 'not'"):
+        grammar_of(wrong)
 
 
 def test_what_is_thought_may_precede_a_call_that_is_required() -> None:

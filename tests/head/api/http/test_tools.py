@@ -79,6 +79,18 @@ async def test_without_calls_nothing_but_the_text_is_there(tool_served: Served) 
     assert choice["finish_reason"] == "stop"
 
 
+async def test_beside_a_response_format_an_answer_is_calls_or_text(tool_served: Served) -> None:
+    asked = {**ASKED, "response_format": {"type": "json_object"}}
+    tool_served.engine.said = b'{"a": "<tool_call>"}'
+    choice = (await tool_served.ask(CHAT, asked)).json["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": '{"a": "<tool_call>"}'}
+    assert choice["finish_reason"] == "stop"
+    tool_served.engine.said = ANSWER.partition("</think>")[2].strip().removeprefix("I look.").encode()
+    choice = (await tool_served.ask(CHAT, asked)).json["choices"][0]
+    found = [(each["function"]["name"], each["function"]["arguments"]) for each in choice["message"]["tool_calls"]]
+    assert (found, choice["finish_reason"]) == (CALLS, "tool_calls")
+
+
 async def test_openai_s_client_and_its_stream_helper_read_calls(tool_served: Served) -> None:
     tool_served.engine.said = ANSWER.encode()
     asked: Any = {"model": "fake", **ASKED}

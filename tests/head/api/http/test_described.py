@@ -101,9 +101,23 @@ def _with_some(begun: dict[str, Any], others: dict[str, Any], depth: int) -> st.
     )
 
 
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/messages": {
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "adaptive"},
+        "max_tokens": 500,
+    },
+    "/v1/responses": {"tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 500},
+}
+"""What an answer needs to have all of its parts."""
+
+
 def body_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
     content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]
-    return made_from(content["application/json"]["schema"])
+    made = made_from(content["application/json"]["schema"])
+    return made | made.map(lambda body: body | TOOLS.get(path, {}))
 
 
 TEXT = {"type": "string"}

@@ -154,7 +154,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     assert hello is not None
     checkpoint = hello.model.checkpoint
     arch = hello.model.architecture
-    asked, limits = config.server.max_logprobs, Limits()
+    asked, limits = config.server.max_logprobs, Limits().within(decision.scheduling.max_model_len)
     max_logprobs = arch.vocab_size if asked == ALL else min(asked, arch.vocab_size)
     # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
     tokenizer = load_tokenizer(checkpoint, arch.vocab_size)

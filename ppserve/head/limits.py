@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_REQUEST_ID_BYTES = 128
 # What the proto's integers hold.
@@ -20,12 +20,17 @@ MOST_URGENT = 10
 LEAST_URGENT = -10
 
 
+BYTES_PER_TOKEN = 8
+"""A prompt may have so many bytes for each token of the context: twice as many as English takes."""
+_MIN_BODY_BYTES = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Upper bounds, inclusive. Bytes are of UTF-8.
 
-    gRPC enforces max_message_bytes and max_metadata_bytes before it parses. A message holds a prompt of
-    max_prompt_bytes beside all else.
+    gRPC enforces max_message_bytes and max_metadata_bytes before it parses. A message, or a body of HTTP, holds a
+    prompt of max_prompt_bytes beside all else.
     """
 
     max_prompt_bytes: int = 128 << 10
@@ -37,5 +42,17 @@ class Limits:
     max_logprobs: int = 20
     max_logit_bias: int = 1024
     max_request_id_bytes: int = MAX_REQUEST_ID_BYTES
-    max_message_bytes: int = 512 << 10
     max_metadata_bytes: int = 16 << 10
+
+    def within(self, max_context: int) -> Limits:
+        """Return the limits of a model with so many positions. Its prompts are not refused for their text."""
+        return replace(self, max_prompt_bytes=max(self.max_prompt_bytes, BYTES_PER_TOKEN * max_context))
+
+    @property
+    def max_message_bytes(self) -> int:
+        return 4 * self.max_prompt_bytes
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The most bytes of a body of HTTP, also after it is unpacked."""
+        return max(_MIN_BODY_BYTES, 4 * self.max_prompt_bytes)

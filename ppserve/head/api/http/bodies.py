@@ -37,7 +37,6 @@ from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
 
-MAX_BODY_BYTES = 1 << 20
 MAX_PROMPTS = 256
 # Of the ignored fields, for a header.
 MAX_NAMES, MAX_NAME_CHARS = 16, 64
@@ -317,14 +316,14 @@ async def read_body(request: Request, kind: type[B], handler: RequestHandler) ->
     if coding not in ("", "identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"
         raise HttpError(415, "UNSUPPORTED_CODING", problem, headers={"accept-encoding": "gzip"})
-    content = bytearray()
+    content, limit = bytearray(), handler.description.limits.max_body_bytes
     async for part in request.stream():
         content += part
-        _check_length(content)
-    length = MAX_BODY_BYTES if coding in _GZIP else len(content)
+        _check_length(content, limit)
+    length = limit if coding in _GZIP else len(content)
 
     def read() -> B:
-        given = parse_json(content, coding in _GZIP)
+        given = parse_json(content, limit if coding in _GZIP else None)
         # In a form that fits a header.
         names = [quote(name[:MAX_NAME_CHARS]) for name in islice(kind.ignored(given), MAX_NAMES)]
         request.state.ignored = ", ".join(names)
@@ -336,9 +335,9 @@ async def read_body(request: Request, kind: type[B], handler: RequestHandler) ->
     return body
 
 
-def _check_length(content: bytes | bytearray) -> None:
-    if len(content) > MAX_BODY_BYTES:
-        raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {MAX_BODY_BYTES} bytes")
+def _check_length(content: bytes | bytearray, limit: int) -> None:
+    if len(content) > limit:
+        raise HttpError(413, "BODY_TOO_LONG", f"the body has more than {limit} bytes")
 
 
 def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
@@ -346,15 +345,16 @@ def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
     return to_body(parse_json(content), kind)
 
 
-def parse_json(content: bytes | bytearray, is_zipped: bool = False) -> dict[str, Any]:
-    """Read a JSON object. Raises InvalidRequest, and HttpError for what is too long when it is unpacked."""
+def parse_json(content: bytes | bytearray, max_unzipped: int | None = None) -> dict[str, Any]:
+    """Read a JSON object. max_unzipped: the most bytes to which it may unpack; None where it is not compressed.
+    Raises InvalidRequest, and HttpError for what is too long when it is unpacked."""
     if not content:
         raise InvalidRequest([Violation("body", "is empty")])
     try:
-        if is_zipped:
+        if max_unzipped is not None:
             unzipping = zlib.decompressobj(zlib.MAX_WBITS | 16)
-            content = unzipping.decompress(content, MAX_BODY_BYTES + 1)
-            _check_length(content)
+            content = unzipping.decompress(content, max_unzipped + 1)
+            _check_length(content, max_unzipped)
             if not unzipping.eof or unzipping.unused_data:
                 raise zlib.error("not one whole member")
         given = msgspec.json.decode(content, type=dict[str, Any])

@@ -3,10 +3,18 @@ back."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
 from ppserve.head.api.http.bodies import to_body
 from ppserve.head.api.http.openai_responses import ResponsesBody
+from ppserve.head.limits import Limits
 from tests.agents import RESULT, TASK, Recorded, claude_answers, claude_code, codex, codex_answers
-from tests.head.api.http.asking import Answer, Served
+from tests.fake_engine import CARD, FakeEngine
+from tests.head.api.http.asking import TOOL_TEMPLATE, Answer, Served, served_http
 from tests.head.api.http.test_message_tools import joined
 from tests.head.api.http.test_response_tools import rebuilt
 
@@ -59,3 +67,25 @@ async def test_codex(tool_served: Served) -> None:
     assert [begun.count(text) for text in (TASK, '"exec_command"', "Rule 1.")] == [1] * 3
     body = to_body(codex(history, 2, 100, "fake").body, ResponsesBody)
     assert body.conversation.messages[-2].shown["reasoning_content"] == "Hm."
+
+
+@pytest.mark.parametrize(("limits", "status"), [(Limits().within(200_000), 200), (Limits(), 413)])
+async def test_what_a_model_can_hold_is_not_refused_for_its_length(
+    tmp_path: Path, limits: Limits, status: int
+) -> None:
+    """Neither the text of a long session nor its JSON, which is longer."""
+    path = tmp_path / "tools.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    recorded = codex([{"role": "user", "content": "\x01" * 190_000}], 1, 10, "fake")
+    assert len(json.dumps(recorded.body)) > 1 << 20
+    card = replace(CARD, max_context=200_000, limits=limits)
+    async with served_http(FakeEngine(card, said=b"Yes."), chat_template=path) as served:
+        assert (await served.ask(recorded.path, recorded.body)).status == status
+    assert limits.max_message_bytes > limits.max_prompt_bytes >= 128 << 10
+
+
+def test_short_models_have_the_limits_that_they_had() -> None:
+    limits = Limits()
+    assert limits.within(4096) == limits
+    assert (limits.max_message_bytes, limits.max_body_bytes) == (512 << 10, 1 << 20)
+    assert (limits.within(131_072).max_prompt_bytes, limits.within(131_072).max_body_bytes) == (1 << 20, 4 << 20)

@@ -12,9 +12,9 @@ import pytest
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.api.http.anthropic_body import MessagesBody
-from ppserve.head.api.http.bodies import MAX_BODY_BYTES, parse_body
+from ppserve.head.api.http.bodies import parse_body
 from ppserve.head.engine.streams import TokenOutput
-from tests.fake_engine import EOS, ByteCodec, drawn_token
+from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
 from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import TEMPLATE, Answer, Served, served_http
 
@@ -284,7 +284,7 @@ async def test_errors_have_anthropic_s_types(tmp_path: Path) -> None:
             await served.ask(MESSAGES, body),
             await served.ask(MESSAGES, body, x_api_key="another key"),
             await served.ask(MESSAGES, {**body, "model": "another"}, **known),
-            await served.ask(MESSAGES, b" " * (MAX_BODY_BYTES + 1), **known),
+            await served.ask(MESSAGES, b" " * (CARD.limits.max_body_bytes + 1), **known),
             await served.ask(MESSAGES, body, "PUT", **known),
             await served.ask(COUNT, {**body, "messages": []}, **known),
         ]

@@ -13,8 +13,8 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
-from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.engine.streams import TokenOutput
+from tests.fake_engine import CARD
 from tests.head.api.http.asking import Served, raw
 
 # Of OpenAI's and vLLM's interfaces: each of them would change the answer.
@@ -215,8 +215,8 @@ async def test_bodies_in_codings(served: Served) -> None:
     for wrong in (whole, members, zipped[:-4], zipped[:-8] + bytes(8), zipped + b"more", b"\x1f\x8b"):
         answer = await served.ask("/v1/completions", wrong, content_encoding="gzip")
         assert (answer.status, answer.json["error"]["param"]) == (400, "body")
-    bomb = gzip.compress(bytes(8 * MAX_BODY_BYTES))
-    assert len(bomb) < MAX_BODY_BYTES / 8
+    bomb = gzip.compress(bytes(8 * CARD.limits.max_body_bytes))
+    assert len(bomb) < CARD.limits.max_body_bytes / 8
     assert (await served.ask("/v1/completions", bomb, content_encoding="gzip")).status == 413
     assert served.engine.requests == []
 

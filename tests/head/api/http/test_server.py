@@ -14,7 +14,6 @@ import pytest
 from openai import AsyncOpenAI
 from starlette.types import Receive, Scope, Send
 
-from ppserve.head.api.http.bodies import MAX_BODY_BYTES
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
@@ -169,12 +168,12 @@ ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 async def test_bodies_have_a_limit(served: Served) -> None:
-    huge = {"prompt": "x" * MAX_BODY_BYTES}
+    huge = {"prompt": "x" * CARD.limits.max_body_bytes}
     assert (await served.refusal(**huge))[0] == 413
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    for _ in range(MAX_BODY_BYTES // 0x10000 + 2):
+    for _ in range(CARD.limits.max_body_bytes // 0x10000 + 2):
         writer.write(piece)
     assert b" 413 " in await reader.readline()
     writer.close()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -28,6 +28,7 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.library.settings import Settings
 from tests.core.artificial import account_of
 from tests.e2e.serving import Server
+from tests.fake_engine import READING
 from tools import make_command_line, make_dashboard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -285,9 +286,9 @@ def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
     metrics.http_answered("/v1/completions", 200)
-    metrics.read_ledger(lambda: (account_of(2).snapshot(1),))
+    metrics.read_pipelines(lambda: (replace(READING, times=account_of(2).snapshot(1)),))
     # Set where a pipeline has formed.
-    found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}
+    found: dict[str, list[dict[str, str]]] = {"ppserve_build_info": [{}]}
     for family in text_string_to_metric_families(metrics.page().body.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)

@@ -211,14 +211,14 @@ class HeadProcess:
 
     def _make_servers(self, handler: RequestHandler) -> Servers:
         settings = self._config.server
-        self._metrics.read_ledger(lambda: tuple(reading.times for reading in self._engine.snapshot()))
+        self._metrics.read_pipelines(self._engine.snapshot)
         shown = None if settings.no_page else PageState(self._read_state, self._requests.steps_of)
         return Servers(settings, handler, self._metrics.http_answered, shown)
 
     async def _open(self, servers: Servers, handler: RequestHandler, metrics_port: int) -> None:
         description = handler.description
         topology = describe_topology(await asyncio.to_thread(self._engine.snapshot))
-        self._metrics.describe(description, topology)
+        self._metrics.describe(description)
         ports = await servers.open(metrics_port)
         settings = self._config.server
         self._links = links_of(ports, not settings.no_page, settings.tls_cert is not None)

@@ -200,10 +200,15 @@ def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
     return dict.fromkeys(names, text) if text else {}
 
 
+def describe_stages(readings: Sequence[ReplicaReading]) -> tuple[StageDescription, ...]:
+    """Describe the stages of all replicas, in their order, in the shape of the latest epoch that has formed."""
+    return tuple(_describe_stage(each, stage) for each in readings for stage in range(len(each.ranks)))
+
+
 def describe_topology(readings: Sequence[ReplicaReading]) -> Topology:
     """Describe the pipelines. The advice may take long to find, so the engine's thread must not call this."""
     return Topology(
-        stages=tuple(_describe_stage(each, stage) for each in readings for stage in range(len(each.ranks))),
+        stages=describe_stages(readings),
         replicas=tuple(readings),
         transport=readings[0].decision.transport,
         epoch=1 + sum(reading.epoch - 1 for reading in readings),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from ppserve import Pipeline
 from ppserve.core.architecture import Split
 from ppserve.errors import InvalidRequest, ReshapeFailed
+from ppserve.head.observe.metrics import Metrics
 from ppserve.model.cpu.backend import CpuBackend
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 from tests.slow import thorough
@@ -33,13 +35,17 @@ def test_streams_go_on_with_the_same_tokens_over_other_layers_per_stage(splits: 
     requests = [LONG, *mixed_requests(6), LONG]
     with tiny(1) as pipeline:
         expected = together(pipeline, requests)
+    metrics = Metrics(2)
     with tiny(2) as pipeline:
+        metrics.read_pipelines(pipeline._engine.snapshot)
         for split in splits:
             streams = [pipeline.stream(prompt, **options) for prompt, options in requests]
             begun = next(streams[0])
             assert divide(pipeline, split) > 1, "streams were open"
             assert [stage.layers for stage in pipeline.topology().stages] != ["0-3", "4-7"]
             assert len(pipeline.topology().stages) == len(split.split(","))
+            info = re.findall(r'^ppserve_stage_info\{.*layers="(.*?)".*\}', metrics.page().body.decode(), re.M)
+            assert info == [stage.layers for stage in pipeline.topology().stages]
             for stream, one in zip(streams[1:], expected[1:], strict=True):
                 assert_same(stream.completions()[0], one)
             text = "".join(piece.text for piece in (begun, *streams[0]))

@@ -95,8 +95,7 @@ class Members(Ranks):
             self._reshape.fail("another reshape took its place")
         self._reshape = Reshape(before, formed)
         log.info("the layers are divided anew: %s", decision.layers)
-        was_formed = self._use_shape(Shape(decision, None), now_ns)
-        return EpochLost() if was_formed else None
+        return self._use_shape(Shape(decision, None), now_ns)
 
     def end(self, reason: Exception) -> None:
         """Note that no epoch will form any more."""
@@ -104,16 +103,15 @@ class Members(Ranks):
         if reshape is not None:
             reshape.formed.set_exception(reason)
 
-    def _use_shape(self, shape: Shape, now_ns: int) -> bool:
-        """End the present epoch, and have ranks load what they have in this shape. Return whether the epoch had
-        formed."""
+    def _use_shape(self, shape: Shape, now_ns: int) -> EpochLost | None:
+        """End the present epoch, and have ranks load what they have in this shape."""
         self.decision, self.num_blocks = shape.decision, shape.num_blocks
         self._shape_began_ns = now_ns
         self._fruitless = self._attempts = 0
-        was_formed = self._end_epoch(now_ns)
+        was_formed = self._end_epoch(now_ns, is_patient=True)
         for member in self.all:
             self._assign_if_outdated(member, now_ns)
-        return was_formed
+        return EpochLost() if was_formed else None
 
     def _take_back(self, reason: str, now_ns: int) -> bool:
         """Return to the shape before, if the present one has not formed yet. Return whether there is one. Raise
@@ -382,11 +380,13 @@ class Members(Ranks):
             self.restart()
         return EpochLost(rank) if was_formed else None
 
-    def _end_epoch(self, now_ns: int) -> bool:
-        """Tell the surviving ranks to leave in time, or they are cut off. Return whether the epoch had formed."""
+    def _end_epoch(self, now_ns: int, is_patient: bool = False) -> bool:
+        """Tell the surviving ranks to leave in time, or they are cut off. Return whether the epoch had formed.
+        is_patient: they have as long for one that was forming."""
         was_formed = self.formed
         self.formed = self._forming = False
-        within_ns = patience.LEAVE_WITHIN_NS if was_formed else patience.LEAVE_FORMING_WITHIN_NS
+        is_patient |= was_formed
+        within_ns = patience.LEAVE_WITHIN_NS if is_patient else patience.LEAVE_FORMING_WITHIN_NS
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
                 self._control.send((member.rank,), wire.Abandon(self.epoch))

@@ -20,7 +20,8 @@ RESHAPE_WITHIN_NS = 60_000_000_000
 MAX_SETBACKS = 3
 # A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
 LEAVE_WITHIN_NS = 25_000_000_000
-# One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster.
+# One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster. But where a
+# shape is changed others may make their caches, which takes seconds, and a library's threads cannot be restarted.
 LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 # From a loss to the next epoch; each failed attempt doubles it: ten outlast a minute without a link.
 SETTLE_NS = 200_000_000

@@ -20,7 +20,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -30,9 +30,9 @@ from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.scheduler import DRAFT_OUTCOMES, Scheduler
 from ppserve.errors import RequestError
-from ppserve.head.descriptions import ModelDescription, Topology
+from ppserve.head.descriptions import ModelDescription, StageDescription, describe_stages
 from ppserve.head.engine.control import LossCause
-from ppserve.head.engine.replica import StepObserver
+from ppserve.head.engine.replica import ReplicaReading, StepObserver
 from ppserve.head.engine.streams import OpenRequest, TokenOutput
 from ppserve.head.observe.pages import Page
 
@@ -40,7 +40,7 @@ from ppserve.head.observe.pages import Page
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Family = Counter | Gauge | Histogram
-StageTimesByReplica = Callable[[], tuple[tuple[StageTimes, ...], ...]]
+ReadPipelines = Callable[[], Sequence[ReplicaReading]]
 
 STATUSES = (
     "INVALID_ARGUMENT",
@@ -221,19 +221,17 @@ class Metrics:
         self.steps = StepMetrics(self.registry, replicas, stages)
         self._num_replicas = num_replicas
         counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        where = ["replica", "stage", "rank", "host", "device", "layers", "params"]
-        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
         what = ["version", "python", "model", "dtype"]
-        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
+        text = "What is served by what; the value is 1."
+        self._build_info = Gauge("ppserve_build_info", text, what, registry=self.registry)
         http_text = "Answers over HTTP, by path and status."
         self._http = counter("ppserve_http_requests", http_text, ["path", "status"])
         log_text = "Lines of the head's log that nobody read, or a full disk did not take."
         self.log_lines_dropped = counter("ppserve_log_lines_dropped", log_text).inc
 
-    def read_ledger(self, stage_times: StageTimesByReplica) -> None:
-        """Add the ledger's metrics. stage_times: a function that each scrape calls, for all replicas."""
-        self.registry.register(_LedgerCollector(stage_times))
+    def read_pipelines(self, read: ReadPipelines) -> None:
+        """Add the ledger's metrics, and what runs where. read: each scrape calls it once, for all replicas."""
+        self.registry.register(_PipelineCollector(read))
 
     def page(self) -> Page:
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
@@ -253,13 +251,8 @@ class Metrics:
             "itl": _latency(requests.itl),
         }
 
-    def describe(self, description: ModelDescription, topology: Topology) -> None:
-        """Set the info metrics."""
-        for stage in topology.stages:
-            for rank in stage.ranks:
-                place = (stage.replica, stage.stage, rank.rank)
-                what = (rank.host, rank.device, stage.layers, rank.num_parameters)
-                self._stage_info.labels(*map(str, (*place, *what))).set(1)
+    def describe(self, description: ModelDescription) -> None:
+        """Tell what is served."""
         served = (description.version, platform.python_version(), description.name, description.dtype)
         self._build_info.labels(*served).set(1)
 
@@ -284,32 +277,46 @@ def _latency(histogram: Histogram) -> dict[str, list[float]]:
     return {"bounds_s": bounds[:-1], "counts": [counts[bound] for bound in bounds]}
 
 
-class _LedgerCollector(Collector):
-    """The ledger of all stages, from one reading per scrape."""
+class _PipelineCollector(Collector):
+    """The ledger of all stages, and what runs where, from one reading per scrape: layers may be divided anew."""
 
-    def __init__(self, stage_times: StageTimesByReplica) -> None:
-        self._stage_times = stage_times
+    def __init__(self, read: ReadPipelines) -> None:
+        self._read = read
 
     def describe(self) -> Iterable[Metric]:
         return self._families(())
 
     def collect(self) -> Iterable[Metric]:
-        return self._families(self._stage_times())
+        return self._families(self._read())
 
-    def _families(self, replicas: tuple[tuple[StageTimes, ...], ...]) -> tuple[Metric, ...]:
-        def family(name: str, text: str, *labels: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"ppserve_stage_{name}", text, labels=["replica", "stage", *labels])
+    def _families(self, readings: Sequence[ReplicaReading]) -> tuple[Metric, ...]:
+        return (*_ledger([reading.times for reading in readings]), _stage_info(describe_stages(readings)))
 
-        busy = family("busy_seconds", "Time a stage computed.", "phase")
-        bubble_text = "Time a stage waited while the server had work, by cause."
-        bubble = family("bubble_seconds", bubble_text, "cause")
-        idle = family("idle_seconds", "Time the server had no work at all.")
-        for replica, stages in enumerate(replicas):
-            for stage, times in enumerate(stages):
-                place = [str(replica), str(stage)]
-                for phase, ns in times.busy_ns.items():
-                    busy.add_metric([*place, phase], ns / 1e9)
-                for cause, ns in times.bubble_ns.items():
-                    bubble.add_metric([*place, cause], ns / 1e9)
-                idle.add_metric(place, times.idle_ns / 1e9)
-        return busy, bubble, idle
+
+def _ledger(replicas: Sequence[Sequence[StageTimes]]) -> tuple[Metric, ...]:
+    def family(name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"ppserve_stage_{name}", text, labels=["replica", "stage", *labels])
+
+    busy = family("busy_seconds", "Time a stage computed.", "phase")
+    bubble_text = "Time a stage waited while the server had work, by cause."
+    bubble = family("bubble_seconds", bubble_text, "cause")
+    idle = family("idle_seconds", "Time the server had no work at all.")
+    for replica, stages in enumerate(replicas):
+        for stage, times in enumerate(stages):
+            place = [str(replica), str(stage)]
+            for phase, ns in times.busy_ns.items():
+                busy.add_metric([*place, phase], ns / 1e9)
+            for cause, ns in times.bubble_ns.items():
+                bubble.add_metric([*place, cause], ns / 1e9)
+            idle.add_metric(place, times.idle_ns / 1e9)
+    return busy, bubble, idle
+
+
+def _stage_info(stages: Sequence[StageDescription]) -> Metric:
+    labels = ["replica", "stage", "rank", "host", "device", "layers", "params"]
+    info = GaugeMetricFamily("ppserve_stage_info", "What runs where; the value is 1.", labels=labels)
+    for stage in stages:
+        for rank in stage.ranks:
+            what = rank.host, rank.device, stage.layers, rank.num_parameters
+            info.add_metric([str(each) for each in (stage.replica, stage.stage, rank.rank, *what)], 1)
+    return info

@@ -5,31 +5,32 @@ After every turn of the engine all invariants are checked. When the faults are o
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Hashable, Set
+from dataclasses import replace
 from functools import partial
 
 from ppserve.core.architecture import Split
 from ppserve.core.grid import RankGrid
-from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
+from ppserve.errors import Draining, Overloaded, ReshapeFailed
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.streams import OpenRequest, TokenOutput
+from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.keeper import MAX_DEATHS
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
+from tests.head.engine.history_callers import Asked, Caller
 from tests.head.engine.history_faults import Faults
 from tests.head.engine.scripted import SECOND, decision
-from tests.head.engine.simulated_processes import POISON_SEED, Host, StageProcess
+from tests.head.engine.simulated_processes import MOST_SUBLAYERS, POISON_SEED, Host, StageProcess
 from tests.head.engine.simulated_world import Network, SimulatedControl, World
-from tests.simulated_stage import CUT_SHORT, EOS_ID, expected_answer
+from tests.simulated_stage import CUT_SHORT, EOS_ID
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
 _TICK_S = 0.4
@@ -38,7 +39,6 @@ _SERVED_WITHIN_S = 150.0
 # And where they never are, the server ends within this time: ten epochs, each of up to 60 s.
 _ENDS_WITHIN_S = 600.0
 _EPOCHS_PER_LOSS = 3
-_CONVICTED_AFTER_LOSSES = 4
 _MAX_QUEUE = 8
 
 
@@ -55,6 +55,7 @@ class History:
         num_replicas: int | None = None,
         poison_isolation: type[PoisonIsolation] = PoisonIsolation,
     ) -> None:
+        self.seed = seed
         self.world = world = World(seed)
         self.random = world.random
         self.network = Network()
@@ -81,6 +82,9 @@ class History:
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
         world, (replica, poison_isolation) = self.world, self._kinds
+        self.reshapes: list[Asked] = []
+        self._blameless: set[int] = set()
+        """Replicas of which a reshape or a restart has ended the epoch, until they form again."""
         self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
@@ -96,6 +100,8 @@ class History:
         self.replicas = [
             replica(each, self.control, (), lambda: world.now_ns, self.request_queue) for each in self.members
         ]
+        for each in self.replicas:
+            vars(each)["reshape"] = partial(self._count_reshape, each, each.reshape)
         hand_over, clock = lambda call: call(), lambda: world.now_ns
         self.engine = Engine(self.replicas, self.control, lambda *_: None, hand_over, clock)
 
@@ -119,7 +125,7 @@ class History:
         if self.never_heals:
             self._await_the_end()
             return
-        while not (all(caller.is_over for caller in self.callers) and self._is_quiet()):
+        while not (self._is_over() and self._is_quiet()):
             self._step((over_ns - SECOND) / SECOND + _SERVED_WITHIN_S)
         self._check_the_end()
 
@@ -139,6 +145,10 @@ class History:
         states = [member.state.name for members in self.members for member in members.all]
         assert waited_s < within_s, f"not served after {waited_s:.0f} s: {states}"
         self.world.step()
+
+    def _is_over(self) -> bool:
+        is_answered = all(caller.is_over for caller in self.callers)
+        return is_answered and all(asked.formed.done() for asked in self.reshapes)
 
     def _is_quiet(self) -> bool:
         return all(members.formed for members in self.members) and not any(len(r.steps) > 0 for r in self.replicas)
@@ -164,6 +174,7 @@ class History:
         self._turn_is_due = False
         self.engine.turn()
         self._has_failed = self.engine.failed.done()
+        self._blameless -= {number for number, members in enumerate(self.members) if members.formed}
         if self._has_failed and self.never_heals:
             self.engine.run()  # what is left of it
             return
@@ -250,9 +261,21 @@ class History:
     def _count_loss(
         self, record: Callable[..., str | None], in_flight: Set[str], failed: Set[Hashable]
     ) -> str | None:
+        assert self.num_replicas > 1 or not self._blameless, "blamed for what a reshape brought with it"
         if failed:
             self.losses.update(name.partition("/")[0] for name in in_flight)
         return record(in_flight, failed)
+
+    def reshape(self, replica: int, split: Split) -> None:
+        if self.control.is_up:
+            self.world.note(f"reshape replica {replica}: {split}")
+            asked = Asked(replica, split, self.engine.reshape(replica, split))
+            self.reshapes.append(asked)
+            asked.formed.add_done_callback(lambda of: self.world.note(f"reshaped {split}: {of}"))
+
+    def _count_reshape(self, replica: Replica, begin: Callable[..., None], *of: object) -> None:
+        begin(*of)
+        self._blameless.add(replica.number)
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")
@@ -285,7 +308,7 @@ class History:
 
     def _check_replica(self, replica: Replica) -> None:
         members, steps = replica.members, replica.steps
-        assert members.formed == all(member.state is StageState.READY for member in members.all)
+        assert members.formed == all(member.state is StageState.READY for member in members.in_use)
         if not members.formed:
             assert len(steps) == 0, "a step is awaited of an epoch that is lost"
         if replica.scheduler is not None:
@@ -302,6 +325,8 @@ class History:
         for times in [times for reading in readings for times in reading.times]:
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
+        for replica in self.replicas:
+            self._check_shape(replica)
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())
@@ -309,51 +334,29 @@ class History:
         for member in [member for members in self.members for member in members.all]:
             assert not member.round_trips, "one machine has one clock"
 
+    def _check_shape(self, replica: Replica) -> None:
+        """Each replica has the shape of the last reshape that formed, and those formed that fit."""
+        host, sublayers = self.hosts[replica.number], sublayers_of(decision(self.num_stages))
+        asked = [each for each in self.reshapes if each.replica == replica.number]
+        for number, each in enumerate(asked):
+            fits = host.lack is None or max(each.split.sublayers) <= MOST_SUBLAYERS
+            if (error := each.formed.exception()) is None:
+                assert fits, f"{each.split} has no room, and formed"
+                sublayers = each.split.sublayers
+                continue
+            assert isinstance(error, ReshapeFailed | Draining), error
+            is_hindered = self.faults.number > self.faults.num_reshapes or number < len(asked) - 1
+            assert is_hindered or not fits, f"{each.split} fits, and did not form: {error}"
+        shape = replica.members.decision
+        assert shape is not None
+        assert shape is replica.read().decision
+        assert sublayers_of(shape) == sublayers, (
+            f"{sublayers_of(shape)} are not those of the last reshape, {sublayers}"
+        )
+        for member in replica.members.in_use:
+            loaded = self.process(member.rank).layout
+            assert loaded in (None, member.layout), "a process that has just died has loaded none"
 
-@dataclass(eq=False)
-class Caller:
-    """A sink: what a stream brought, checked as it comes."""
 
-    request: Request
-    history: History
-    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    ends: dict[int, str] = field(default_factory=dict)
-    is_refused: bool = False
-    waits_for_server: bool = False
-
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        for output in outputs:
-            self._take(output)
-
-    def _take(self, output: TokenOutput) -> None:
-        name, index = f"{self.request.id}/{output.index}", output.index
-        if self.history.never_heals and isinstance(output.error, StagesLost):  # one for all sequences
-            assert not self.is_over
-            self.ends |= dict.fromkeys(range(self.request.num_sequences), "StagesLost")
-            return
-        assert index not in self.ends, f"{name}: something after its end"
-        if output.token_id is not None:
-            assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
-            self.tokens[index].append(output.token_id)
-            self.history.losses.pop(self.request.id, None)
-        if output.error is not None:
-            self.ends[index] = type(output.error).__name__
-            assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
-            all_kill = self.history.hosts[0].dies_of_requests is not None
-            kills = self.request.sampling.seed == POISON_SEED or all_kill
-            # Four faults one after the other, without a token between them, look like the request's own.
-            lost = self.history.losses[self.request.id]
-            assert kills or lost >= _CONVICTED_AFTER_LOSSES, f"{name}: convicted, and innocent"
-        elif output.finish is not None:
-            self._check_end(name, index, output.finish)
-        self.history.world.note(f"{name} {output.token_id} {self.ends.get(index, '')}")
-
-    def _check_end(self, name: str, index: int, finish: FinishReason) -> None:
-        self.ends[index] = finish.name
-        expected = expected_answer(self.request, index)
-        brought = tuple(self.tokens[index])
-        assert expected.allows(brought, finish), f"{name}: another answer than alone, {brought} and {finish}"
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_refused or len(self.ends) == self.request.num_sequences
+def sublayers_of(shape: Decision) -> tuple[int, ...]:
+    return tuple(layout.num_sublayers for layout in shape.layouts)

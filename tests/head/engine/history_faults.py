@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
+from ppserve.core.architecture import Split
 from tests.head.engine.scripted import SECOND
-from tests.head.engine.simulated_processes import StageProcess
+from tests.head.engine.simulated_processes import Lack, StageProcess
 
 if TYPE_CHECKING:
     from tests.head.engine.history import History
 
+NUM_SUBLAYERS = 8
 LASTS_S = (0.3, 2.0, 6.0, 11.0, 20.0)
 
 
 class Faults:
-    """The faults of one history. number: planned so far."""
+    """The faults of one history. number: planned so far, with num_reshapes."""
 
     def __init__(self, history: History) -> None:
         self.number = 0
+        self.num_reshapes = 0
         self._history, self._world, self._network = history, history.world, history.network
         self._random, self._size = history.random, history.grid.size
         self._is_cut_for_good = False
@@ -41,7 +46,27 @@ class Faults:
         if random.random() < 0.15 and not self._history.never_heals:
             at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
             over_s = max(over_s, self._plan(self._restart_head, at_s, lasts_s))
-        return over_s
+        return max(over_s, self._plan_reshapes())
+
+    def _plan_reshapes(self) -> float:
+        """Layers are divided anew in half of the histories, also while faults last. Returns when the last begins.
+        Chance of its own: histories without reshapes are what they were."""
+        history, random = self._history, Random(f"reshapes of {self._history.seed}")
+        if history.never_heals or random.random() < 0.5:
+            return 0.0
+        for host in history.hosts:
+            host.lack = random.choice((None, *Lack)) if history.num_stages > 1 else None
+        at_s = 0.0
+        for _ in range(random.randint(1, 3)):
+            at_s += random.choice((random.uniform(0.0, 0.5), random.uniform(0.0, 3.0)))
+            num_stages = random.randint(1, history.num_stages)
+            cuts = sorted(random.sample(range(1, NUM_SUBLAYERS), num_stages - 1))
+            sizes = map(operator.sub, (*cuts, NUM_SUBLAYERS), (0, *cuts))
+            replica = random.randrange(history.num_replicas)
+            self._world.after(at_s, partial(history.reshape, replica, Split(tuple(sizes))))
+            self.number += 1
+            self.num_reshapes += 1
+        return at_s
 
     def _plan(self, fault: Callable[[int, float], None], at_s: float, lasts_s: float) -> float:
         self.number += 1

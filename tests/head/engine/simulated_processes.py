@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from ppserve import wire
+from ppserve.core.architecture import StageLayout
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepStamps
 from ppserve.core.scheduling.slots import PROBE
@@ -24,10 +26,25 @@ from tests.hellos import hello, host_of
 from tests.simulated_stage import SimulatedStage
 
 POISON_SEED = 666
+MOST_SUBLAYERS = 5
+"""More of them a rank cannot have on a host that lacks something."""
 _FROZEN_S = 4.0
 _JOIN_WITHIN_S = 25.0
 _RETRY_EVERY_S = 0.2
 _KILLED = -9
+
+
+class Lack(Enum):
+    """What becomes of a rank that gets too many layers."""
+
+    WEIGHTS = auto()
+    """It says that it cannot load them."""
+    LIFE = auto()
+    """The system ends its process while it loads."""
+    ROOM = auto()
+    """One full sequence has no room beside them."""
+    CACHE = auto()
+    """It says that it has no memory for the cache of an epoch."""
 
 
 class Host:
@@ -48,6 +65,8 @@ class Host:
         """Ranks whose stages compute nothing, and after how many seconds these die."""
         self.dies_of_requests: int | None = None
         """A rank whose stages compute nothing but probes."""
+        self.lack: Lack | None = None
+        """What a rank has too little of for more than MOST_SUBLAYERS of them."""
         self.num_deaths = 0
         self._policies = {r: RestartPolicy(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
@@ -101,9 +120,11 @@ class StageProcess:
         self._connection: Connection | None = None
         self._link: HeadLink | None = None
         self._heard_ns = 0
-        is_last = at.stage == host.grid.pipeline - 1
-        self._is_last = is_last
-        self._computing = SimulatedStage(BLOCK_SIZE, self.place, draws=is_last and at.tensor == 0)
+        self.layout: StageLayout | None = None
+        """What it has loaded."""
+        self._is_last = False
+        self._num_blocks = 0
+        self._computing = SimulatedStage(BLOCK_SIZE, self.place)
         self._epoch = 0
         if rank in host.ends_after_s:
             host.world.after(host.ends_after_s[rank], lambda: self.end("as every time"))
@@ -194,27 +215,49 @@ class StageProcess:
         match message:
             case wire.Shutdown(code):
                 self.end("told to end", code)
-            case wire.Assign():
-                loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, None)
-                self.later(self._world.between(0.05, 0.4), lambda: self._say(loaded))
-            case wire.Form(epoch):
-                self._enter(epoch)
+            case wire.Assign(layout):
+                assert not self._epoch, "the head assigns layers to ranks that are in no epoch"
+                self.layout = None
+                self.later(self._world.between(0.05, 0.4), partial(self._load, layout))
+            case wire.Form():
+                self._enter(message)
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
             case wire.Plan(plan) if plan.epoch == self._epoch:
+                assert all(max(piece.block_table, default=0) < self._num_blocks for piece in plan.slices)
                 self._computing.send(plan)
                 self._compute()
 
+    def _lacks(self, what: Lack, layout: StageLayout) -> bool:
+        return self._host.lack is what and layout.num_sublayers > MOST_SUBLAYERS
+
+    def _load(self, layout: StageLayout) -> None:
+        if self._lacks(Lack.LIFE, layout):
+            self.end("too many layers")
+        elif self._lacks(Lack.WEIGHTS, layout):
+            self._say(wire.Unable("too many layers"))
+        else:
+            self.layout = layout
+            num_blocks = NUM_BLOCKS // 4 if self._lacks(Lack.ROOM, layout) else NUM_BLOCKS - layout.num_sublayers
+            self._say(wire.Loaded("cpu", 1, 1, 10, 10 * num_blocks, None))
+
     # ---- epochs ---------------------------------------------------------------------------------------
 
-    def _enter(self, epoch: int) -> None:
+    def _enter(self, form: wire.Form) -> None:
         self._leave()
-        self._epoch = epoch
+        assert self.layout == form.layout, "an epoch is of the layers that are loaded"
+        if self._lacks(Lack.CACHE, form.layout):
+            self._say(wire.Unable("no memory for a cache"))
+            return
+        self._epoch = epoch = form.epoch
+        self._num_blocks = form.num_blocks
+        self._is_last = form.layout.is_last
+        self._computing.draws = self._is_last and self.tensor == 0
         if self.place == 0:
             self._say(wire.StoreOpened(epoch, 1))
         group = self._groups.setdefault(epoch, {})
         group[self.place] = self
-        if len(group) == len(self._host.processes):
+        if len(group) == form.layout.num_places:
             for process in group.values():
                 process.later(self._world.between(0.01, 0.1), partial(process.joined, epoch))
         self.later(_JOIN_WITHIN_S, lambda: self._give_up_joining(epoch))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Set
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from ppserve.core.architecture import Split
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
@@ -64,8 +66,16 @@ class ThreeLossesConvict(PoisonIsolation):
         return None
 
 
+class BlamesForReshapes(Replica):
+    """Keeps who was in flight when layers were divided anew, for the next rank that dies."""
+
+    def reshape(self, split: Split, formed: Future[int]) -> None:
+        self._handle_event(self.members.reshape(split, formed, self._clock()))
+
+
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
     "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(120)),
+    "blames for reshapes": ({"replica": BlamesForReshapes}, range(120)),
     "remembers lost steps": ({"replica": RemembersLostSteps}, range(60)),
 }
 """What is planted, and which histories are searched for it."""

@@ -126,7 +126,7 @@ def test_of_a_stages_tensor_ranks_the_one_that_owes_a_step_is_dropped(owing: int
     rig.wait(STEP_DEADLINE_NS / SECOND + 2)
     assert set(rig.control.dropped) == {(rig.ranks[owing], "stuck")}
     rig.lose(rig.ranks[owing], "stuck")
-    assert rig.replica._books._ranks._came == {}, "what the others reported is of no step any more"
+    assert rig.replica._books._ranks._results == {}, "what the others reported is of no step any more"
 
 
 def test_every_plan_has_its_draws_complete_in_each_epoch() -> None:

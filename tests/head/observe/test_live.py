@@ -62,7 +62,7 @@ def test_every_kind_of_time_has_its_own_name_wherever_it_is_shown() -> None:
     told = topology_message(describe_topology(readings))
     assert read_ledger(told) == (StageTimes({"busy": sum(busy.values())}, bubble, ns[IDLE]),)
     metrics = Metrics(1)
-    metrics.read_ledger(lambda: tuple(reading.times for reading in readings))
+    metrics.read_pipelines(lambda: readings)
     shown = {
         sample.labels.get("phase") or sample.labels.get("cause") or IDLE: sample.value * SECOND
         for family in text_string_to_metric_families(metrics.page().body.decode())

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
@@ -13,12 +16,15 @@ from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.scheduler import DRAFT_OUTCOMES
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
-from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
+from ppserve.head.descriptions import ModelDescription
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
 from ppserve.tokenizer import no_tokenizer
 from tests.architectures import gpt2 as gpt2_architecture
 from tests.core.artificial import account_of, plan
+from tests.fake_engine import READING
+from tests.hellos import changed
 
 CONTRACT = {
     "ppserve_stage_busy_seconds_total": "counter",
@@ -79,8 +85,13 @@ def metrics():
 
 def scrape(metrics: Metrics) -> Scrape:
     """What the metrics say, with an empty ledger."""
-    metrics.read_ledger(lambda: (account_of(2).snapshot(0),))
+    metrics.read_pipelines(lambda: readings_of(account_of(2).snapshot(0)))
     return read(metrics)
+
+
+def readings_of(*times: tuple[StageTimes, ...]) -> list[ReplicaReading]:
+    """Replicas of one stage each whose ranks have spent this time. times: also of stages that no shape uses."""
+    return [replace(READING, replica=number, times=each) for number, each in enumerate(times)]
 
 
 def read(metrics: Metrics) -> Scrape:
@@ -92,18 +103,6 @@ def read(metrics: Metrics) -> Scrape:
 def description() -> ModelDescription:
     arch = gpt2_architecture(4, 64, 4, 128, 300, 300, 256)
     return ModelDescription("tiny", arch, 1000, "float32", "none", 128, True, True, "", "0.1.0")
-
-
-def topology() -> Topology:
-    stages = (
-        StageDescription(
-            0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100, ranks=(RankDescription(0, 0, "one", "cpu", 700),)
-        ),
-        StageDescription(
-            1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100, ranks=(RankDescription(1, 0, "two", "cuda:0", 300),)
-        ),
-    )
-    return Topology(stages, "gloo", 1, 2)
 
 
 def opened(num_sequences: int = 1) -> OpenRequest:
@@ -121,7 +120,7 @@ def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: fl
 
 
 def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
-    metrics.describe(description(), topology())
+    metrics.describe(description())
     seen = scrape(metrics)
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", seen.text, re.MULTILINE))
     assert types.items() >= CONTRACT.items()
@@ -148,18 +147,40 @@ def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
 
 def test_every_tensor_rank_of_every_replica_has_its_row():
     metrics = Metrics(1, num_replicas=2)
-    stages = tuple(
-        StageDescription(0, 2 * number, "one", "2 x cpu", 0, 4, "0-3", 1000, 4000, 100, replica=number, ranks=(
-            RankDescription(2 * number, 0, "one", "cpu", 510),
-            RankDescription(2 * number + 1, 1, f"host{number}", "cpu", 490),
-        ))
-        for number in range(2)
-    )  # fmt: skip
-    metrics.describe(description(), Topology(stages, "gloo", 1, 1))
+    ((one,),) = READING.ranks
+    readings = []
+    for number in range(2):
+        host = replace(one, hello=changed(one.hello, name=f"host{number}"))
+        ranks = []
+        for tensor, (of, size) in enumerate(((one, 510), (host, 490))):
+            what = structs.replace(one.loaded, params=size)
+            ranks.append(replace(of, rank=2 * number + tensor, tensor=tensor, loaded=what))
+        readings.append(replace(READING, replica=number, ranks=(tuple(ranks),), gathered_ns=((0, 0),)))
+    metrics.describe(description())
+    metrics.read_pipelines(lambda: readings)
     seen = read(metrics)
     assert seen.total("ppserve_stage_info", stage="0") == 4
     assert seen.total("ppserve_stage_info", replica="1", rank="3", host="host1", params="490", device="cpu") == 1
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
+
+
+def test_where_layers_are_divided_anew_the_rows_of_before_end() -> None:
+    metrics = Metrics(2)
+    ((one,),) = READING.ranks
+    told = []
+    for sublayers in ((8,), (2, 6), (6, 2), (8,)):
+        members = tuple((replace(one, rank=stage, stage=stage),) for stage in range(len(sublayers)))
+        shape = replace(READING.decision, layouts=stage_layouts(Split(sublayers)))
+        parts = {"steps": (0, 0), "steps_in_shape": (0, 0), "gathered_ns": ((0,), (0,))}
+        times = READING.times * 2
+        told.append([replace(READING, decision=shape, ranks=members, times=times, times_in_shape=times, **parts)])
+    following = iter(told)
+    metrics.read_pipelines(lambda: next(following))
+    for expected in ({("0", "0-3")}, {("0", "0"), ("1", "1-3")}, {("0", "0-2"), ("1", "3")}, {("0", "0-3")}):
+        seen = read(metrics)
+        rows = [dict(labels) for name, labels in seen.values if name == "ppserve_stage_info"]
+        assert {(row["stage"], row["layers"]) for row in rows} == expected
+        assert len(rows) == len(expected)
 
 
 def loaded(running: int, kv_usage: float, drafted: tuple[int, ...] = (0, 0)) -> Any:
@@ -174,7 +195,7 @@ def loaded(running: int, kv_usage: float, drafted: tuple[int, ...] = (0, 0)) -> 
 def test_each_replica_has_its_own_figures():
     metrics = Metrics(1, num_replicas=2)
     times = [account_of(1).snapshot(0)[0], replace(account_of(1).snapshot(0)[0], idle_ns=3_000_000_000)]
-    metrics.read_ledger(lambda: ((times[0],), (times[1],)))
+    metrics.read_pipelines(lambda: readings_of((times[0],), (times[1],)))
     metrics.steps.on_load(0, loaded(running=4, kv_usage=0.25), 2, 3)
     metrics.steps.on_load(1, loaded(running=1, kv_usage=0.75), 1, 3)
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=1), 11.0)
@@ -208,7 +229,7 @@ def test_a_scrape_reads_the_ledger_once_and_sums_to_the_wall_on_every_stage(metr
     account, readings = account_of(2), iter([7_500_000_000])
     account.demand_began(1_000_000_000)
     account.demand_ended(3_000_000_000)
-    metrics.read_ledger(lambda: (account.snapshot(next(readings)),))
+    metrics.read_pipelines(lambda: readings_of(account.snapshot(next(readings))))
     seen = read(metrics)
     for stage in "01":
         assert seen("ppserve_stage_idle_seconds_total", stage=stage) == 5.5

@@ -17,6 +17,8 @@ import tiktoken
 import torch
 import transformers
 
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.fetching import fetched
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import architecture, random_tensors, write_gguf
 from tools import chat, make_random_llama
@@ -137,3 +139,38 @@ def test_a_signal_ends_the_server_of_make_chat(ready: str, ending: signal.Signal
     for started in tmp_path.glob("*.pid"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(started.read_text()), 0)
+
+
+def made_chat(model: str, lines: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, chat.__file__, "--model", model]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=220, check=False)
+
+
+OPTIONS = ["max_tokens = 512", "temperature = 0.7", "repetition_penalty = 1.1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_make_chat_talks_with_the_server_that_it_starts_and_ends_both() -> None:
+    done = made_chat("tiny", "/show\n/stages\nhi\n")
+    starting, served, system, *rest = done.stderr.splitlines()
+    assert (starting, system) == ("starting 2 stages of tiny", "system message: none")
+    assert served.startswith("tiny, 2.843 M parameters, ")
+    assert rest[:3] == OPTIONS
+    assert rest[4] == "the last line shows what the stages do; /stages hides it"
+    assert "no chat template" in rest[5]
+    assert done.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_make_chat_serves_smollm2_in_the_four_bits_of_its_file_and_says_so() -> None:
+    try:
+        fetched()
+    except CheckpointError:
+        pytest.skip("needs smollm2: ppserve fetch smollm2")
+    done = made_chat("smollm2", "/show\n/set seed 3\nWhat is the capital of France?\n")
+    assert done.returncode == 0
+    assert "Paris" in done.stdout
+    assert "int4 weights" in done.stderr.splitlines()[1]
+    assert done.stderr.splitlines()[3:6] == OPTIONS

@@ -11,7 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-READY = re.compile(r"^ppserve ready grpc=\S+ metrics=(\S+) .*http=(\S+)$", re.MULTILINE)
+READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
+SERVED = re.compile(r"^ppserve [\d.]+: (.*)$", re.MULTILINE)
+"""The line of the server's banner that says what it serves, in which numbers."""
 PPSERVE = (sys.executable, "-m", "ppserve")
 ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
@@ -45,8 +47,11 @@ def main() -> int:
                     return server.returncode
                 time.sleep(0.1)
             signal.signal(signal.SIGINT, lambda *_: None)
-            places = ("--url", f"http://{ready[2]}", "--metrics", ready[1])
-            return subprocess.run([*PPSERVE, "chat", *places, *others], check=False).returncode
+            if served := SERVED.search(log.read_text(errors="replace")):
+                print(served[1], file=sys.stderr)
+            return subprocess.run(
+                [*PPSERVE, "chat", "--url", f"http://{ready[1]}", *others], check=False
+            ).returncode
         finally:
             server.terminate()
             server.wait()

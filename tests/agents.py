@@ -97,7 +97,11 @@ def claude_code(history: list[dict[str, Any]], request: int, num_words: int, mod
     first = [{"type": "text", "text": reminder}, {"type": "text", "text": TASK, "cache_control": EPHEMERAL}]
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": first}, *history],
+        "messages": [
+            {"role": "user", "content": first},
+            {"role": "system", "content": "The tree is clean."},
+            *history,
+        ],
         "system": system,
         "tools": CLAUDE_TOOLS,
         "metadata": {"user_id": json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": "s"})},

@@ -1,6 +1,6 @@
 """Clients that people already have, unmodified, against servers of this checkout: `make clients`.
 
-    python -m benchmarks.clients                            all but vLLM's, whose package takes gigabytes
+    python -m benchmarks.clients       all but vLLM's and the agents', whose packages take half a gigabyte and more
     python -m benchmarks.clients --only harness --only vllm
 
 Each client is installed, at the version that was tried, in a virtual environment outside the tree
@@ -8,6 +8,7 @@ Each client is installed, at the version that was tried, in a virtual environmen
 first that shows something wrong ends the run with a trace.
 
     anthropic  Anthropic's client: whole, streamed, counted, with tools; a prompt behind a varying header is cached
+    claude-code, codex  the agents' own programs (needs npm): a tool is run, and its result given back
     harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
     langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
     lines      httpx, requests and huggingface_hub, which split a stream at all that `str.splitlines` does
@@ -19,6 +20,7 @@ first that shows something wrong ends the run with a trace.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -37,6 +39,7 @@ import openai
 import torch
 import transformers
 
+from benchmarks.clients.agents import AGENTS, use
 from benchmarks.local_server import running
 from ppserve.tokenizer import load_tokenizer
 from tests.ports import port_to_come_back_to
@@ -151,6 +154,13 @@ def show_node(_programs: Path, folder: Path) -> str:
         return run(["node", str(script), server.http], folder).strip()
 
 
+def show_agent(name: str, _programs: Path, folder: Path) -> str:
+    """What a session of this agent showed."""
+    agent = AGENTS[name]
+    run(["npm", "install", "--silent", "--no-audit", "--no-fund", agent.package], folder)
+    return asyncio.run(use(agent, folder / "node_modules" / ".bin", folder))
+
+
 def show_smg(programs: Path, folder: Path) -> str:
     """Ask through smg for the texts that our own HTTP gives. smg gets the tokenizer from the server."""
     port, metrics_port = port_to_come_back_to(), port_to_come_back_to()
@@ -218,6 +228,7 @@ def show_vllm(programs: Path, folder: Path) -> str:
 
 # Name -> what it needs, and what it shows: given the environment's folder of programs, and an empty folder.
 CLIENTS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
+    **{name: (PLAIN, partial(show_agent, name)) for name in AGENTS},
     "anthropic": (PLAIN, partial(show_script, "anthropic_client.py")),
     "harness": (PLAIN, show_harness),
     "langchain": (PLAIN, partial(show_script, "langchain_class.py")),

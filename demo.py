@@ -131,7 +131,8 @@ def practise(tour: Tour) -> tuple[list[Schedule], float]:
         for m, of_m in runs.items():
             tour.progress(f"round {number} of {ROUNDS}: m = {m}")
             schedule, hidden_TD = run_microbatches(tour, line, prompts, m)
-            of_m += [schedule] * (number > 0)
+            if number > 0:
+                of_m.append(schedule)
             outputs += [] if hidden_TD is None else [hidden_TD]
     error = max(((out_TD - outputs[0]).abs().max().item() for out_TD in outputs), default=0.0)
     line.close()

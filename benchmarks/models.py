@@ -22,6 +22,7 @@ from throughput import DTYPES, LEAST_REQUESTS, SETTLE_S, Shape, timed
 
 from ppserve.bench.caller import Caller
 from ppserve.bench.measure import introduce, warm_up
+from ppserve.core.figures import counted
 
 KV_MIB = 256
 
@@ -62,7 +63,7 @@ async def speeds(target: str, numbers_of_callers: Sequence[int]) -> list[float]:
 
 def rows(models: Sequence[str], stages: int, numbers_of_callers: Sequence[int]) -> Iterator[str]:
     """Markdown: the heads of the columns, and a row for each model."""
-    heads = [f"{callers} caller{'s' * (callers > 1)}" for callers in numbers_of_callers]
+    heads = [counted(callers, "caller") for callers in numbers_of_callers]
     yield f"| model | largest stage | all processes | {' | '.join(heads)} |"
     yield "|---" * (3 + len(heads)) + "|"
     for model in models:

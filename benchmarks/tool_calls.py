@@ -36,7 +36,9 @@ MAX_TOKENS = 400
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     """A schema of arguments, or of one of them, whose values have a bounded length."""
     kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "either"]
-    kind = "object" if depth == 0 else rng.choice(kinds + ["object", "array"] * (depth < 3))
+    if depth < 3:
+        kinds += ["object", "array"]
+    kind = "object" if depth == 0 else rng.choice(kinds)
     match kind:
         case "object":
             names = rng.sample(WORDS, rng.randint(0 if depth == 0 else 1, 4))

@@ -116,7 +116,7 @@ class TourStage:
 def even_split(arch: Architecture, num_stages: int) -> Split:
     """Give every stage equally many layers, or one more."""
     each, more = divmod(arch.num_layers, num_stages)
-    return Split(tuple(2 * (each + (stage < more)) for stage in range(num_stages)))
+    return Split(tuple(2 * (each + 1 if stage < more else each) for stage in range(num_stages)))
 
 
 def slice_of(sequence: int, start: int, token_ids: Sequence[int], draws: bool = False) -> Slice:

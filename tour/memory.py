@@ -46,7 +46,7 @@ def memory(tour: Tour) -> None:
 
     stages = (1, 2, 4, 8)
     tour.explain("The fullest stage of larger models, in bfloat16, with keys and values of 32 x 1,024 tokens:")
-    tour.say("  GiB  " + "".join(f"{f'{p} stage' + 's' * (p > 1):>11}" for p in stages))
+    tour.say("  GiB  " + "".join(f"{f'{p} stage' if p == 1 else f'{p} stages':>11}" for p in stages))
     needs = {
         name: [fullest_stage_gib(larger.architecture(Path()), p) for p in stages]
         for name, larger in LARGER_MODELS.items()

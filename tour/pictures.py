@@ -20,7 +20,7 @@ _KINDS |= {"token_return": "#8fb59a", "host": "#9c8bbd"}
 
 
 def _schedule_title(schedule: Schedule, first: Schedule) -> str:
-    what = f"{schedule.m} microbatch{'es' * (schedule.m > 1)}: {schedule.wall / 1e6:.0f} ms"
+    what = f"{schedule.m} {'microbatch' if schedule.m == 1 else 'microbatches'}: {schedule.wall / 1e6:.0f} ms"
     return what if schedule is first else f"{what}, {schedule.wall / first.wall:.0%} of the time of one"
 
 
@@ -66,7 +66,7 @@ class Pictures:
         for i, p in enumerate(stages):
             places = [m + (i - (len(stages) - 1) / 2) * width for m in range(len(models))]
             bars = panel.bar(places, [needs[i] for needs in models.values()], width, color=_COLOURS[i])
-            bars.set_label(f"{p} stage{'s' * (p > 1)}")
+            bars.set_label(f"{p} stage" if p == 1 else f"{p} stages")
             panel.bar_label(bars, fmt="%.1f", fontsize=8)
         panel.set_xticks(range(len(models)), list(models))
         panel.set_yscale("log")

@@ -136,7 +136,10 @@ class Terminal:
                 os.close(stop_writes)
                 reader.join()
                 os.close(stop_reads)
-                self._show(_ERASE_BELOW * bool(self._stages_line()) + "\n" * (self._wrap.column > 0))
+                if self._stages_line():
+                    self._show(_ERASE_BELOW)
+                if self._wrap.column > 0:
+                    self._show("\n")
         self._output.disable_bracketed_paste()
         self._output.flush()
 
@@ -156,7 +159,9 @@ class Terminal:
         width = self._output.get_size().columns
         shown = begin_style + self._wrap.add(text, width) + end_style
         if line := self._stages_line():
-            below = f"\n{line[: width - 1]}\x1b[A\r" + f"\x1b[{self._wrap.column}C" * (self._wrap.column > 0)
+            below = f"\n{line[: width - 1]}\x1b[A\r"
+            if self._wrap.column > 0:
+                below += f"\x1b[{self._wrap.column}C"
             shown = _ERASE_BELOW + shown + below
         self._show(shown)
 

@@ -215,7 +215,7 @@ def test_the_server_says_where_its_metrics_are(has_metrics: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     engine = FakeEngine()
-    with served_in_thread(engine, metrics_port=port * has_metrics) as target, Client(target) as client:
+    with served_in_thread(engine, metrics_port=port if has_metrics else 0) as target, Client(target) as client:
         reading = read(client, target, None)
         assert reading.problem.startswith(f"http://127.0.0.1:{port}/load.json: " if has_metrics else "")
         assert bool(reading.problem) == has_metrics

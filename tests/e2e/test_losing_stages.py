@@ -67,7 +67,7 @@ def ask_and_hurt(
 ) -> list[Answer]:
     """The answers of all streams, during which a rank's stage is sent a signal."""
     stage, tensor = divmod(rank, num_tensor)
-    died = f"stage {stage}{f' tensor {tensor}' * (num_tensor > 1)} died"
+    died = f"stage {stage} tensor {tensor} died" if num_tensor > 1 else f"stage {stage} died"
     since = len(server.log)
     with asking(server, requests) as answers:
         os.kill(server.stage_pid(rank), signum)

@@ -369,7 +369,7 @@ class Members(Ranks):
             return None
         was_formed = self._end_epoch(now_ns)
         is_fruitless = was_formed and is_error and not self._worked
-        self._fruitless = 0 if self._worked else self._fruitless + is_fruitless
+        self._fruitless = 0 if self._worked else self._fruitless + (1 if is_fruitless else 0)
         self._attempts = self._attempts + 1 if was_forming else self._fruitless
         self._settled_ns = now_ns + min(patience.SETTLE_NS << self._attempts, patience.SETTLE_AT_MOST_NS)
         log.warning("epoch %d %s: %s", self.epoch, "was lost" if was_formed else "did not form", cause)

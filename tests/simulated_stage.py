@@ -21,7 +21,7 @@ order. In one point it is stricter than a stage: a slice does not see what other
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -169,7 +169,9 @@ class SimulatedStage:
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
         self.drawn: tuple[Drawn, ...] = ()
-        self.masks: dict[int, Iterable[bytes | None]] = {}
+        self.cancelled: set[int] = set()
+        """Ids of steps that await no masks any more."""
+        self.masks: dict[int, tuple[bytes | None, ...]] = {}
         """The masks of steps that were sent without them, by the step's id."""
         self._queue: deque[StepPlan] = deque()
         self._numbers: dict[tuple[int, int], int] = {}
@@ -187,6 +189,8 @@ class SimulatedStage:
         if not self._queue:
             return None
         plan = self._queue[0]
+        if plan.awaits_masks and plan.step_id in self.cancelled:
+            plan = replace(plan, awaits_masks=False)
         if plan.awaits_masks and plan.step_id in self.masks:
             plan = plan.with_masks(self.masks[plan.step_id])
         return plan.with_drawn(self.drawn) if plan.is_ahead else plan

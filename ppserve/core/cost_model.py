@@ -46,11 +46,13 @@ class StepSize:
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> StepSize:
-        context, sampled = 0.0, 0
+        rows, context, sampled = 0, 0.0, 0
         for slice_ in plan.slices:
-            context += _keys_read(slice_.start, len(slice_.token_ids))
+            num_tokens = slice_.num_tokens
+            rows += num_tokens
+            context += _keys_read(slice_.start, num_tokens)
             sampled += len(slice_.targets) + slice_.num_draws
-        return cls(plan.num_tokens, context, sampled)
+        return cls(rows, context, sampled)
 
     def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
         """Return the size of the step with one slice more. start: the position of its first token."""

@@ -15,14 +15,6 @@ from dataclasses import dataclass, replace
 
 from ppserve.core.request import SamplingParams
 
-DRAWN = -1
-"""It stands, in a plan that is sent ahead, for the token that the previous step draws for the sequence."""
-
-
-LATER = b""
-"""It stands, in a plan that is sent ahead, for a mask that depends on such a token. The mask follows in
-`StepMasks`."""
-
 
 def packed_ids(token_ids: Seq[int]) -> bytes:
     """Pack token ids as little-endian int32. Two packed lists, joined, are the packed joined list."""
@@ -71,10 +63,12 @@ class Draw:
 class Slice:
     """One sequence's consecutive tokens in a step."""
 
-    sequence_id: int
+    sequence_id: int | None
+    """None: of no sequence, but of a probe."""
     start: int
     """The position of the first token."""
     token_ids: tuple[int, ...]
+    """Empty in a plan that is sent ahead, for the one token that the step before draws for the sequence."""
     block_table: tuple[int, ...]
     """The KV blocks of positions 0 to end - 1, in order; entry i holds the positions from i * block_size on."""
     draw: Draw | None = None
@@ -90,8 +84,12 @@ class Slice:
     """The masks of the draws after each draft token; empty if no token filter decides about the sequence."""
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or 1
+
+    @property
     def end(self) -> int:
-        return self.start + len(self.token_ids)
+        return self.start + self.num_tokens
 
     @property
     def num_draws(self) -> int:
@@ -103,8 +101,8 @@ class Slice:
         """The draws, each with the position of its token, as if the draft tokens before it had been drawn."""
         if self.draw is None:
             return
-        first = len(self.token_ids) - self.num_draws
-        for row in range(first, len(self.token_ids)):
+        first = self.num_tokens - self.num_draws
+        for row in range(first, self.num_tokens):
             draw = self.draw.after(self.token_ids[first + 1 : row + 1])
             if row > first and self.draft_masks:
                 draw = replace(draw, mask=self.draft_masks[row - first - 1])
@@ -120,23 +118,20 @@ class StepPlan:
     slot: int
     slices: tuple[Slice, ...]
     is_ahead: bool = False
-    """Whether it was sent before the previous step had drawn its tokens. Then each slice has the one token
-    DRAWN."""
-
-    @property
-    def awaits_masks(self) -> bool:
-        """Whether masks of its draws follow in `StepMasks`."""
-        return self.is_ahead and any(s.draw is not None and s.draw.mask == LATER for s in self.slices)
+    """Whether it was sent before the previous step had drawn its tokens. `with_drawn` completes it."""
+    awaits_masks: bool = False
+    """Whether the masks of its draws, which depend on those tokens, follow in `StepMasks`. `with_masks` completes
+    it."""
 
     @property
     def num_tokens(self) -> int:
         """The number of rows of hidden states that each stage sends to the next in this step."""
-        return sum(len(s.token_ids) for s in self.slices)
+        return sum(s.num_tokens for s in self.slices)
 
     @property
     def phase(self) -> str:
         """`prefill`, `decode` or `mixed`, for metrics and the ledger. All three are computed in the same way."""
-        decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
+        decodes = sum(s.num_draws == s.num_tokens for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
     def with_drawn(self, drawn: Iterable[Drawn]) -> StepPlan:
@@ -151,13 +146,12 @@ class StepPlan:
         return replace(self, slices=tuple(slices))
 
     def with_masks(self, masks: Iterable[bytes | None]) -> StepPlan:
-        """Return the plan with the masks of its `StepMasks`."""
-        later, slices = iter(masks), []
-        for s in self.slices:
-            if s.draw is not None and s.draw.mask == LATER:
-                s = replace(s, draw=replace(s.draw, mask=next(later)))
-            slices.append(s)
-        return replace(self, slices=tuple(slices))
+        """Complete a plan that awaits masks by `StepMasks.masks`."""
+        slices = []
+        for s, mask in zip(self.slices, masks, strict=True):
+            assert s.draw is not None, "what is sent ahead draws"
+            slices.append(s if mask is None else replace(s, draw=replace(s.draw, mask=mask)))
+        return replace(self, slices=tuple(slices), awaits_masks=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +161,7 @@ class StepMasks:
     epoch: int
     step_id: int
     masks: tuple[bytes | None, ...]
-    """One for each slice with LATER, in their order. None: any id may be drawn, or the answer has ended and its
-    draw is not used."""
+    """One for each slice. None: any id may be drawn, or the answer has ended and its draw is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +178,7 @@ class TokenLogprobs:
 class Drawn:
     """A token that was drawn for a sequence. Those of one slice are in order."""
 
-    sequence_id: int
+    sequence_id: int | None
     token_id: int | None
     """None: the logits were not finite."""
     logprobs: TokenLogprobs | None = None
@@ -195,7 +188,7 @@ class Drawn:
 class Scored:
     """The log-probabilities of a slice's `targets`, in order."""
 
-    sequence_id: int
+    sequence_id: int | None
     logprobs: tuple[TokenLogprobs, ...]
 
 

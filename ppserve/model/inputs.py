@@ -129,6 +129,7 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache[Inputs], ga
     tables = np.fromiter(chain.from_iterable(s.block_table for s in slices), np.int64, int(table_sizes_S.sum()))
     first_row_S = _starts(num_rows_S)
     table_begin_S = _starts(table_sizes_S)
+    assert num_rows_S.all(), "a plan that was sent ahead of its tokens has none yet"
     assert (table_sizes_S * block_size >= start_S + num_rows_S).all(), "a block table is too short for its slice"
 
     slice_T = np.repeat(np.arange(count), num_rows_S)

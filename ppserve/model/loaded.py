@@ -46,6 +46,7 @@ def cached(
         inputs = build_inputs(plan, layout, cache, gather)
 
         def read_out(hidden_TD: torch.Tensor, with_masks: StepPlan) -> Reading:
+            assert not with_masks.awaits_masks, "nothing is drawn before the masks are there"
             own = inputs if with_masks is plan else inputs.with_plan(with_masks)
             return computing.read_out(own, hidden_TD)
 

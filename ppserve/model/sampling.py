@@ -60,7 +60,7 @@ class ReadRow:
     """The purpose for which a row of logits is read: a draw, the log-probability of a target, or none
     (padding)."""
 
-    sequence_id: int = 0
+    sequence_id: int | None = None
     draw: Draw | None = None
     position: int = 0  # of the token that is drawn
     target: int | None = None
@@ -131,7 +131,7 @@ def _best_ids(rows: list[ReadRow], own_Rv: torch.Tensor, gather: Gather, vocabul
     return [int(token_id) if np.isfinite(best) else None for best, token_id in best_R2]
 
 
-def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) -> Drawn:
+def draw_token(sequence_id: int | None, wanted: Draw, position: int, logits_V: Floats) -> Drawn:
     """Draw the token at `position` of a sequence, counted from the beginning of its prompt."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)

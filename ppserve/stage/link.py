@@ -7,8 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import repeat
+from collections.abc import Callable
 from typing import Any
 
 from ppserve import wire
@@ -93,11 +92,11 @@ class HeadLink:
             raise TransportError("the epoch was lost while a step waited for its masks")
         return plan.with_masks(masks)
 
-    def masks_of(self, plan: StepPlan) -> Iterable[bytes | None] | None:
+    def masks_of(self, plan: StepPlan) -> tuple[bytes | None, ...] | None:
         """Return the masks of a plan that was sent without them; None while they are not there. For a cancelled
         plan, there are masks that allow all ids."""
         if plan.step_id in self.cancelled:
-            return repeat(None)
+            return (None,) * len(plan.slices)
         return next((of.masks for of in self.masks if (of.epoch, of.step_id) == (plan.epoch, plan.step_id)), None)
 
     def _is_lost(self, plan: StepPlan) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import DRAWN, LATER, Draw, StepMasks, StepPlan
+from ppserve.core.plan import Draw, StepMasks, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.errors import CheckpointError, TransportError
@@ -137,7 +137,7 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     hot = Draw(SamplingParams(temperature=2.0, seed=5))
 
     def tell(step_id: int, token_ids: tuple[int, ...], start: int) -> None:
-        is_ahead = token_ids == (DRAWN,)
+        is_ahead = not token_ids
         lone.tell(wire.Plan(replace(with_draw(plan(1, step_id, token_ids, start), hot), is_ahead=is_ahead)))
 
     def drawn() -> int | None:
@@ -152,10 +152,10 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
     assert drawn() != right[2], "it depends on the token before"
     tell(4, (1, 2, 3), 0)
     for step_id, first in ((5, 3), (6, 4)):
-        tell(step_id, (DRAWN,), first)
+        tell(step_id, (), first)
     assert [drawn() for _ in range(3)] == right
     lone.tell(wire.Cancel((7,)))
-    tell(7, (DRAWN,), 5)
+    tell(7, (), 5)
     result = lone.hear(wire.Result).result
     assert (result.step_id, result.drawn, result.computed_ns) == (7, (), 0)
 
@@ -163,8 +163,8 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
 def ahead_of_masks(lone: OneStage, step_id: int) -> None:
     """After a prompt of three tokens, a step is sent whose mask is not known yet."""
     lone.tell(wire.Plan(plan(1, step_id - 1, (1, 2, 3), 0)))
-    masked = with_draw(plan(1, step_id, (DRAWN,), 3), Draw(SamplingParams(seed=5), mask=LATER))
-    lone.tell(wire.Plan(replace(masked, is_ahead=True)))
+    masked = with_draw(plan(1, step_id, (), 3), Draw(SamplingParams(seed=5)))
+    lone.tell(wire.Plan(replace(masked, is_ahead=True, awaits_masks=True)))
     assert lone.hear(wire.Result).result.step_id == step_id - 1
 
 
@@ -193,8 +193,8 @@ def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(l
     lone.enter(2)
     lone.tell(wire.Plan(replace(plan(2, 2, (1, 2, 3), 0))))
     lone.hear(wire.Result)
-    masked = with_draw(plan(2, 3, (DRAWN,), 3), Draw(SamplingParams(), mask=LATER))
-    lone.tell(wire.Plan(replace(masked, is_ahead=True)))
+    masked = with_draw(plan(2, 3, (), 3), Draw(SamplingParams()))
+    lone.tell(wire.Plan(replace(masked, is_ahead=True, awaits_masks=True)))
     lone.tell(wire.Shutdown())
     assert lone.hear(wire.Broken).epoch == 2
     assert lone.exit_code.result(WITHIN_S) == 0

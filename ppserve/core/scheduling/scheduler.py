@@ -6,7 +6,7 @@ gives requests to it; the scheduler owns their sequences while they run. The que
 Laws
 - A token is scheduled after it has returned to the head. There are two exceptions. A draft token is a guess: what
   was computed from a wrong one is dropped, and the right token's step overwrites its keys and values. And where
-  one rank computes all of the model, its next step is sent ahead, before its tokens are drawn (`slots`).
+  one rank computes all of the model, its next step is sent ahead, before its tokens are drawn (`sent_ahead`).
 - Stages run steps in order. So a prompt's next chunk may be scheduled while the one before is in flight, a block
   may be shared once the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence waits for a block.
@@ -28,11 +28,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ppserve.core.cost_model import StageCost
-from ppserve.core.plan import Drawn, Scored, Slice, StepMasks, StepPlan, StepResult
+from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
 from ppserve.core.request import Request
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache, worst_case_blocks
 from ppserve.core.scheduling.composer import Composer, Pick
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.sent_ahead import StepsAhead
 from ppserve.core.scheduling.sequence import EndCause, Sequence, SequenceEvent, SequenceGroup
 from ppserve.core.scheduling.slots import MicrobatchSlots, OwnedSlice
 from ppserve.core.scheduling.speculation import PromptLookup, Speculation
@@ -86,6 +87,7 @@ class Scheduler:
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._composer = Composer(config.prefill_chunk, config.max_auto_chunk, costs)
         self._speculation = Speculation(config, costs, new_drafter)
+        self.ahead = StepsAhead(config, self.slots, self._prefix_cache, self._speculation)
 
     # Steps
 
@@ -96,7 +98,7 @@ class Scheduler:
         requests that no replica computes.
         """
         if self.slots.are_full:
-            return None if lone is not None else self._schedule_ahead(others_wait)
+            return None if self._ready or lone is not None else self.ahead.schedule(self._running, others_wait)
         if self.slots.is_unproven and self._running:
             return None if self.is_busy else self._build([])  # a probe
         picks = self._compose(lone)
@@ -117,28 +119,12 @@ class Scheduler:
             if is_there and sequence.num_pending == 1:
                 is_there = self._speculation.draft(sequence, self._running) is not None
             sequence.note_masks(is_there)
-        _, sent_ahead = self.slots.next_without_masks or (None, ())
-        for sequence, _ in sent_ahead:
+        for sequence in self.ahead.filtered:
             try:
-                if sequence.is_live:
-                    sequence.find_mask()
+                sequence.find_mask()
             except RequestError as error:
                 events += self._end_request(sequence.request.id, error)
         return events
-
-    def take_step_masks(self) -> StepMasks | None:
-        """Return the masks of the next step that was sent ahead without them; None while one of them is missing.
-        The masks of a step are returned once."""
-        step = self.slots.next_without_masks
-        if step is None:
-            return None
-        plan, owned = step
-        filtered = [sequence for sequence, _ in owned if sequence.masks is not None]
-        if not all(sequence.find_mask() for sequence in filtered if sequence.is_live):
-            return None
-        self.slots.note_masks_sent(plan.step_id)
-        masks = tuple(sequence.mask_after(()) if sequence.is_live else None for sequence in filtered)
-        return StepMasks(plan.epoch, plan.step_id, masks)
 
     def _compose(self, lone: str | None) -> list[Pick]:
         if lone is None:
@@ -173,17 +159,19 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> CommittedStep | None:
         """Apply the last stage's result of a step. Return None if the step is unknown or of an older epoch."""
+        if result.epoch == self.slots.epoch:
+            self.ahead.note_returned(result.step_id)
         owned = self.slots.remove_step(result)
         if owned is None:
             return None
-        drawn: dict[int, list[Drawn]] = defaultdict(list)
+        drawn: dict[int | None, list[Drawn]] = defaultdict(list)
         for one in result.drawn:
             drawn[one.sequence_id].append(one)
         scored = {one.sequence_id: one for one in result.scored}
         events: list[SequenceEvent] = []
         num_tokens = 0
         for sequence, slice_ in owned:
-            num_tokens += len(slice_.token_ids) - slice_.num_draft_tokens
+            num_tokens += slice_.num_tokens - slice_.num_draft_tokens
             if sequence.is_live:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, slice_, drawn[sequence.id], scored.get(sequence.id))
@@ -245,46 +233,11 @@ class Scheduler:
         group = self._groups[sequence.request.id]
         event = group.end(sequence, cause, drawn)
         self._remove(sequence)
-        self.slots.cancel_ahead(self._is_unused)
+        self.ahead.cancel_unused()
         self.num_releases += 1
         if not group.live:
             del self._groups[group.key]
         return event
-
-    # Steps that are sent ahead
-
-    def _schedule_ahead(self, others_wait: bool) -> StepPlan | None:
-        """Return a step with one token of each sequence for which the step in flight draws (see `slots`). Return
-        None if prompts, draft tokens or a waiting request come next."""
-        if not self.config.runs_ahead or self.slots.num_slots > 1:
-            return None
-        parts = self.slots.only_step
-        drawing = [s for s, slice_ in parts if slice_.draw and s.is_live and s.num_free_positions > 0]
-        makes_room = others_wait and len(drawing) < len(parts)
-        has_drafts = any(slice_.num_draft_tokens for _, slice_ in parts)
-        # Masks that are made quickly are sent after the step, while it is computed.
-        has_slow_masks = any(s.masks is not None and s.masks.is_slow for s in drawing)
-        if self._ready or makes_room or has_drafts or has_slow_masks:
-            return None
-        if not drawing or any(self._speculation.draft(s, self._running) for s in drawing):
-            return None
-        owned = tuple(OwnedSlice(sequence, sequence.schedule_ahead()) for sequence in drawing)
-        for sequence in drawing:
-            self._prefix_cache.offer(sequence)
-        return self.slots.add_step(owned, is_ahead=True)
-
-    def _is_unused(self, sequence: Sequence, slice_: Slice) -> bool:
-        """Whether a slice that was sent ahead belongs to an ended sequence, and writes no block that others
-        share."""
-        num_shared = sequence.num_published * self.config.block_size
-        return not sequence.is_live and slice_.start >= num_shared
-
-    def _is_unneeded(self, sequence: Sequence, slice_: Slice) -> bool:
-        """Whether a slice that was sent ahead may be cancelled: nothing that it writes is needed yet. If its token
-        is not drawn yet, the same slice can be sent later."""
-        if sequence.is_live:
-            return slice_.start >= len(sequence.token_ids)
-        return self._is_unused(sequence, slice_)
 
     # Requests
 
@@ -311,7 +264,7 @@ class Scheduler:
 
     def admit(self, group: SequenceGroup) -> None:
         """Start a request for which `tokens_left_with` found room."""
-        self.slots.cancel_ahead(self._is_unneeded)
+        self.ahead.cancel_unneeded()
         self._groups[group.key] = group
         leader, *siblings = group.live
         block_size = self.config.block_size
@@ -341,6 +294,7 @@ class Scheduler:
         """Close, and return all requests: they will be computed again, here or on another replica."""
         self.is_open = False
         in_flight = self.slots.lose()
+        self.ahead.lose()
         self._blocks.forget_contents()
         for sequence in list(self._running.values()):
             self._remove(sequence)

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ppserve.core.plan import DRAWN, LATER, Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
+from ppserve.core.plan import Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.token_filter import MaskSource, without
@@ -243,8 +243,7 @@ class Sequence:
         start = self.scheduled
         assert start == len(self.token_ids), (self.id, start)
         self.scheduled += 1
-        draw = self._next_draw if self.masks is None else replace(self._next_draw, mask=LATER)
-        return Slice(self.id, start, (DRAWN,), self._blocks_until(start + 1), draw)
+        return Slice(self.id, start, (), self._blocks_until(start + 1), self._next_draw)
 
     def _blocks_until(self, position: int) -> tuple[int, ...]:
         return self.block_table[: -(-position // self._block_size)]

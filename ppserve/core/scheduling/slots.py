@@ -1,15 +1,10 @@
 """The book of steps in flight: each in a slot, with the sequences that it holds.
 
-`slot_count` chooses how many slots there are.
-
-Where one rank computes all of the model, it knows the tokens that it has drawn before the head does. So one
-further step may be sent ahead, before its tokens are drawn (`StepPlan.is_ahead`). If an answer ends meanwhile, the
-result of its slice is not used. If all answers of the step end, or a request is admitted, the step is cancelled.
+`slot_count` chooses how many slots there are. A step that is sent ahead is one more (`sent_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult
@@ -27,9 +22,17 @@ class OwnedSlice(NamedTuple):
 OwnedSlices = tuple[OwnedSlice, ...]
 """The slices of a step."""
 
-PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
+
+class OwnedStep(NamedTuple):
+    """A step in flight, and the slices with their sequences."""
+
+    plan: StepPlan
+    owned: OwnedSlices
+
+
+PROBE = Slice(None, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
 """The only slice of a probe. It computes one token, in a block whose content nobody uses, for no sequence: nobody
-reads its id or the token that it draws."""
+reads the token that it draws."""
 
 
 class MicrobatchSlots:
@@ -41,10 +44,7 @@ class MicrobatchSlots:
         # No step has returned in this epoch, nor did one in the last: a probe goes first (`PoisonIsolation`).
         self.is_unproven = False
         self._has_returned = True
-        self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
-        self._cancelled: set[int] = set()  # still in flight
-        self._newly_cancelled: list[int] = []
-        self._without_masks: set[int] = set()  # steps that were sent ahead and whose masks are still to be sent
+        self._steps: dict[int, OwnedStep] = {}
         self._next_step_id = 0
 
     def __len__(self) -> int:
@@ -73,68 +73,47 @@ class MicrobatchSlots:
 
     @property
     def only_step(self) -> OwnedSlices:
-        """The slices of the only step in flight; empty if there is none, or another, be it a cancelled one."""
-        if len(self._steps) != 1 or self._cancelled:
+        """The slices of the only step in flight; empty if there is none, or another."""
+        if len(self._steps) != 1:
             return ()
         ((_, owned),) = self._steps.values()
         return owned
+
+    @property
+    def steps(self) -> tuple[OwnedStep, ...]:
+        """The steps in flight, oldest first."""
+        return tuple(self._steps.values())
+
+    @property
+    def oldest_step(self) -> OwnedStep | None:
+        return next(iter(self._steps.values()), None)
 
     def hold_others_than(self, request_id: str) -> bool:
         """Return whether a step in flight has a slice of another request."""
         return any(each.sequence.request.id != request_id for _, owned in self._steps.values() for each in owned)
 
-    def add_step(self, owned: OwnedSlices, is_ahead: bool = False) -> StepPlan:
+    def add_step(self, owned: OwnedSlices, is_ahead: bool = False, awaits_masks: bool = False) -> StepPlan:
         """Return the plan of a new step in the lowest free slot. Without slices it is a probe."""
         used = {plan.slot for plan, _ in self._steps.values()}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
         slices = tuple(each.slice for each in owned) or (PROBE,)
-        plan = StepPlan(self.epoch, self._next_step_id, slot, slices, is_ahead)
-        self._steps[plan.step_id] = plan, owned
-        if plan.awaits_masks:
-            self._without_masks.add(plan.step_id)
+        plan = StepPlan(self.epoch, self._next_step_id, slot, slices, is_ahead, awaits_masks)
+        self._steps[plan.step_id] = OwnedStep(plan, owned)
         self._next_step_id += 1
         return plan
 
-    @property
-    def next_without_masks(self) -> tuple[StepPlan, OwnedSlices] | None:
-        """The oldest step in flight, if it was sent ahead and lacks its masks. They can be made now, because the
-        tokens before them are known."""
-        oldest = next(iter(self._steps), None)
-        return self._steps[oldest] if oldest is not None and oldest in self._without_masks else None
-
-    def note_masks_sent(self, step_id: int) -> None:
-        self._without_masks.remove(step_id)
-
     def remove_step(self, result: StepResult) -> OwnedSlices | None:
-        """Remove the step that returned, and return its slices; None if it is unknown, cancelled or of an older
+        """Remove the step that returned, and return its slices; None if it is unknown, forgotten or of an older
         epoch."""
-        if result.epoch != self.epoch:
-            return None
-        self._cancelled.discard(result.step_id)
-        self._without_masks.discard(result.step_id)
-        if result.step_id not in self._steps:
+        if result.epoch != self.epoch or result.step_id not in self._steps:
             return None
         self.is_unproven = False
         self._has_returned = True
-        return self._steps.pop(result.step_id)[1]
+        return self._steps.pop(result.step_id).owned
 
-    def cancel_ahead(self, is_unused: Callable[[Sequence, Slice], bool]) -> None:
-        """Cancel the step that was sent ahead, if there is one and nobody needs any of its slices."""
-        for step_id, (plan, owned) in self._steps.items():
-            if plan.is_ahead and all(is_unused(*each) for each in owned):
-                del self._steps[step_id]
-                self._without_masks.discard(step_id)
-                self._cancelled.add(step_id)
-                self._newly_cancelled.append(step_id)
-                for each in owned:
-                    each.sequence.cancel_ahead()
-                return
-
-    def take_cancelled(self) -> tuple[int, ...]:
-        """Return the ids of the steps that were cancelled since the last call."""
-        cancelled = tuple(self._newly_cancelled)
-        self._newly_cancelled.clear()
-        return cancelled
+    def forget_step(self, step_id: int) -> None:
+        """Free the slot of a step in flight whose result will not be used."""
+        del self._steps[step_id]
 
     def lose(self) -> frozenset[str]:
         """Forget the steps in flight, because the epoch is lost. Return the ids of their requests."""
@@ -144,7 +123,4 @@ class MicrobatchSlots:
         sequences = [each.sequence for _, owned in self._steps.values() for each in owned]
         requests = frozenset(s.request.id for s in sequences if s.is_live)
         self._steps.clear()
-        self._cancelled.clear()
-        self._newly_cancelled.clear()
-        self._without_masks.clear()
         return requests

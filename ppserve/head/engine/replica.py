@@ -170,10 +170,10 @@ class Replica:
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
-        if cancelled := scheduler.slots.take_cancelled():
+        if cancelled := scheduler.ahead.take_cancelled():
             # A stage that has not begun one of these skips it.
             self._control.send(self.members.ranks_in_use, wire.Cancel(cancelled))
-        if (masks := scheduler.take_step_masks()) is not None:
+        if (masks := scheduler.ahead.take_masks()) is not None:
             self._control.send(self.members.ranks_in_use, wire.Masks(masks))
         while (plan := self.request_queue.schedule(scheduler, self._now_s())) is not None:
             self._send(plan, scheduler, woken_ns)

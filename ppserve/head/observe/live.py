@@ -57,7 +57,7 @@ class RecentRequests(StepObserver):
         self._owners: dict[int, tuple[str, str]] = {}  # caller and name of its call, by sequence; the latest
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
-        sequences = [each.sequence_id for each in step.plan.slices]
+        sequences = [s.sequence_id for s in step.plan.slices if s.sequence_id is not None]
         for sequence_id in sequences:
             if sequence_id not in self._owners and (request := scheduler.request_of(sequence_id)) is not None:
                 self._owners[sequence_id] = request.caller, request.id.rpartition("/")[0]

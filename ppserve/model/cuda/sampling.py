@@ -62,7 +62,7 @@ def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
     return drawn, scored
 
 
-def _drawn(sequence_id: int, wanted: Draw, line: list[float]) -> Drawn:
+def _drawn(sequence_id: int | None, wanted: Draw, line: list[float]) -> Drawn:
     token_id = int(line[0])
     if token_id == _NOTHING:
         return Drawn(sequence_id, None)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 from ppserve.core.cost_model import StageCost
 from ppserve.core.ledger.steps import Steps
@@ -83,9 +82,9 @@ class SchedulerRig:
         return plan
 
     def commit_one(self) -> list[SequenceEvent]:
-        for step in self.scheduler.slots.take_cancelled():
+        for step in self.scheduler.ahead.take_cancelled():
             self.pipeline.skipped |= {step} if self.skips() else set()
-            self.pipeline.masks[step] = repeat(None)
+            self.pipeline.cancelled.add(step)
         self.send_masks()
         result = self.pipeline.run_one()
         for stage in range(self.config.num_stages):
@@ -95,7 +94,7 @@ class SchedulerRig:
     def send_masks(self) -> None:
         """What was sent ahead gets its masks."""
         self.tell(self.request_queue.take_masks(self.scheduler))
-        if (masks := self.scheduler.take_step_masks()) is not None:
+        if (masks := self.scheduler.ahead.take_masks()) is not None:
             assert masks.step_id not in self.pipeline.masks, "they were sent twice"
             self.pipeline.masks[masks.step_id] = masks.masks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.core.plan import DRAWN, StepPlan
+from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.simulated_stage import expected_answer
@@ -25,13 +25,13 @@ def test_the_next_step_is_sent_before_its_token_is_drawn() -> None:
     rig = a_rig_ahead()
     rig.submit(a_request("a", num_prompt=4, max_tokens=4))
     prompt, ahead = fill(rig)
-    assert (len(prompt.slices[0].token_ids), ids(ahead)) == (4, [(DRAWN,)])
+    assert (len(prompt.slices[0].token_ids), ids(ahead)) == (4, [()])
     assert (ahead.phase, ahead.slices[0].start, ahead.slices[0].num_draws) == ("decode", 4, 1)
     assert fill(rig) == [], "one step at most is sent ahead"
     for _ in range(2):
         rig.commit_one()
         (ahead,) = fill(rig)
-        assert ids(ahead) == [(DRAWN,)]
+        assert ids(ahead) == [()]
     rig.commit_one()
     assert fill(rig) == [], "the last token is drawn by the step in flight"
     rig.finish()
@@ -56,7 +56,7 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_slot() -> None
     for _ in range(num_tokens):
         events = rig.turn()
     assert events[-1].finish is FinishReason.EOS
-    cancelled_steps = rig.scheduler.slots.take_cancelled()
+    cancelled_steps = rig.scheduler.ahead.take_cancelled()
     assert len(cancelled_steps) == 1
     assert (rig.steps.num_in_flight, len(rig.scheduler.slots)) == (1, 0)
     rig.submit(a_request("next", max_tokens=3))
@@ -65,6 +65,20 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_slot() -> None
     rig.pipeline.skipped |= set(cancelled_steps)
     assert rig.commit_one() == []
     rig.finish()
+
+
+def test_all_steps_that_an_end_makes_useless_are_cancelled() -> None:
+    """The one that the stage computes now, too: it may not have begun."""
+    rig = a_rig_ahead()
+    rig.submit(a_request("leaves", max_tokens=30))
+    sent = fill(rig)
+    rig.commit_one()
+    sent += fill(rig)
+    assert [plan.is_ahead for plan in sent] == [False, True, True]
+    rig.tell(rig.request_queue.abort("leaves", FinishReason.CANCELLED))
+    assert rig.scheduler.ahead.take_cancelled() == (sent[1].step_id, sent[2].step_id)
+    assert not rig.scheduler.is_busy
+    rig.drain()
 
 
 @pytest.mark.parametrize("hears_in_time", [True, False])
@@ -76,11 +90,11 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
     (ahead,) = fill(rig)
     rig.submit(a_request("new_client", max_tokens=2))
     assert fill(rig) == [], "the step in flight is computed"
-    assert rig.scheduler.slots._cancelled == {ahead.step_id}
+    assert rig.scheduler.ahead._cancelled == {ahead.step_id}
     rig.commit_one()
     (both,) = fill(rig)
     assert both.phase == "mixed"
-    assert DRAWN not in both.slices[0].token_ids
+    assert all(ids(both))
     rig.finish()
 
 
@@ -92,7 +106,7 @@ def test_nothing_is_sent_ahead_while_a_cancelled_step_is_in_flight() -> None:
     fill(rig)
     rig.submit(a_request("leaves", max_tokens=2))
     rig.tell(rig.request_queue.abort("leaves", FinishReason.CANCELLED))
-    assert len(rig.scheduler.slots._cancelled) == 1
+    assert len(rig.scheduler.ahead._cancelled) == 1
     assert fill(rig) == []
     rig.commit_one()
     assert [plan.is_ahead for plan in fill(rig)] == [False], "the cancelled step has not returned yet"
@@ -107,9 +121,9 @@ def test_a_cancelled_step_is_forgotten_with_its_epoch() -> None:
     rig.submit(a_request("stream", max_tokens=30))
     fill(rig)
     rig.submit(a_request("other", max_tokens=30))
-    assert len(rig.scheduler.slots._cancelled) == 1
+    assert len(rig.scheduler.ahead._cancelled) == 1
     rig.lose_stage()
-    assert rig.scheduler.slots.take_cancelled() == ()
+    assert rig.scheduler.ahead.take_cancelled() == ()
     while rig.num_ahead == 1:
         rig.turn()
     assert rig.scheduler.slots.epoch == 1

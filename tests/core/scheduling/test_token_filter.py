@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ppserve.core.plan import LATER, StepPlan
+from ppserve.core.plan import StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.token_filter import ImmediateMasks, is_allowed, packed_mask
@@ -117,7 +117,7 @@ def test_a_step_is_sent_ahead_of_its_masks_and_gets_them_once_the_token_before_i
     answer = expected_answer(request, token_filter=token_filter).token_ids
     filtered = rig.request_queue.groups["filtered"].sequences[0]
     while filtered.is_live:
-        assert all(masks(plan) == [None, LATER] for plan in fill(rig) if plan.awaits_masks)
+        assert all(masks(plan) == [None, None] for plan in fill(rig) if plan.awaits_masks)
         rig.commit_one()
     rig.finish()
     num_masked = 0

@@ -7,8 +7,11 @@ What a slow reader leaves becomes one delta per sequence; a fast one sees every 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
@@ -48,6 +51,7 @@ class Delta:
     prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; on one delta of the request
     parts: tuple[Part, ...]  # of the text, as far as they are certain; none without a plan
     has_called: bool  # whether the sequence has called a tool so far
+    num_reasoning: int  # on a last delta: how many tokens, without those resumed from, are a reasoning
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 
     @property
@@ -82,6 +86,8 @@ class RequestStream:
         self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in request.indices}
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
+        self._lengths = defaultdict[int, list[int]](list)
+        """How many characters each token of a sequence has brought, where its parts are told."""
         self._error: RequestError | None = None
 
     @property
@@ -140,17 +146,27 @@ class RequestStream:
             text=self._echo + text if is_first else text,
             is_first=is_first,
             prompt_tokens=self._prompt_tokens(outputs) if is_first and index == self._scored_index else (),
-            parts=self._parts(index, text, outputs[-1].finish),
+            parts=self._parts(index, text, outputs),
             has_called=index in self._parsers and self._parsers[index].has_called,
+            num_reasoning=0 if outputs[-1].finish is None else self._num_reasoning(index),
             last=outputs[-1],
         )
 
-    def _parts(self, index: int, text: str, finish: FinishReason | None) -> tuple[Part, ...]:
+    def _parts(self, index: int, text: str, outputs: Sequence[TokenOutput]) -> tuple[Part, ...]:
         if self._plan is None:
             return ()
         if (parser := self._parsers.get(index)) is None:
             parser = self._parsers[index] = self._plan.parser(self.request, index, self.held_text)
-        return tuple(parser.parts(text, finish))
+        self._lengths[index] += [len(output.text) for output in outputs]
+        return tuple(parser.parts(text, outputs[-1].finish))
+
+    def _num_reasoning(self, index: int) -> int:
+        """How many of a sequence's tokens begin within its reasoning."""
+        if index not in self._parsers:
+            return 0
+        begins = [*accumulate(self._lengths[index], initial=len(self.held_text))][:-1]
+        thoughts = self._parsers[index].thoughts
+        return sum(bisect_left(begins, end) - bisect_left(begins, begin) for begin, end in thoughts)
 
     def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
         """The prompt's tokens with their scores; none when the request ended before its prompt was scored."""

@@ -15,7 +15,7 @@ from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.channels import Channels
 from ppserve.head.api.answer_parts.json_calls import Calls
-from ppserve.head.api.answer_parts.parts import AnswerText, Part, merged
+from ppserve.head.api.answer_parts.parts import AnswerText, Part, Reasoning, merged
 from ppserve.head.api.answer_parts.reasoning import Tags
 from ppserve.head.api.answer_parts.source import AnswerEnds, Parsing, Source
 from ppserve.head.api.answer_parts.tool_format import ANY_TEXT, FormPart, ToolFormat
@@ -164,6 +164,8 @@ class AnswerParser:
         self._calls = calls
         self._reading = self._read(read)
         self._max_calls = max_calls
+        self.thoughts: list[tuple[int, int]] = []
+        """Where in the text the reasoning is: the places before which its pieces begin and end."""
 
     def parts(self, text: str, finish: FinishReason | None) -> list[Part]:
         """Return the parts that are certain with this text. finish: why the answer ends with it, if it does."""
@@ -176,6 +178,8 @@ class AnswerParser:
         for part in self._reading:
             if part is None:
                 return
+            if isinstance(part, Reasoning):
+                self.thoughts.append((self._source.place - len(part.text), self._source.place))
             index = getattr(part, "index", None)
             if index is None or self._max_calls is None or index < self._max_calls:
                 yield part

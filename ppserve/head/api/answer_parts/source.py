@@ -35,6 +35,7 @@ class Source:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._num_forgotten = 0
         self._held_from: int | None = None
         self._has_ended = False
         self.is_cut = False
@@ -43,8 +44,14 @@ class Source:
     def add(self, text: str) -> None:
         start = self._at if self._held_from is None else self._held_from
         self._text = self._text[start:] + text
+        self._num_forgotten += start
         self._at -= start
         self._held_from = None if self._held_from is None else 0
+
+    @property
+    def place(self) -> int:
+        """How many characters of the answer were read."""
+        return self._num_forgotten + self._at
 
     def end(self, is_cut: bool) -> None:
         """No more text comes."""

@@ -291,7 +291,7 @@ class ResponseAnswers(BlockAnswers):
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._newest.last.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._newest.num_reasoning},
             "total_tokens": num_prompt + num_generated,
         }
 

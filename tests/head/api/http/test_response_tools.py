@@ -107,6 +107,19 @@ async def test_an_answer_is_reasoning_a_message_and_calls_whole_and_streamed(too
     assert streamed[-1]["type"] == "response.completed"
 
 
+@pytest.mark.parametrize("interval", [1, 7, 1000])
+async def test_tokens_of_a_reasoning_are_counted(tool_served: Served, interval: int) -> None:
+    """A letter is a token here. Tags and the blanks beside them do not count."""
+    long = "<think>\nHm, hm. \n </think>Yes."
+    for said, count in ((ANSWER, 3), ("I look.", 0), ("<think>Hm", 2), (long, len("Hm, hm."))):
+        tool_served.engine.said = said.encode()
+        whole = (await answer(tool_served))["usage"]
+        assert whole["output_tokens_details"] == {"reasoning_tokens": count}
+        assert whole["output_tokens"] == len(said)
+        streamed = await events(tool_served, stream_interval=interval)
+        assert streamed[-1]["response"]["usage"] == whole
+
+
 class Weather(BaseModel):
     """Tells it."""
 
@@ -286,4 +299,5 @@ async def test_channels_are_not_shown(gpt_oss: Served) -> None:
     assert [item["type"] for item in output] == ["reasoning", "function_call"]
     assert (output[0]["content"][0]["text"], output[1]["arguments"]) == ("Hm.", '{"city": "Bern"}')
     assert told(await answer(gpt_oss)) == told(streamed[-1]["response"])
+    assert streamed[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
     assert "<|" not in json.dumps(streamed)

@@ -1,6 +1,7 @@
-"""Answers of a given form: which tokens may follow those that an answer has. Never a request, a clock or a tensor.
+"""Answers of a given form: which tokens may follow those that an answer has. It knows no request, clock or tensor.
 
-The only room that imports llguidance, and not before the first form: that takes a head's start 78 ms.
+No other room imports llguidance. It is imported with the first form, as the import would delay a head's start by
+78 ms.
 
 StructuredOutput   the form that a request asks for; FormRefused says why it is not served, and where
 Vocabulary         the bytes of each token of a model

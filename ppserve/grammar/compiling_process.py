@@ -1,6 +1,8 @@
-"""The process that compiles a form for the first time: another person's text. It cannot hurt the head.
+"""The process that compiles a form for the first time: a form is another person's text, and cannot hurt the head
+here.
 
-It reads the vocabulary, then for each form one line of JSON, and answers what llguidance compiles, or a refusal.
+It reads the vocabulary, and then a line of JSON for each form. It answers with the text that llguidance compiles,
+or with a refusal.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_CPU_S = 2.0
-"""One form may take this much; longer ends this process."""
+"""One form may take so long. A form that takes longer ends this process."""
 MAX_MEMORY_BYTES = 1 << 30
 """A vocabulary of 50,000 tokens takes some 150 MiB of it."""
 NICENESS = 5
@@ -32,7 +34,8 @@ def _begin(line: str) -> Callable[[str], str]:
 
 
 def _tried(output: StructuredOutput, library: LLTokenizer) -> dict[str, str]:
-    """`text` for llguidance, once it has compiled here and has given a first mask; else what a FormRefused has."""
+    """Return `text` for llguidance, if it compiles here and gives a first mask; else the fields of a
+    FormRefused."""
     try:
         text = translate(output)
         GrammarFilter(Grammar(text, library, 0)).allowed([])

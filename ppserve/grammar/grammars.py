@@ -1,5 +1,5 @@
-"""Forms are compiled once: first in a process with limits, then, as they are known to keep them, here in a
-thread."""
+"""The compiled forms of a model. Each is compiled first in a process with limits, which shows that it keeps them,
+and then here in a thread."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 MAX_COMPILERS = 2
 MAX_ENTRIES = 64
 MAX_BYTES = 1 << 19
-"""The texts of the forms that are kept compiled have at most so many. A compiled form took up to 500 times
+"""The texts of all forms that are kept compiled have at most so many bytes. A compiled form took up to 500 times
 the bytes of its text."""
 
 
 class Grammars:
-    """The compiled forms of one model, the most recently used of them kept. For any threads."""
+    """The compiled forms of one model, of which it keeps the most recently used. Any thread may use it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Grammars:
         max_entries: int = MAX_ENTRIES,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """make_vocabulary: called once, for the first form."""
+        """make_vocabulary: is called once, for the first form."""
         self._make_vocabulary = make_vocabulary
         self._beginning = threading.Lock()
         self._processes: LimitedProcesses | None = None
@@ -48,13 +48,13 @@ class Grammars:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
     async def compiled(self, output: StructuredOutput) -> Grammar:
-        """The event loop is free meanwhile. Raises FormRefused."""
+        """Return the compiled form. The event loop is free meanwhile. Raises FormRefused."""
         if (kept := self.kept(output)) is not None:
             return kept
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, output)
 
     def compile(self, output: StructuredOutput) -> Grammar:
-        """Blocks for up to seconds. Raises FormRefused."""
+        """Return the compiled form. This may block for seconds. Raises FormRefused."""
         if (kept := self.kept(output)) is not None:  # another request may have asked for it meanwhile
             return kept
         # Here, as a process that gets much text holds up this one.
@@ -65,13 +65,13 @@ class Grammars:
         return grammar
 
     def close(self) -> None:
-        """Ends the idle processes; the others end with this one."""
+        """End the idle processes. The others end with this one."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
 
     def _begun(self) -> tuple[LimitedProcesses, LLTokenizer]:
-        """What every form is compiled with, made for the first."""
+        """Return the processes and the vocabulary with which every form is compiled. The first call makes them."""
         with self._beginning:
             if self._processes is None or self._library is None:
                 vocabulary = self._make_vocabulary()
@@ -80,7 +80,7 @@ class Grammars:
             return self._processes, self._library
 
     def kept(self, output: StructuredOutput) -> Grammar | None:
-        """The form, if it is compiled."""
+        """Return the compiled form, if it is kept."""
         digest = output.digest()
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
@@ -98,7 +98,7 @@ class Grammars:
 
 
 def _tried(output: StructuredOutput, processes: LimitedProcesses) -> str:
-    """What llguidance compiles, from a process that has done so within its limits."""
+    """Return the text that llguidance compiles, from a process that has compiled it within its limits."""
     try:
         answer = json.loads(processes.ask(json.dumps([output.kind, output.source])))
     except OutOfTime:

@@ -1,5 +1,5 @@
-"""What llguidance may take for one grammar: its own limits, which end an answer with an error and never with a
-token that does not fit."""
+"""The limits of llguidance for one grammar. An answer that exceeds them ends with an error, and never with a token
+that does not fit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ MAX_LEXER_STATES = 50_000
 
 
 def parser_limits() -> LLParserLimits:
-    """Fuel is time that does not depend on the machine.
+    """Return the limits. Fuel is time that does not depend on the machine.
 
-    One mask costs at most some 20 ms for a schema or an expression, and some 100 ms for a grammar that can
-    be read in very many ways. A schema may have some 250 properties that are not required: each is four items of a
-    row.
+    One mask costs at most some 20 ms for a schema or an expression, and some 100 ms for a grammar that can be read
+    in very many ways. A schema may have some 250 properties that are not required: each is four items of a row.
     """
     from llguidance import LLParserLimits
 

@@ -1,4 +1,4 @@
-"""The regular expressions that are enforced: those that ECMAScript and llguidance read alike, or can be made to.
+"""The regular expressions that are enforced. ECMAScript and llguidance read them alike, or they are translated so.
 
 llguidance reads expressions as Rust's `regex` does, where some characters mean another thing than to a JSON
 Schema.
@@ -28,18 +28,20 @@ _CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})")
 
 
 def translated(pattern: str, refuse: Callable[[str], FormRefused]) -> str:
-    """An ECMAScript expression as llguidance reads it, with the same meaning. refuse: makes the error that is
-    raised for what has no such form, from the problem."""
+    """Translate an ECMAScript expression into one that means the same to llguidance.
+
+    refuse: makes, from a problem, the error that is raised for an expression that cannot be translated.
+    """
     return _Translation(pattern, refuse).text
 
 
 def escaped(text: str) -> str:
-    """An expression that matches this text only."""
+    """Return an expression that matches this text and no other."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text)
 
 
 class _Translation:
-    """The expression is read once, from left to right."""
+    """Translates one expression, which is read once, from left to right."""
 
     def __init__(self, pattern: str, refuse: Callable[[str], FormRefused]) -> None:
         self._pattern = pattern
@@ -54,7 +56,7 @@ class _Translation:
         self.text = "".join(written)
 
     def _next(self) -> str:
-        """One atom, quantifier, anchor or bar, translated."""
+        """Read one atom, quantifier, anchor or bar, and return its translation."""
         char = self._pattern[self._at]
         if quantifier := _QUANTIFIER.match(self._pattern, self._at):
             return self._quantifier(quantifier)
@@ -85,7 +87,7 @@ class _Translation:
         if any(count > MAX_REPEAT for count in counts):
             raise self._refuse(f"it repeats more than {MAX_REPEAT} times")
         self._at = found.end()
-        # Whether it is greedy has no meaning where a whole text is matched.
+        # The whole text is matched, so it makes no difference whether a quantifier is greedy.
         return found[0][:-1] if len(found[0]) > 1 and found[0].endswith("?") else found[0]
 
     def _group(self) -> str:
@@ -100,7 +102,7 @@ class _Translation:
         raise self._refuse(f"({self._pattern[self._at : self._at + 2]} is not supported: no lookaround, no flags")
 
     def _escape(self, in_class: bool) -> str:
-        """What stands behind a backslash."""
+        """Translate what stands behind a backslash."""
         if self._at >= len(self._pattern):
             raise self._refuse("it ends with a backslash")
         char = self._pattern[self._at]
@@ -139,7 +141,7 @@ class _Translation:
         return f"[{'^' if is_negated else ''}{''.join(members)}]"
 
     def _member(self) -> str:
-        """One character of a class, one set or one range."""
+        """Translate a member of a class: a character, a set or a range."""
         first = self._class_atom()
         is_range = self._pattern.startswith("-", self._at) and not self._pattern.startswith("-]", self._at)
         if not is_range:

@@ -1,8 +1,8 @@
-"""Which JSON Schemas are enforced, checked before llguidance sees them.
+"""The JSON Schemas that are enforced. They are checked before llguidance sees them.
 
-The dialect is draft 2020-12. Annotations pass. What is not enforced is refused by name: what llguidance refuses,
-what it would leave out, and what it would enforce less strictly than the draft says. `format` is enforced,
-although the draft takes it for an annotation by default.
+The dialect is draft 2020-12. Annotations are accepted. A keyword that is not enforced is refused by its name,
+whether llguidance refuses it, would ignore it, or would enforce it less strictly than the draft says. `format` is
+enforced, although the draft takes it for an annotation by default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_OPTIONS = 10_000
 MAX_COUNT = 10_000
 """The highest limit of a length or of a number of items or properties."""
 MAX_NUMBER = 2**53
-"""Beyond it, integers are not exact as float64, which llguidance counts with."""
+"""llguidance counts with float64, in which integers beyond this one are not exact."""
 MAX_FRACTION_DIGITS = 15
 
 ANNOTATIONS = frozenset(
@@ -32,7 +32,7 @@ ANNOTATIONS = frozenset(
         *("writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "example"),
     }
 )
-"""Keywords that ask nothing of a value. `discriminator` and `example` are OpenAPI's."""
+"""Keywords that demand nothing of a value. `discriminator` and `example` are OpenAPI's."""
 DRAFTS = re.compile(r"https?://json-schema\.org/(draft/2020-12|draft/2019-09|draft-0[67])/schema#?")
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 
@@ -44,13 +44,14 @@ _YEAR = r"(?:000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:[zZ]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-"""llguidance's own accept days and seconds that there are not. These have no leap second, and no year 0."""
+"""These take the place of llguidance's own, which accept days and seconds that do not exist. They have no leap
+second, and no year 0."""
 FORMATS = frozenset({"duration", "email", "ipv4", "ipv6", "uuid", "uri"})
-"""These formats of llguidance accept nothing wrong."""
+"""These formats of llguidance accept nothing that is wrong."""
 
 
 def enforced(schema: Any) -> Any:
-    """The schema with what llguidance has to enforce, and nothing else. Raises FormRefused."""
+    """Return the schema with what llguidance has to enforce, and nothing else. Raises FormRefused."""
     checking = _Checking()
     found = checking.schema(schema, "", 0)
     checking.check_references()
@@ -117,7 +118,7 @@ class _Checking:
         return dict(zip(translations, found.values(), strict=True))
 
     def _reference(self, value: Any, place: str) -> str:
-        """llguidance resolves it the same way: only within this schema, by a JSON pointer."""
+        """Check a reference. llguidance resolves it as this does: within this schema, by a JSON pointer."""
         if not isinstance(value, str) or not re.fullmatch(r"#(/.*)?", value, re.DOTALL):
             problem = "only references within the schema, by a JSON pointer (#/...), are enforced"
             raise FormRefused(problem, place, "$ref")
@@ -125,7 +126,8 @@ class _Checking:
         return value
 
     def check_references(self) -> None:
-        """A reference to what is no schema here, like an example, would get around the check."""
+        """Raise FormRefused for a reference to a place that is no schema, like an example: nobody has checked
+        it."""
         for place, target in self._references.items():
             if target not in self._places:
                 raise FormRefused(f"there is no schema at #{target[:100]}", place, "$ref")
@@ -138,7 +140,8 @@ def _escaped(name: str) -> str:
 
 
 def _check_annotation(keyword: str, value: Any, pointer: str, place: str) -> None:
-    """`$id` in the middle of a schema moves the references within it, and another draft means other things."""
+    """Raise FormRefused for two annotations that change what a schema means: `$id` in the middle of it, which
+    moves the references there, and another draft."""
     if keyword == "$id" and pointer:
         raise FormRefused("is enforced only at the top", place, keyword)
     if keyword == "$schema" and not (isinstance(value, str) and DRAFTS.fullmatch(value)):
@@ -185,7 +188,7 @@ def _take_multiple(found: dict[str, Any], keyword: str, value: Any, place: str) 
 
 
 def _check_number(value: float, place: str, keyword: str) -> None:
-    """Numbers that llguidance writes as they are."""
+    """Raise FormRefused for a number that llguidance would not write as it is."""
     if not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise FormRefused("is beyond 2**53, so it is not enforced exactly", place, keyword)
     if value != int(value) and abs(value) < 10**-MAX_FRACTION_DIGITS:
@@ -224,7 +227,7 @@ def _take_const(found: dict[str, Any], keyword: str, value: Any, place: str) -> 
 
 
 def _value(value: Any, place: str, keyword: str) -> Any:
-    """A value that can be written in one way only, but for spaces between its parts."""
+    """Return a value that can be written in one way only, but for spaces between its parts. Raises FormRefused."""
     match value:
         case str():
             if re.search("[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", value):
@@ -240,7 +243,8 @@ def _value(value: Any, place: str, keyword: str) -> Any:
 
 
 def _check_together(found: dict[str, Any], pointer: str) -> None:
-    """What llguidance would not enforce with others; own formats become patterns."""
+    """Refuse what llguidance would not enforce together with other keywords, and make patterns of our own
+    formats."""
     least = found.get("minProperties", 0)
     if least > len({*found.get("required", ())}) + 1:
         # The names of other properties may be repeated, and each repetition would count.

@@ -1,6 +1,6 @@
-"""Forms of several parts, such as a call of a tool: what stands around JSON, choices and repetitions.
+"""Forms of several parts, such as a call of a tool: texts around JSON, choices and repetitions.
 
-A form is JSON. A string is that text; a list, its parts one behind the other. An object is one of
+A form is JSON. A string stands for that text, and a list for its parts, one behind the other. An object is one of
 
     {"token": ID}               this special token
     {"schema": S, "of": WORDS}  JSON that fits a schema, which refusals call by WORDS
@@ -33,7 +33,7 @@ def rules_of(form: Any, json_rule: Callable[[Any], str], rule: Callable[[Structu
 
 
 class _Rules:
-    """Rules with names of their own, as expressions need them."""
+    """Makes expressions, and the rules with names that they need."""
 
     def __init__(self, json_rule: Callable[[Any], str], rule: Callable[[StructuredOutput], str]) -> None:
         self._json_rule = json_rule
@@ -41,7 +41,7 @@ class _Rules:
         self.lines = [f"{name.upper()}: {pattern}" for name, pattern in TEXTS.items()]
 
     def expression(self, form: Any) -> str:
-        """What a rule may have on its right side."""
+        """Return an expression for a form, as the right side of a rule may have it."""
         match form:
             case str():
                 return json.dumps(form, ensure_ascii=False)
@@ -72,7 +72,7 @@ class _Rules:
 
 
 def _enforced(schema: Any, words: str) -> Any:
-    """The schema as `enforced` makes it; a refusal says whose it is."""
+    """Return the schema as `enforced` makes it. A refusal names the schema by `words`."""
     try:
         return enforced(schema)
     except FormRefused as error:

@@ -1,4 +1,4 @@
-"""Which tokens may follow: a pure function of a grammar and of the tokens that an answer has."""
+"""The tokens that may follow in an answer: a pure function of a grammar and of the tokens that the answer has."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_STATES = 16
-"""The answers of one request whose last state is kept."""
+"""The last states of so many of a request's answers are kept."""
 MAX_ROLLBACK = 16
-"""The most tokens that a kept state goes back; from further back, an answer is read from the start."""
+"""A kept state goes back so many tokens at most. Where it would have to go back further, an answer is read from
+its start."""
 
 
 class Grammar:
-    """A form that has been compiled. Immutable, for any threads."""
+    """A form that has been compiled. It never changes, and any thread may use it."""
 
     def __init__(self, text: str, library: LLTokenizer, source_bytes: int) -> None:
-        """text: as `translate` makes it. Takes up to seconds, without the interpreter's lock. Raises
-        FormRefused."""
+        """Compile a text that `translate` has made. This may take seconds, without the interpreter's lock.
+
+        Raises FormRefused.
+        """
         from llguidance import LLMatcher
 
         self._fresh = LLMatcher(library, text, log_level=0, limits=parser_limits())
@@ -32,7 +35,7 @@ class Grammar:
             raise FormRefused(_first_line(self._fresh.get_error()))
 
     def fresh_matcher(self) -> LLMatcher:
-        """Its own copy for one answer, so what others have written does not matter to its limits."""
+        """Return a copy for one answer, so that other answers do not count towards its limits."""
         return self._fresh.deep_copy()
 
 
@@ -44,8 +47,11 @@ class _State:
         self.consumed: tuple[int, ...] = ()
 
     def num_common(self, output_ids: Sequence[int]) -> int:
-        """How many of its tokens these begin with; 0 where it cannot go back to them: further than MAX_ROLLBACK,
-        or from its end, where the library no longer counts tokens."""
+        """Return how many of the tokens that this state has read the answer begins with.
+
+        It is 0 if the state cannot go back to them: because they are further back than MAX_ROLLBACK, or because
+        the state is at its end, where the library no longer counts tokens.
+        """
         common = max(0, len(self.consumed) - MAX_ROLLBACK)
         if tuple(output_ids[:common]) != self.consumed[:common]:
             return 0
@@ -56,7 +62,7 @@ class _State:
         return 0 if common < len(self.consumed) and self.matcher.is_stopped() else common
 
     def move_to(self, output_ids: Sequence[int], num_common: int) -> None:
-        """Forgets what it has read behind the common tokens, and reads the others."""
+        """Forget what was read behind the common tokens, and read the others."""
         if num_common < len(self.consumed):
             self.matcher.rollback(len(self.consumed) - num_common)
         for token_id in output_ids[num_common:]:
@@ -67,20 +73,20 @@ class _State:
 class GrammarFilter:
     """The tokens that the answers of one request may have next: a `TokenFilter` of core/scheduling.
 
-    Each method is a function of `output_ids` alone. The last states are kept, so a token more is one step, for
-    each of several sequences, and so are a few draft tokens that were not taken. Others are read from the start.
-    Not for several threads at once.
+    Each method is a function of `output_ids` alone. The last states are kept, for several sequences: one token
+    more is then one step, and to go back over a few draft tokens that were not taken is one, too. An answer
+    without a kept state is read from its start. Only one thread at a time may use it.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._states: list[_State] = []
-        """The most recently used is the last."""
+        """The state that was used last is the last of these."""
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
-        """The mask of the ids that may follow: bit i % 8 of byte i // 8 is id i. Raises GrammarFailed.
+        """Return the mask of the ids that may follow: bit i % 8 of byte i // 8 is id i. Raises GrammarFailed.
 
-        It is filled up to 32-bit words with zeros.
+        Zeros fill it up to whole words of 32 bits.
         """
         matcher = self._matcher(output_ids)
         bits = bytes(matcher.compute_bitmask())
@@ -90,19 +96,22 @@ class GrammarFilter:
         return bits
 
     def accepts(self, output_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """How many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
+        """Return how many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
         matcher = self._matcher(output_ids)
         num_accepted = int(matcher.validate_tokens([*draft]))
         _check(matcher)
         return num_accepted
 
     def is_complete(self, output_ids: Sequence[int]) -> bool:
-        """Whether the answer has its form and may end here. Raises GrammarFailed."""
+        """Return whether the answer has its form and may end here. Raises GrammarFailed."""
         return bool(self._matcher(output_ids).is_accepting())
 
     def forced(self, output_ids: Sequence[int], limit: int) -> list[int]:
-        """The tokens, at most so many, of which each is the only one that may follow: they need no draw. Not
-        those that end the answer. Raises GrammarFailed."""
+        """Return the next tokens, at most `limit`, as far as each is the only one that may follow: they need no
+        draw.
+
+        Tokens that end the answer are not among them. Raises GrammarFailed.
+        """
         matcher = self._matcher(output_ids)
         found: list[int] = []
         while len(found) < limit and not matcher.is_accepting():
@@ -116,7 +125,7 @@ class GrammarFilter:
         return found
 
     def _matcher(self, output_ids: Sequence[int]) -> LLMatcher:
-        """The matcher that has read these tokens. Raises GrammarFailed."""
+        """Return a matcher that has read exactly these tokens. Raises GrammarFailed."""
         states = [state for state in self._states if not state.matcher.is_error()]
         num_common, near = max(
             ((state.num_common(output_ids), state) for state in states), key=itemgetter(0), default=(0, None)

@@ -1,4 +1,4 @@
-"""What a request may ask of its answer's form, and what a refused form raises."""
+"""The form that a request may ask of its answer, and the errors of forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from ppserve.errors import PpserveError
 
 MAX_SOURCE_BYTES = 1 << 18
-"""The most that a form may have, as UTF-8 text."""
+"""A form may have so many bytes at most, as UTF-8 text."""
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,15 +41,17 @@ class StructuredOutput:
         return size
 
     def digest(self) -> str:
-        """Return what is equal on every host for equal forms, and differs for others."""
+        """Return a text that is the same on every host for equal forms, and another for other forms."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class FormRefused(PpserveError):
-    """A form that is not served: it is no form of its kind, has what is not enforced here, or exceeds a limit."""
+    """The form is not served: it is no form of its kind, asks for what is not enforced here, or exceeds a
+    limit."""
 
     def __init__(self, problem: str, pointer: str = "", keyword: str = "") -> None:
-        """pointer: the place within a schema, as a JSON pointer. keyword: what is refused there, if it is one."""
+        """pointer: the place within a schema, as a JSON pointer. keyword: the keyword that is refused there, if it
+        is one."""
         place = f"at {pointer}: " if pointer else ""
         super().__init__(place + problem)
         self.problem = problem

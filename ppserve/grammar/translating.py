@@ -62,7 +62,7 @@ def _rule(output: StructuredOutput) -> str:
 
 
 def _json_rule(schema: Any) -> str:
-    """A rule's right side for the values that fit an enforced schema."""
+    """Return the right side of a rule for the values that fit an enforced schema."""
     schema = {} if schema is True else schema
     return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
 
@@ -74,7 +74,8 @@ def _from_lark(rules: str) -> str:
 
 
 def _read_json(source: str) -> Any:
-    """Numbers that JSON does not have are refused, and a name that stands twice in an object."""
+    """Read JSON. Raises FormRefused also for numbers that JSON does not have, and for a name that stands twice in
+    an object, both of which Python would read."""
     try:
         return json.loads(source, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     except RecursionError:
@@ -111,8 +112,11 @@ def _choice(options: Any) -> str:
 
 
 def _lark(source: str) -> str:
-    """The grammar, if it is of text alone: no special tokens, no schemas that nobody has checked, no attributes
-    that draw differently."""
+    """Return the grammar, if it is one of text alone.
+
+    Raises FormRefused for special tokens, for schemas, which nobody has checked, and for attributes, which change
+    what is drawn.
+    """
     if GBNF_RULE.search(source):
         from llguidance.gbnf_to_lark import gbnf_to_lark
 

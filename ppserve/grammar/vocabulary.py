@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The bytes of each token of a model, by id.
 
-    Special tokens are no text, so no form allows them but those that end an answer, where it may end. Ids that the
-    tokenizer does not know, such as padding rows of the model, are never allowed.
+    Special tokens are no text, so no form allows them, but for those that end an answer where it may end. Ids that
+    the tokenizer does not know, such as padding rows of the model, are never allowed.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
-        """token_bytes: for each id that the model has logits for. end_ids: at least one, each with logits."""
+        """token_bytes: an entry for each id for which the model has logits. end_ids: at least one such id."""
         assert end_ids
         assert all(0 <= end_id < len(token_bytes) for end_id in end_ids)
         self.token_bytes = [b"" if token_id in end_ids else text for token_id, text in enumerate(token_bytes)]
@@ -27,11 +27,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text_bytes: Callable[[int], bytes], vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-        """text_bytes: a tokenizer's. vocab_size: the number of logits of the model."""
+        """Make the vocabulary of a tokenizer, whose `text_bytes` this is. vocab_size: how many logits the model
+        has."""
         return cls([*map(text_bytes, range(vocab_size))], end_ids)
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the vocabulary as JSON in one line."""
         return json.dumps([[base64.b64encode(text).decode() for text in self.token_bytes], self.end_ids])
 
     @classmethod
@@ -40,15 +41,15 @@ class Vocabulary:
         return cls([base64.b64decode(text) for text in texts], end_ids)
 
     def for_library(self) -> LLTokenizer:
-        """Takes about a second for 50,000 tokens."""
-        # Here, so that only a server that is asked for a form imports it.
+        """Return llguidance's form of it. For 50,000 tokens this takes about a second."""
+        # It is imported here, so that only a server that is asked for a form imports it.
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(_Tokens(self)), eos_token=[*self.end_ids])
 
 
 class _Tokens:
-    """What llguidance's wrapper asks of a tokenizer."""
+    """A tokenizer with what llguidance's wrapper asks for."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.end_ids[0]

@@ -56,10 +56,10 @@ _STAGES_END_WITHIN_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
-    """Runs rank 0, and exits at once: gRPC's threads could hold up `sys.exit`."""
+    """Run rank 0, and end the process at once: gRPC's threads could hold up `sys.exit`."""
     die_with_launcher()
     set_up_logging(config.server)
-    # Else the engine's thread waits long while streams are written.
+    # With Python's own interval of 5 ms the engine's thread waits long while streams are written.
     sys.setswitchinterval(0.0005)
 
     async def run() -> int:
@@ -95,7 +95,7 @@ class HeadProcess:
         self._spans = RecentSpans(grid.pipeline, grid.data)
         self._requests = RecentRequests(grid.data)
         self._history = History()
-        self._links: dict[str, str] = {}  # of the page's two views, once the servers are open
+        self._links: dict[str, str] = {}  # to the page's two views; empty until the servers are open
         self._description: ModelDescription | None = None  # once the pipeline has formed
         observers: list[StepObserver] = [self._metrics.steps, self._trace, self._spans]
         if not config.server.no_page:
@@ -189,7 +189,7 @@ class HeadProcess:
                 handler.set_serving(healthy)
 
     def _begin_draining(self) -> float:
-        """Returns the seconds that running streams have; none after a failure."""
+        """Return the seconds that running streams have; none after a failure."""
         if self._failed.done():
             return 0.0
         timeout_s = self._config.server.shutdown_timeout_s
@@ -198,7 +198,7 @@ class HeadProcess:
         return timeout_s
 
     def _make_pages(self) -> dict[str, MakePage]:
-        """The metrics port's, which is open from the beginning."""
+        """Return the pages of the metrics port, which is open from the beginning."""
         metrics = self._metrics
         pages = {"/metrics": metrics.page, "/load.json": json_page(metrics.read_load)}
         return {**pages, **live_pages(self._read_state)}
@@ -222,7 +222,7 @@ class HeadProcess:
         ports = await servers.open(metrics_port)
         settings = self._config.server
         self._links = links_of(ports, not settings.no_page, settings.tls_cert is not None)
-        # Searching what exists now, the collector would stop streams for 0.1 s.
+        # What exists now stays. If the collector searched it, streams would stop for 0.1 s.
         gc.collect()
         gc.freeze()
         handler.set_serving(True)

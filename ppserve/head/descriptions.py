@@ -1,4 +1,4 @@
-"""What the server says of itself: values, from which protocols make messages."""
+"""The server's descriptions of its model and its pipelines: values, from which protocols make messages."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ModelDescription:
     limits: Limits = field(default_factory=Limits)
     kernels: str = ""  # those of all stages, in words
     kv_dtype: str = "float32"  # of keys and values
-    chat_format: ChatFormat = field(default_factory=ChatFormat)  # with all special tokens that have names
+    chat_format: ChatFormat = field(default_factory=ChatFormat)  # it has all special tokens that have names
     aliases: tuple[str, ...] = ()  # further names that callers may use
     root: str = ""  # what the names stand for: a hub id, or the last part of a path
-    path: str = ""  # as the operator gave it: understood where no names are given, and never shown
+    path: str = ""  # as the operator gave it: callers may use it where no names are given; it is never shown
 
     @property
     def numbers(self) -> str:
@@ -69,7 +69,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class RankDescription:
-    """One of the ranks that compute a stage together."""
+    """A rank: one of those that compute a stage together."""
 
     rank: int
     tensor: int
@@ -127,7 +127,7 @@ class Topology:
 
 
 def nondeterministic_reasons(members: Iterable[Member]) -> list[str]:
-    """Why tokens may depend on more than the request; empty if they do not."""
+    """Return why tokens may depend on more than the request; an empty list if they do not."""
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
     found = ((stage, of.nondeterministic_reason) for stage, of in loaded)
     reasons = list(dict.fromkeys(f"stage {stage}: {reason}" for stage, reason in found if reason is not None))
@@ -156,7 +156,7 @@ def describe_model(config: ServeConfig, replicas: Sequence[Members]) -> tuple[Mo
     arch = hello.model.architecture
     asked, limits = config.server.max_logprobs, Limits().within(decision.scheduling.max_model_len)
     max_logprobs = arch.vocab_size if asked == ALL else min(asked, arch.vocab_size)
-    # Beside the weights that stage 0 opened on this host: a hub id is downloaded once.
+    # Its files lie beside the weights that stage 0 opened on this host: a hub id is downloaded once.
     tokenizer = load_tokenizer(checkpoint, arch.vocab_size)
     chats = read_chat_format(checkpoint)
     members = [member for replica in replicas for member in replica.in_use]
@@ -194,7 +194,7 @@ def own_name(path: str) -> str:
 
 
 def _name_end(arch: Architecture, tokenizer: Tokenizer) -> dict[str, str]:
-    """The end-of-text token by its template names; some models begin texts with it, too."""
+    """Return the end-of-text token by its names in templates. Some models begin texts with it, too."""
     names = ("bos_token", "eos_token") if arch.begins_with_end else ("eos_token",)
     text = "" if arch.eos_id is None else tokenizer.token_bytes(arch.eos_id).decode("utf-8", "replace")
     return dict.fromkeys(names, text) if text else {}

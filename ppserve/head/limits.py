@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MAX_REQUEST_ID_BYTES = 128
-# What the proto's integers hold.
+# The proto's integers hold no larger ones.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
 ALL = -1
@@ -15,7 +15,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_BIAS = 100.0
 MAX_N = 128
 
-# In the core, where higher is earlier. Priorities beyond count as these. Ten seconds of waiting raise one by one.
+# These are the core's priorities, where a higher one is earlier; one beyond a bound counts as the bound. A request
+# that waits gains one priority in ten seconds.
 MOST_URGENT = 10
 LEAST_URGENT = -10
 
@@ -36,7 +37,7 @@ class Limits:
     max_prompt_bytes: int = 128 << 10
     max_n: int = MAX_N
     max_stop: int = 32
-    """Strings of `stop`; also of `bad_words`, and so for their bytes."""
+    """This many strings of `stop`, and as many of `bad_words`; the next limit holds for both, too."""
     max_stop_bytes: int = 256
     max_stop_token_ids: int = 64
     max_logprobs: int = 20

@@ -1,7 +1,7 @@
 """The ports on which the head listens, and HTTP on one of them: uvicorn in the running event loop.
 
-Its limits bound how much is held, not how long: docs/security.md says what a proxy in front is for. A client may
-end its side of a connection once it has asked.
+Limits bound how many connections and bytes it holds, and not for how long it holds them: docs/security.md says
+what a proxy in front is for. A client may end its side of a connection once it has asked.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class Ports:
 
 
 def bound(host: str, port: int, flag: str) -> socket.socket:
-    """Raises ConfigError: `flag` for a port that it cannot have, else --host."""
+    """Return a socket that is bound to this address.
+
+    Raises ConfigError, which names `flag` if the port is taken or forbidden, and --host otherwise.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only with the protocol named, asyncio sends small writes at once (TCP_NODELAY).
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -80,11 +83,14 @@ def address_text(host: str, port: int) -> str:
 
 
 class Listener:
-    """Serves an ASGI application. A request's `state` holds its connection's `transport`, and whether that
-    `is_surplus`: to be told that there are too many."""
+    """Serves an ASGI application.
+
+    A request's `state` holds the `transport` of its connection, and `is_surplus`: whether the connection is one
+    too many, so that the application must answer that there are too many.
+    """
 
     def __init__(self, app: ASGIApp, flag: str, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """flag: its port's."""
+        """flag: the one that sets its port; errors name it."""
         self._flag = flag
         self.max_connections = min(max_connections, _half_of_files())
         self.idle: dict[_Connection, None] = {}
@@ -99,7 +105,7 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     def malformed(self) -> tuple[str, bytes]:
-        """The type and the content of the answer to bytes that are no request."""
+        """Return the type and the content of the answer to bytes that are no request."""
         return "text/plain", b"not a request of HTTP\n"
 
     async def start(self, host: str, port: int) -> int:
@@ -117,12 +123,12 @@ class Listener:
 
 
 def _half_of_files() -> int:
-    """The rest of the files that may be open is for everything else."""
+    """Return half of the number of files that may be open. The other half is for everything else."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class _Server(Server):
-    """uvicorn's, which leaves signals to its process."""
+    """uvicorn's server. It leaves signals to its process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -130,7 +136,8 @@ class _Server(Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which gives way when idle, and outlives the end of the client's side."""
+    """uvicorn's connection. It gives way to new ones when it is idle, and outlives the end of the client's
+    side."""
 
     def __init__(self, listener: Listener, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -140,7 +147,8 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         idle = self._listener.idle
-        # One that has not read its last answer is kept, and counted: closing it would wait for that.
+        # A connection whose client has not read its last answer is kept, and counted: closing it would wait for
+        # that.
         read = (each for each in idle if not each.transport.get_write_buffer_size())
         if self._are_too_many() and (longest := next(read, None)) is not None:
             del idle[longest]
@@ -171,7 +179,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are no request; in the middle of an answer there is nothing to say."""
+        """Answer bytes that are no request. In the middle of an answer there is nothing to say."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             kind, content = self._listener.malformed()
             head = f"content-type: {kind}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
@@ -179,7 +187,7 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection for the answers to complete requests. TLS has no half that could stay open."""
+        """Keep the connection for the answers to complete requests. TLS has no half that could stay open."""
         if self.scheme == "http" and self._is_answering() and not self._is_half_closed:
             self._is_half_closed = True
             _probe(self.transport.get_extra_info("socket"))
@@ -191,7 +199,10 @@ class _Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def _look_for_client(self, count: int) -> None:
-        """The end of its side is also what is seen of a client that has closed the connection."""
+        """Close the connection if the client is gone; if not, look again later.
+
+        A client that has closed the whole connection looks like one that has ended its side.
+        """
         if self.transport.is_closing() or not self._is_answering():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

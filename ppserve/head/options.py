@@ -16,7 +16,7 @@ from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED, MAX_TEMPERATURE
 def _option(
     part: str, meaning: str, default: Any = None, *, low: float | None = None, high: float | None = None
 ) -> Any:
-    """A field that is absent while it is None.
+    """Return a field that is absent while it is None.
 
     part: the message of the proto that has the field; empty where the proto has it elsewhere.
     default: what an absent option means; None where that depends on the model, the call or the door.
@@ -112,12 +112,12 @@ class GenerationOptions:
         return 1 if self.n is None else self.n
 
     def said(self) -> dict[str, Any]:
-        """The options that are not absent, by name."""
+        """Return the options that are not absent, by name."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """The options by name, with the defaults of those that are absent and have one."""
+        """Return the options by name. One that is absent has its default, if there is one."""
         return {**DEFAULTS, **self.said()}
 
 
@@ -129,7 +129,7 @@ RANGES: dict[str, tuple[float, float]] = {
     for option in fields(GenerationOptions)
     if option.metadata["low"] is not None
 }
-"""Inclusive; of the options whose range is the same for every model."""
+"""The least and the greatest value of each option whose range is the same for every model."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -141,7 +141,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def names_of(part: str) -> frozenset[str]:
-    """The options in this message of the proto."""
+    """Return the names of the options in this message of the proto."""
     return frozenset(option.name for option in fields(GenerationOptions) if option.metadata["part"] == part)
 
 

@@ -1,4 +1,4 @@
-"""What the server serves on: gRPC and HTTP, opened and closed as one."""
+"""The servers of all protocols, gRPC and HTTP, which are opened and closed as one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppserve.process.network import is_loopback
 
 log = logging.getLogger("ppserve.head")
 
-# For the servers to close once streams have ended.
+# So long may the servers take to close once streams have ended.
 _CLOSES_WITHIN_S = 5.0
 
 
@@ -34,7 +34,8 @@ class Servers:
     ) -> None:
         """page_state: None where HTTP shows no page.
 
-        Raises ConfigError for wrong certificates. Call inside the event loop."""
+        Raises ConfigError for certificates that cannot be used. Call it inside the event loop.
+        """
         self._settings, self._handler = settings, handler
         others = [VllmService(handler)] if settings.vllm_grpc else []
         self.certificates = read_certificates(settings)
@@ -42,8 +43,10 @@ class Servers:
         self._http = HttpServer(handler, count_answer, self.certificates, settings.cors_origin, page=page_state)
 
     async def open(self, metrics_port: int) -> Ports:
-        """Bind and listen. metrics_port: where the metrics are. Raises ConfigError for an address that cannot be
-        bound."""
+        """Bind and listen. metrics_port: the port that serves the metrics, which is open already.
+
+        Raises ConfigError for an address that cannot be bound.
+        """
         settings, host = self._settings, self._settings.host
         self._handler.metrics_port = metrics_port
         grpc = await self._grpc.start(host, settings.port)

@@ -33,7 +33,7 @@ class StartLine:
     """The line on a terminal that says what the ranks do at the start, and for how long they have."""
 
     def __init__(self, stream: TextIO, now_s: float) -> None:
-        """stream: shows nothing unless it is a terminal."""
+        """stream: nothing is shown unless it is a terminal."""
         self._stream, self._since_s = stream, now_s
         self._is_terminal = stream.isatty()
 

@@ -1,4 +1,4 @@
-"""A chat as it is asked for, in no protocol's words: the chat template makes one prompt of its messages."""
+"""A chat as it is asked for, in the words of no protocol: the chat template makes one prompt of its messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NoChatTemplate(InvalidRequest, status="INVALID_ARGUMENT", http_status=400,
 
 @dataclass(frozen=True, slots=True)
 class ShownMessage:
-    """One message. place: where the request has it, for errors. shown: the message as templates are given it."""
+    """One message. place: where the request has it, for errors. shown: the message as a template gets it."""
 
     place: str
     shown: Mapping[str, Any]
@@ -31,7 +31,7 @@ class ShownMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedChat:
-    """A chat that is to be answered. Raises InvalidRequest where it has no messages, or too many."""
+    """A chat that is to be answered. Raises InvalidRequest if it has no messages, or too many."""
 
     messages: Sequence[ShownMessage]
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, beside the messages

@@ -1,8 +1,8 @@
 """The accepted keys, and the name under which fairness counts a call.
 
-With a key file every call carries `authorization: Bearer KEY` or, as Anthropic's clients do, `x-api-key: KEY`, but
-for health and the page, which asks for a key.
-Keys are kept as SHA-256 digests.
+With a key file every call carries `authorization: Bearer KEY` or, as Anthropic's clients do, `x-api-key: KEY`. Two
+kinds of calls need none: those for health, and those for the page, which asks its reader for a key. Keys are kept
+as SHA-256 digests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ApiKeys:
         self.read()
 
     def read(self) -> None:
-        """Now, or again. Raises ConfigError, and then changes nothing."""
+        """Read the file for the first time, or again. If it raises ConfigError, the keys stay as they were."""
         self._digests = list(map(_digest, read_keys(self._path)))
 
     def check(self, headers: Mapping[str, Any]) -> None:
-        """Raises Unauthenticated without a key; its time does not show what matched."""
+        """Raise Unauthenticated without an accepted key. The time that this takes does not show what matched."""
         digest = _digest(key_of(headers) or "")
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
             raise Unauthenticated("this server wants an API key: authorization: Bearer KEY")
@@ -43,9 +43,9 @@ def key_of(headers: Mapping[str, Any]) -> str | None:
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
-    """Return the name under which fairness counts a call: its key, else its certificate, else its host.
+    """Return the name under which fairness counts a call: its key's, else its certificate's, else its host.
 
-    key: an accepted one. With unchecked keys a client could be as many callers as it likes.
+    key: one that was accepted. If keys were not checked, a client could be as many callers as it likes.
     """
     if key is not None:
         return "key:" + _digest(key).hex()[:16]

@@ -1,4 +1,4 @@
-"""A call knows who asks, under which name, within which time, and what its caller is told of an error."""
+"""A call: who asks, under which name and within which time; and what its caller is told of an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppserve.head.limits import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 
-# The engine ends a sequence so early that its end arrives.
+# The engine ends a sequence so long before its deadline that the end still reaches the caller in time.
 DEADLINE_MARGIN_S = 0.05
 INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
 
@@ -40,21 +40,23 @@ class Call:
         trace = headers.get("traceparent", "")
         return cls(
             request_id=f"req-{secrets.token_hex(8)}",
-            seed=secrets.randbits(53),  # what every reader of JSON holds of a number
+            seed=secrets.randbits(53),  # so many bits of a number every reader of JSON keeps
             caller=caller_name(key_of(headers) if has_keys else None, certificate, host),
             traceparent=trace if _TRACEPARENT.fullmatch(trace) else None,
         )
 
     def within(self, timeout_s: float | None) -> Call:
-        """Return the same call, whose caller waits `timeout_s` from now; None: without a limit."""
+        """Return the same call, whose caller waits for `timeout_s` from now; None if it waits without a limit."""
         if timeout_s is None:
             return self
         deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         return replace(self, deadline_s=deadline_s)
 
     def named(self, request_id: str, field: str = "request_id") -> Call:
-        """Return the same call under the name that its caller gives it; an empty one names nothing. Raises
-        InvalidRequest for names that do not fit a log."""
+        """Return the same call under the name that its caller gives it; an empty name changes nothing.
+
+        Raises InvalidRequest for names that do not fit a log.
+        """
         if len(request_id) > MAX_REQUEST_ID_BYTES or not (request_id.isascii() and request_id.isprintable()):
             problem = f"not printable ASCII of at most {MAX_REQUEST_ID_BYTES} bytes"
             raise InvalidRequest([Violation(field, problem)])
@@ -67,7 +69,7 @@ class Call:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The headers, or metadata, by which the log has an answer or a refusal."""
+        """The headers, or metadata, by which an answer or a refusal is found in the log."""
         return [(name.replace("request_id", "x-request-id"), value) for name, value in self.trace.items()]
 
     def refusal(self, error: Exception) -> RequestError:

@@ -1,8 +1,8 @@
 """Chat templates as Hugging Face's tokenizers have them: they make one text of a chat's messages.
 
-A special token that the template writes, in its own literals, the model's named tokens and roles, is that token,
-as far as its characters can be followed: a few filters, which docs/http.md names, make text of it. All other text
-is text.
+A template writes its own literals, the model's named tokens and the roles. Where it writes a special token's text
+of these, that is the token, as far as its characters can be followed: a few filters, which docs/http.md names,
+make text of it. Everything else, and so whatever a caller wrote, is text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ MAX_REASON = 500
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Messages = Sequence[Mapping[str, Any]]
-"""Each with one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
+"""Each has one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
 
 
 def read_chat_template(
     path: Path | None, own: ChatFormat, special: Mapping[str, int], formats: FormatNames = AUTOMATIC
 ) -> ChatTemplate | None:
-    """Return the template in this file, else the model's own, else None. special: the ids of all special tokens,
-    by their texts. Raise ConfigError for the file."""
+    """Return the template in this file, else the model's own, else None.
+
+    special: the ids of all special tokens, by their texts. Raises ConfigError for a file that holds no template.
+    """
     if path is not None:
         return ChatTemplate.read(path, own.tokens, special, formats)
     try:
@@ -50,16 +52,16 @@ def read_chat_template(
 
 
 class ChatTemplate:
-    """A template, and its rendering processes, each started when all others have a chat.
+    """A template, and its rendering processes. One starts when a chat comes and all others are at work.
 
-    tokens: texts of special tokens, by their names in templates. special: the ids of all, by their texts. A
-    template may name the day (`strftime_now`): then the same messages are another prompt tomorrow.
+    tokens: texts of special tokens, by their names in templates. special: the ids of all special tokens, by their
+    texts. A template may name the day (`strftime_now`): then the same messages are another prompt tomorrow.
     """
 
     def __init__(
         self, source: str, tokens: Mapping[str, str], special: Mapping[str, int], formats: FormatNames = AUTOMATIC
     ) -> None:
-        """Raises ValueError for what is no template."""
+        """Raise ValueError for a source that is no template."""
         parse(source)
         self.source = source
         self.answers = answer_format(source, special, formats)
@@ -68,14 +70,15 @@ class ChatTemplate:
         self._processes = LimitedProcesses(parse.__module__, begin)
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
         self.roles = {*ROLES, *re.findall(r"""(?<=['"])\w+(?=['"])""", source)}
-        """OpenAI's, and what stands in quotes: its own are among them."""
+        """The roles that messages may have: OpenAI's, and all words in quotes, as the template's own are among
+        these."""
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod
     def read(
         cls, path: Path, tokens: Mapping[str, str], special: Mapping[str, int], formats: FormatNames = AUTOMATIC
     ) -> ChatTemplate:
-        """The template that the operator gives. Raises ConfigError."""
+        """Read the template that the operator gives. Raises ConfigError."""
         try:
             return cls(path.read_text("utf-8"), tokens, special, formats)
         except (OSError, ValueError) as error:
@@ -83,16 +86,18 @@ class ChatTemplate:
             raise ConfigError("--chat-template", f"{path} cannot be read as a Jinja template: {why}") from error
 
     def render_at_once(self, messages: Messages, variables: Mapping[str, Any]) -> list[str]:
-        """Return what `render` returns. Blocks meanwhile."""
+        """Return what `render` returns, and block meanwhile."""
         return self._render(messages, variables, continues=False)
 
     async def render(
         self, caller: str, messages: Messages, variables: Mapping[str, Any], continues: bool = False
     ) -> list[str]:
-        """All messages as texts and special tokens in turn. A caller's chats are rendered one by one, so nobody
-        takes all renderers. Not to be cancelled: that would end its turn, but not its renderer's work.
+        """Return all messages as texts and special tokens in turn.
 
-        continues: it ends inside the last message. Raises InvalidRequest for messages that the template refuses.
+        A caller's chats are rendered one by one, so nobody takes all renderers. Do not cancel this: that would end
+        the caller's turn, but not the renderer's work.
+        continues: whether the result ends inside the last message.
+        Raises InvalidRequest for messages that the template refuses.
         """
         loop = asyncio.get_running_loop()
         async with self._turns.setdefault(caller, asyncio.Lock()):
@@ -108,7 +113,7 @@ class ChatTemplate:
         return _until(end, parts) if continues else parts
 
     def close(self) -> None:
-        """Ends the idle processes; the others end with the head."""
+        """End the idle processes; the others end with the head."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
@@ -125,7 +130,7 @@ class ChatTemplate:
 
 
 def _extended(content: Any, end: str) -> Any:
-    """`content` with `end` behind its last text."""
+    """Return `content` with `end` behind its last text."""
     if isinstance(content, str):
         return content + end
     *earlier, last = content
@@ -133,7 +138,7 @@ def _extended(content: Any, end: str) -> Any:
 
 
 def _until(mark: str, parts: Sequence[str]) -> list[str]:
-    """What precedes the last message's end. Raises InvalidRequest if that is missing."""
+    """Return the parts that precede the last message's end. Raises InvalidRequest if that is missing."""
     for place in range(len(parts) - 1, -1, -2):
         before, found, after = parts[place].rpartition(mark.rstrip())
         if found:

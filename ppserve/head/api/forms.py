@@ -1,4 +1,5 @@
-"""What a request asks of its answers becomes a filter of their tokens: for every protocol and the library."""
+"""The forms and rules that a request sets for its answers: here, for every protocol and the library, they become a
+filter of the answers' tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from ppserve.tokenizer import Tokenizer
 
 
 class Forms:
-    """The forms and rules of one model. Nothing is made of the vocabulary, and no process started, before the
-    first."""
+    """The forms and rules for one model. Before the first one comes, nothing is made of the vocabulary, and no
+    process is started."""
 
     def __init__(self, tokenizer: Tokenizer, description: ModelDescription) -> None:
         architecture = description.architecture
@@ -33,8 +34,10 @@ class Forms:
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     async def filter_of(self, given: GenerationOptions, held_ids: Sequence[int], call: Call) -> TokenFilter | None:
-        """The filter of one request; None if all tokens may follow. What takes long is done while the event loop
-        is free. held_ids: the tokens of a resumed answer. Raises InvalidRequest, or DeadlinePassed."""
+        """Return the filter of one request; None if all tokens may follow. The event loop is free meanwhile.
+
+        held_ids: the tokens of a resumed answer. Raises InvalidRequest or DeadlinePassed.
+        """
         output = given.structured_output
         form = None if output is None else await self._form_of(output, held_ids, call)
         if not given.allowed_token_ids and not given.bad_words:
@@ -71,17 +74,18 @@ class Forms:
         return GrammarFilter(grammar)
 
     def close(self) -> None:
-        """Ends the compiling processes."""
+        """End the compiling processes."""
         self._grammars.close()
 
     async def _compiled(self, output: StructuredOutput, call: Call) -> Grammar:
-        """A caller's forms are compiled one by one, so nobody takes all compilers."""
+        """Compile a form. A caller's forms are compiled one by one, so nobody takes all compilers."""
         left_s = None if call.deadline_s is None else call.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
                 turn = self._turns.setdefault(call.caller, asyncio.Lock())
                 await turn.acquire()
-                # What has begun goes on when nobody waits for it any more: its end cannot be hastened, but kept.
+                # What has begun goes on when nobody waits for it any more: it cannot be ended earlier, and the
+                # grammar is kept for the next request.
                 compiling = asyncio.ensure_future(self._compile_in(turn, output))
                 # Nobody hears of its error once the caller has gone.
                 compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -92,7 +96,7 @@ class Forms:
             raise _invalid(error) from None
 
     async def _compile_in(self, turn: asyncio.Lock, output: StructuredOutput) -> Grammar:
-        """Compile, and give the caller's next form its turn."""
+        """Compile a form, and then give the caller's next form its turn."""
         try:
             return await self._grammars.compiled(output)
         finally:
@@ -104,7 +108,7 @@ def _invalid(error: FormRefused) -> InvalidRequest:
 
 
 def _check_held(grammar: Grammar, held_ids: Sequence[int]) -> None:
-    """Raises InvalidRequest if the tokens of a resumed answer have another form."""
+    """Raise InvalidRequest if the tokens of a resumed answer do not fit the form."""
     try:
         num_accepted = GrammarFilter(grammar).accepts([], held_ids)
     except GrammarFailed as error:

@@ -1,4 +1,4 @@
-"""Serve a call, in the same way for every protocol: tokenize it, check it, submit it, stream its answer."""
+"""Serves a call in the same way for every protocol: tokenizes it, checks it, submits it, streams its answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# So many characters or tokens would hold up the event loop for milliseconds.
+# To tokenize so many characters, or detokenize so many tokens, would hold up the event loop for milliseconds.
 LONG_TEXT = 4096
 
 # How often a restarted replica is asked whether it serves.
 _RESTART_CHECK_S = 0.1
 
-# A resumed answer's token takes as long as so many characters.
+# Detokenizing a resumed answer's token takes as long as tokenizing so many characters.
 _HELD_COSTS = 16
 
 NOT_SERVING = "not serving: a stage is away, or the server is shutting down"
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class RequestHandler:
     """The engine as all protocols call it, in the event loop.
 
-    keys: None when no call needs one. count_refusal: called with errors that end a request before it is queued.
-    template: None when no chats can be served.
+    keys: None if no call needs a key. count_refusal: is called with errors that end a request before it is queued.
+    template: None if no chats can be served.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class RequestHandler:
         self.is_serving = False  # what health checks are told
         self.metrics_port = 0  # of this server; 0 = none
         self.serving_changed = asyncio.Event()
-        """Set with the next change of `is_serving`, and then replaced."""
+        """It is set at the next change of `is_serving`, and then replaced."""
 
     # ---- generating ----
 
     @contextmanager
     def counting_refusals(self, generates: bool = True) -> Iterator[None]:
-        """Counts an error in the block as a request's end, if the call generates."""
+        """Count an error in the block as a request's end, if the call generates."""
         try:
             yield
         except RequestError as error:
@@ -95,8 +95,10 @@ class RequestHandler:
         deadline_is_error: bool = False,
         plan: AnswerPlan | None = None,
     ) -> AsyncIterator[RequestStream]:
-        """Open a new request's stream, to be read in the block; leaving that early ends the request.
-        news, deadline_is_error, plan: see `RequestStream`. Raises RequestError if the request is refused."""
+        """Open a new request's stream, to be read in the block. Leaving the block early ends the request.
+
+        news, deadline_is_error, plan: see `RequestStream`. Raises RequestError if the request is refused.
+        """
         with self.counting_refusals():
             surrounds = given.add_special_tokens is not False
             prompt_ids = (
@@ -135,13 +137,14 @@ class RequestHandler:
             self._engine.cancel(stream.request.id)
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
-        """End `caller`'s open requests of these names, which are no secret."""
+        """End `caller`'s open requests of these names. Names are no secret, so other callers' requests stay."""
         for stream, call in self._streams.items():
             if call.request_id in request_ids and call.caller == caller:
                 self._engine.cancel(stream.request.id)
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica; return when it serves again. pauses: even if no other does. Raises RequestError."""
+        """Restart a replica, and return when it serves again. pauses: whether to do so even if no other replica
+        serves meanwhile. Raises RequestError."""
         epoch = await asyncio.wrap_future(self._engine.restart(replica, pauses))
         while not await asyncio.wrap_future(self._engine.serves_after(replica, epoch)):
             await asyncio.sleep(_RESTART_CHECK_S)
@@ -159,13 +162,13 @@ class RequestHandler:
         return len(self._streams)
 
     def set_serving(self, serving: bool) -> None:
-        """Note whether the stages of any replica answer."""
+        """Note whether the stages of at least one replica answer."""
         self.is_serving = serving and not self._draining
         self.serving_changed.set()
         self.serving_changed = asyncio.Event()
 
     async def drain(self, timeout_s: float, *at_once: asyncio.Future[Any]) -> None:
-        """Refuse new requests; after `timeout_s` or at `at_once` all end: UNAVAILABLE."""
+        """Refuse new requests. Those that still run after `timeout_s`, or at `at_once`, end with UNAVAILABLE."""
         self._draining = True
         self.set_serving(False)
         idle = asyncio.ensure_future(self._idle.wait())
@@ -177,7 +180,7 @@ class RequestHandler:
             stream.fail(Draining("the server shut down before this request was through"))
 
     def close(self) -> None:
-        """Ends the processes that work for requests. None is open any more."""
+        """End the processes that work for requests. Call it when no request is open any more."""
         self._forms.close()
         if self.template is not None:
             self.template.close()
@@ -194,8 +197,10 @@ class RequestHandler:
         self, chat: AskedChat, caller: str, surrounds: bool = False
     ) -> tuple[list[int], AnswerPlan]:
         """Return the tokens of what the chat template makes of a chat, and how its answers are made and read.
-        surrounds: whether the tokenizer's own tokens are put around that; the template writes them as a rule.
-        Raises InvalidRequest."""
+
+        surrounds: whether the tokenizer's own tokens are put around that; as a rule, the template writes them.
+        Raises InvalidRequest.
+        """
         template = chat.template(self.template)
         rendering = asyncio.ensure_future(template.render(caller, chat.shown, chat.all_variables, chat.continues))
         # Nobody hears of its error once the caller has gone.
@@ -230,5 +235,5 @@ class RequestHandler:
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
-    """Return what `work` returns. It runs in a thread where other streams would wait for it."""
+    """Return what `work` returns. It runs in a thread if other streams would wait too long for it."""
     return work() if length < LONG_TEXT else await asyncio.to_thread(work)

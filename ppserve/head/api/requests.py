@@ -1,6 +1,6 @@
-"""Make the core's `Request` of what a caller asks for: check every limit and resolve every default.
+"""Makes the core's `Request` of what a caller asks for: checks every limit and resolves every default.
 
-Fields are named as in the proto, here and in errors; protocols with other names translate.
+Fields are named as in the proto, here and in errors. Protocols that have other names translate them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ppserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
-# Names are not unique: calls may have several prompts, or be resumed while open.
+# The name of a call does not tell its requests apart: it may have several prompts, or be resumed while it is open.
 _serials = count()
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
@@ -77,7 +77,7 @@ def _resolved(given: GenerationOptions, ids: tuple[int, ...], room: int, call: C
     if _is_greedy(given):
         given = replace(given, temperature=0.0, top_p=given.top_p or 1.0)
     held = tuple(given.resume_ids or ())
-    if held:  # A caller that holds tokens has what concerns the prompt.
+    if held:  # a caller that holds tokens has got what concerns the prompt
         given = replace(given, echo=None, prompt_logprobs=None)
     max_tokens = given.max_tokens
     granted = room if max_tokens is None else min(max_tokens, room)
@@ -114,9 +114,9 @@ def encode(
     field: str, texts: Sequence[str], tokenizer: Tokenizer, description: ModelDescription, surrounds: bool = True
 ) -> list[int]:
     """Return the tokens of a text. Where there are several texts, every second one is a special token's.
-    Raises InvalidRequest.
 
     surrounds: whether the tokenizer puts its own tokens around the text, such as a beginning of text.
+    Raises InvalidRequest.
     """
     whole = "".join(texts)
     refuse(_mute(field, bool(whole), description), _wrong_text(field, whole, description.limits.max_prompt_bytes))
@@ -139,14 +139,16 @@ def echo(prompt: Prompt, request: Request, tokenizer: Tokenizer) -> str:
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
-    """Raises InvalidRequest when `ids` cannot be turned into text here."""
+    """Raise InvalidRequest when `ids` cannot be turned into text here."""
     limit = description.limits.max_prompt_bytes
     refuse(_mute(field, True, description), _wrong_ids(field, ids, limit, description))
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
-    """Return the error with the names that another protocol has for its fields: those of `names`, else the
-    part after the proto's dot, behind `home`."""
+    """Return the error with the names that another protocol has for its fields.
+
+    A field's name is that of `names`, else `home` and the part after the proto's dot.
+    """
     violations = []
     for violation in error.violations:
         field, bracket, rest = violation.field.partition("[")
@@ -157,13 +159,16 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
 
 
 def _record(kind: type[R], options: Mapping[str, Any]) -> R:
-    """The core's record of the options that are its fields. `_check_table` compares the names."""
+    """Make the core's record of those options that are its fields. `_check_table` compares the names."""
     return kind(**{field.name: options[field.name] for field in fields(kind) if field.name in options})
 
 
 def _check_table() -> None:
-    """Every field of the core's records is an option: one that is not could never be asked for.
-    A record that is made without options, as tests do, means what a request without options means."""
+    """Check the table of options against the core's records.
+
+    Every field of a record is an option: one that is not could never be asked for. A record that is made without
+    options, as tests do, means what a request without options means.
+    """
     for part, kind in (("sampling", SamplingParams), ("stop", StopConditions), ("output", OutputOptions)):
         missing = {field.name for field in fields(kind)} - names_of(part)
         assert not missing, f"{kind.__name__} has fields that are no options: {sorted(missing)}"
@@ -183,7 +188,7 @@ def _mute(field: str, has_text: bool, description: ModelDescription) -> Iterator
 
 
 def _wrong_prompt(ids: Sequence[int], generates: bool, description: ModelDescription) -> Iterator[Violation]:
-    """The mistakes of a prompt. generates: whether tokens are to follow it."""
+    """Yield the mistakes of a prompt. generates: whether tokens are to follow it."""
     too_long = f"{len(ids)} tokens do not fit the context of {description.max_context}"
     if not ids:
         yield Violation("prompt", "empty, and this model has no end-of-text token to start from")
@@ -249,7 +254,10 @@ def _wrong_rules(given: GenerationOptions, description: ModelDescription) -> Ite
 
 
 def _wrong_form(given: GenerationOptions, description: ModelDescription) -> Iterator[Violation]:
-    """A form says itself where an answer may end. What the form is, `forms` judges."""
+    """Yield the options that contradict a form, which decides by itself where an answer may end.
+
+    Whether the form itself is possible, `forms` decides.
+    """
     if given.structured_output is None:
         return
     yield from _mute("structured_output", True, description)
@@ -305,7 +313,7 @@ def _wrong_text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
 
 
 def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDescription) -> Iterator[Violation]:
-    """Yield the first id that is none, or that there are too many."""
+    """Yield the first id that is outside the vocabulary, or that there are too many ids."""
     vocab_size = description.architecture.vocab_size
     if len(ids) > limit:
         yield _too_many(field, len(ids), limit, "tokens")
@@ -317,7 +325,7 @@ def _wrong_ids(field: str, ids: Sequence[int], limit: int, description: ModelDes
 
 def outside(field: str, value: float, low: float, high: float) -> Iterator[Violation]:
     """Yield a mistake if a number is not within limits, which are inclusive."""
-    if not c_float(low).value <= value <= high:  # rounded as values are; also catches NaN
+    if not c_float(low).value <= value <= high:  # the lower limit is rounded as values are; NaN is outside, too
         yield Violation(field, f"{_shown(value)} is outside {_shown(low)} to {_shown(high)}")
 
 

@@ -1,7 +1,7 @@
 """One request's stream of answers, between the engine, which never waits, and a reader that may be slow.
 
-The engine pushes what each step brought; the reader takes it as deltas.
-What a slow reader leaves becomes one delta per sequence; a fast one sees every token.
+The engine pushes what each step brought, and the reader takes it as deltas. A fast reader gets every token by
+itself; what a slow one leaves becomes one delta for each sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppserve.head.limits import MAX_COUNT
 
 Score = TokenLogprobs | None
 ScoredToken = tuple[int, Score]
-"""A token with its log-probability, if asked for; a prompt's first has none."""
+"""A token with its log-probability, if that is asked for; the first token of a prompt has none."""
 
 AT_THE_END = MAX_COUNT
 """The `stream_interval` with which all of a sequence is one delta."""
@@ -36,7 +36,7 @@ FINISH_WORDS = {
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.CANCELLED: "abort",
 }
-"""OpenAI's words; `abort`, for an end before its time, is vLLM's."""
+"""The words are OpenAI's, but for `abort`, vLLM's word for an end before its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Delta:
     index: int  # of the sequence
     offset: int  # of its first token among the generated tokens
     tokens: tuple[ScoredToken, ...]
-    text: str  # what the tokens complete; on a first delta after the prompt's text, if `echo`
+    text: str  # what the tokens complete; a first delta begins with the prompt's text, if `echo`
     is_first: bool  # whether it is its sequence's first
-    prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; on one delta of the request
-    parts: tuple[Part, ...]  # of the text, as far as they are certain; none without a plan
+    prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; one delta of the request has them
+    parts: tuple[Part, ...]  # of the text, as far as they are certain; there are none without a plan
     has_called: bool  # whether the sequence has called a tool so far
     num_reasoning: int  # on a last delta: how many tokens, without those resumed from, are a reasoning
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
@@ -61,10 +61,11 @@ class Delta:
 
 
 class RequestStream:
-    """One request's outputs from `push` until its reader takes them. For one thread.
+    """One request's outputs, from `push` until its reader takes them. One thread uses it.
 
-    echo: the prompt's text, to be sent back. news: one event for streams that are read together.
-    deadline_is_error: for protocols without a word for an end at the deadline. plan: how its answers are read.
+    echo: the prompt's text, to be sent back. news: an event that streams share which are read together.
+    deadline_is_error: true for protocols that have no word for an end at the deadline.
+    plan: how its answers are read; None if they are not divided into parts.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RequestStream:
     ) -> None:
         self.request = request
         self.news = news or asyncio.Event()
-        """Set when there may be deltas."""
+        """It is set when there may be deltas."""
         self.held_text = ""
         """The text of the tokens that the caller of a resumed answer holds, once the request is submitted."""
         self._echo, self._deadline_is_error, self._plan = echo, deadline_is_error, plan
@@ -96,7 +97,7 @@ class RequestStream:
         return not self._outputs
 
     def push(self, outputs: Iterable[TokenOutput]) -> None:
-        """Add a step's outputs; those of ended sequences are ignored."""
+        """Add a step's outputs. Those of ended sequences are ignored."""
         for output in outputs:
             if output.error is not None:
                 self.fail(output.error)
@@ -109,7 +110,7 @@ class RequestStream:
         self.news.set()
 
     def fail(self, error: RequestError) -> None:
-        """End the request with `error`, after what is pending."""
+        """End the request with `error`, once its reader has taken what is pending."""
         self._error = self._error or error
         self.news.set()
 
@@ -169,7 +170,7 @@ class RequestStream:
         return sum(bisect_left(begins, end) - bisect_left(begins, begin) for begin, end in thoughts)
 
     def _prompt_tokens(self, outputs: Sequence[TokenOutput]) -> tuple[ScoredToken, ...]:
-        """The prompt's tokens with their scores; none when the request ended before its prompt was scored."""
+        """Return the prompt's tokens with their scores; none if the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
         ids = self.request.prompt_ids
         return tuple(zip(ids, scores, strict=True)) if len(scores) >= len(ids) else ()

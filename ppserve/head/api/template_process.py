@@ -1,8 +1,7 @@
-"""The process that renders a chat template: another person's program.
-It may use little memory and time here, and cannot hurt the head.
+"""The process that renders a chat template, which is another person's program.
 
-It reads a line of JSON with the template, all special tokens and those with names, then one for each chat, and
-answers each.
+Here it has little memory and time, and cannot hurt the head. The process reads a line of JSON with the template,
+all special tokens, and those that have names; then a line for each chat, to which it answers with a line.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ MAX_SOURCE = 1 << 20
 MAX_MEMORY_BYTES = 1 << 30
 MAX_TEXT = 16 << 20
 MAX_CPU_S = 5.0
-"""For one chat. A template that takes longer ends this process."""
+"""One chat may take so long. A template that takes longer ends this process."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`: what transformers trains on. Here only its content."""
+    """The block `{% generation %}`, which marks what transformers trains on. Only its content is rendered here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -42,7 +41,7 @@ class GenerationBlock(Extension):
 
 
 def parse(source: str) -> None:
-    """Raises ValueError for what is no template. Compiling would fold constants."""
+    """Raise ValueError for a source that is no template. It is not compiled: that would compute its constants."""
     if len(source) > MAX_SOURCE:
         raise ValueError(f"it has {len(source)} characters; the limit is {MAX_SOURCE}")
     try:
@@ -52,7 +51,10 @@ def parse(source: str) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox as transformers sets it up, with texts that are traced. literals: the template's own."""
+    """Jinja's sandbox as transformers sets it up, but with texts that are traced.
+
+    literals: the texts that the template itself holds.
+    """
 
     concat = staticmethod(joined)
 
@@ -72,7 +74,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Literals(NodeTransformer):
-    """Takes a template's texts from `literals`, and has `~` join texts that are traced."""
+    """Rewrites a template: it takes its own texts from `literals`, and `~` joins texts that are traced."""
 
     def __init__(self, literals: list[Traced]) -> None:
         self._literals = literals
@@ -94,7 +96,7 @@ class _Literals(NodeTransformer):
 
 
 def _shown(value: Any) -> Any:
-    """A number as the template's own text: '<|image_' ~ loop.index ~ '|>' may be a token."""
+    """Return a number as the template's own text: '<|image_' ~ loop.index ~ '|>' may be a token."""
     return own_text(str(value)) if type(value) in (int, float) else value
 
 
@@ -120,7 +122,8 @@ def _refuse(message: str) -> NoReturn:
 
 @cache
 def compiled(source: str) -> tuple[Template, bool]:
-    """The template, and whether it takes a content in parts, as vLLM tells: whether it loops over them."""
+    """Return the template, and whether it takes a content in parts. As vLLM does, this asks whether it loops over
+    a content."""
     environment = _Environment()
     tree = environment.parse(source)
     takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
@@ -128,7 +131,7 @@ def compiled(source: str) -> tuple[Template, bool]:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether it is `content`, a value's `content`, or some of that."""
+    """Return whether it is `content`, a value's `content`, or some of that."""
     match node:
         case nodes.Name(name="content") | nodes.Getattr(attr="content"):
             return True
@@ -140,7 +143,7 @@ def _is_content(node: nodes.Node | None) -> bool:
 
 
 def _split(text: Traced, special: Sequence[str]) -> list[str]:
-    """Texts and special tokens in turn. A special token is one that the template wrote, whole."""
+    """Return texts and special tokens in turn. A special token is one that the template wrote from end to end."""
     words = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
     whole = re.compile("|".join(map(re.escape, words)) or "(?!)")
     parts, at = [], 0
@@ -154,9 +157,10 @@ def _split(text: Traced, special: Sequence[str]) -> list[str]:
 def render(
     source: str, special: Sequence[str], tokens: Mapping[str, str], variables: dict[str, Any]
 ) -> dict[str, Any]:
-    """`parts`: texts and special tokens in turn; or `error`. tokens: special ones, by their names in templates.
+    """Return `parts`, which are texts and special tokens in turn, or `error`.
 
-    Roles are known words, so a template may make a token of one: '<|' + role + '|>'.
+    tokens: special tokens, by their names in templates. Roles are known words, so a template may make a token of
+    one: '<|' + role + '|>'.
     """
     try:
         template, takes_parts = compiled(source)
@@ -168,7 +172,7 @@ def render(
         text = template.render(variables | {name: own_text(token) for name, token in tokens.items()})
         return {"parts": _split(joined([text]), special)} if len(text) <= MAX_TEXT else {"error": "it is too long"}
     except Exception as error:
-        # On unforeseen messages a template may fail in any way.
+        # If messages are not as a template expects, it may fail in any way.
         return {"error": str(error) if isinstance(error, TemplateError) else type(error).__name__}
 
 
@@ -178,7 +182,7 @@ def _begin(line: str) -> Callable[[str], str]:
 
 
 def main() -> None:
-    """Until standard input ends, with the head."""
+    """Serve until standard input ends, as it does with the head."""
     serve(_begin, MAX_CPU_S, MAX_MEMORY_BYTES)
 
 

@@ -11,7 +11,7 @@ from ppserve.head.api.auth import read_file
 
 
 class Certificates:
-    """What the PEM files hold. New connections get the newest; open ones keep theirs."""
+    """The content of the PEM files. New connections get the newest certificate, and open ones keep theirs."""
 
     pem: tuple[bytes, bytes, bytes | None]
     """The key, the certificate's chain, and the authority that clients need, if any."""
@@ -21,11 +21,12 @@ class Certificates:
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self.read()
-        # Called in every handshake, also for clients that name no server.
+        # It is called in every handshake, also for clients that name no server.
         self.context.sni_callback = self._show_newest
 
     def read(self) -> None:
-        """Now, or again. Raises ConfigError, and then changes nothing."""
+        """Read the files for the first time, or again. If it raises ConfigError, the certificates stay as they
+        were."""
         cert, key, client_ca = self._cert, self._key, self._client_ca
         chain, secret = read_file("--tls-cert", cert), read_file("--tls-key", key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -53,7 +54,8 @@ def _require_clients(context: ssl.SSLContext, authority: Path) -> bytes:
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
-    """None without TLS. Raises ConfigError for files that cannot be used."""
+    """Read the configured certificates; return None without TLS. Raises ConfigError for files that cannot be
+    used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None or key is None:
         given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}

@@ -11,7 +11,7 @@ from ppserve.core.scheduling.token_filter import TokenFilter, packed_mask
 
 
 class TokenTexts:
-    """The bytes that each token of a model adds to a text, to search in. For any threads."""
+    """The bytes that each token of a model adds to a text, to search in. Any thread may use it."""
 
     def __init__(self, text_bytes: Callable[[int], bytes], vocab_size: int) -> None:
         """text_bytes: a tokenizer's. vocab_size: the number of logits of the model."""
@@ -21,18 +21,18 @@ class TokenTexts:
         self._sorted: list[tuple[bytes, int]] = []
 
     def beginning_with(self, start: bytes) -> list[int]:
-        """The tokens whose text begins so. start: not empty."""
+        """Return the tokens whose text begins with `start`, which is not empty."""
         ranked = self._ranked()
         first = bisect_left(ranked, (start, -1))
         found = takewhile(lambda entry: entry[0].startswith(start), islice(ranked, first, None))
         return [token_id for _, token_id in found]
 
     def containing(self, part: bytes) -> list[int]:
-        """The tokens whose text has this in it. Takes milliseconds."""
+        """Return the tokens whose text has `part` in it. This takes milliseconds."""
         return [token_id for text, token_id in self._ranked() if part in text]
 
     def _ranked(self) -> list[tuple[bytes, int]]:
-        """Sorted for the first search, which takes some 50 ms for 50,000 tokens."""
+        """Return all texts and their tokens, sorted. The first call sorts them: 50,000 tokens take some 50 ms."""
         with self._beginning:
             if not self._sorted:
                 self._sorted = sorted((self.of(token_id), token_id) for token_id in range(self.vocab_size))
@@ -49,7 +49,10 @@ class TokenRules:
     def __init__(
         self, texts: TokenTexts, allowed_ids: Sequence[int], words: Sequence[str], form: TokenFilter | None
     ) -> None:
-        """allowed_ids: without any, all are. words: none is empty. Searches all tokens for each word."""
+        """Search all tokens for each word.
+
+        allowed_ids: the tokens that are allowed; if there are none, all are. words: none of them is empty.
+        """
         self._texts = texts
         self._allowed = frozenset(allowed_ids or range(texts.vocab_size))
         self._words = tuple(word.encode() for word in words)
@@ -74,12 +77,12 @@ class TokenRules:
         return bits.to_bytes(-(-self._texts.vocab_size // 8), "little")
 
     def permit(self, output_ids: Sequence[int]) -> bool:
-        """Whether these tokens of an answer obey the rules. Its form is not looked at."""
+        """Return whether these tokens of an answer obey the rules. Its form is not looked at."""
         text = b"".join(map(self._texts.of, output_ids))
         return self._allowed.issuperset(output_ids) and not any(word in text for word in self._words)
 
     def _end(self, output_ids: Sequence[int]) -> bytes:
-        """The last bytes of the answer's text, in which a word may have begun."""
+        """Return the last bytes of the answer's text, in which a word may have begun."""
         longest, end = max(map(len, self._words), default=1) - 1, b""
         for token_id in reversed(output_ids):
             if len(end) >= longest:

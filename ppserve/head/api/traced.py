@@ -1,8 +1,8 @@
 """Texts that remember which of their characters the template wrote.
 
-A `Traced` is a str: comparing, searching and every operation's text are those of a plain one. Parts of texts in a
-result keep their origin; where that is not known, nothing counts as the template's. So what a caller typed never
-becomes the template's.
+A `Traced` is a str: it compares and searches as a plain one does, and every operation has the same text as result.
+The parts of texts in a result keep their origin. Where that is not known, nothing counts as the template's. So
+what a caller typed never becomes the template's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
-# Planes of private characters: in them a formatted text shows which characters came from which kind of argument.
+# Two planes of private characters: a formatted text shows by them which kind of argument a character came from.
 _CALLERS, _OWN = 0xF0000, 0x100000
 _UNKNOWN = chr(0x10FFFF)
 
 
 class Traced(str):
-    """A text. own: a byte for each character, 1 where the template wrote it; None: it wrote none."""
+    """A text. own: a byte for each character, 1 where the template wrote it; None if it wrote none of them."""
 
     __slots__ = ("own",)
     own: bytes
@@ -66,7 +66,8 @@ class Traced(str):
         return [found[: len(line)] for found, line in zip(whole, super().splitlines(keepends), strict=True)]
 
     def _places(self, parts: Iterable[str], gap: int) -> list[Traced]:
-        """`parts` of this text that follow each other: each is the first of its kind behind the one before."""
+        """Find `parts` that follow each other in this text: each is the first of its kind behind the one
+        before."""
         found, at = [], 0
         for part in parts:
             at = self.find(part, at)
@@ -76,12 +77,12 @@ class Traced(str):
 
 
 def own_text(text: str) -> Traced:
-    """A text that the template wrote."""
+    """Return a text that the template wrote."""
     return Traced(text, b"\1" * len(text))
 
 
 def traced(value: Any) -> Any:
-    """JSON of a caller's, whose texts the template did not write."""
+    """Return a caller's JSON, all of whose texts are marked as not the template's."""
     if isinstance(value, dict):
         return {traced(name): traced(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -90,14 +91,17 @@ def traced(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str], between: str = "") -> Traced:
-    """All of them as one text."""
+    """Return all of them as one text."""
     texts = [*parts]
     own = _own(between).join(map(_own, texts)) if all(isinstance(part, str) for part in texts) else None
     return Traced(str.join(between, texts), own)
 
 
 def formatted(form: Callable[..., str], literal: str, *given: Any, **named: Any) -> Traced:
-    """What `form` makes of `literal` and the others, which it does again with their characters made distinct."""
+    """Return what `form` makes of `literal` and the others.
+
+    It is called once more with characters that are distinct by their origin, which shows where each one came from.
+    """
     text = str(form(*given, **named))
     try:
         again = form(*map(_distinct, given), **{name: _distinct(value) for name, value in named.items()})
@@ -114,7 +118,7 @@ def _own(text: str) -> bytes:
 
 
 class _DistinctFields(dict[Any, Any]):
-    """Its fields say where their characters come from. Shown as a whole, with its keys, it is not known."""
+    """A dict whose fields say where their characters come from. Shown as a whole, with its keys, it does not."""
 
     def __repr__(self) -> str:
         return _UNKNOWN
@@ -123,7 +127,7 @@ class _DistinctFields(dict[Any, Any]):
 
 
 def _distinct(value: Any) -> Any:
-    """A value whose characters say where they come from."""
+    """Return a value whose characters say where they come from."""
     if isinstance(value, str):
         return "".join(
             chr(ord(char) + (_OWN if own else _CALLERS)) if char <= "\uffff" else char
@@ -137,7 +141,7 @@ def _distinct(value: Any) -> Any:
 
 
 def _cutting(name: str) -> Callable[..., Any]:
-    """A method whose result is parts of the text, in their order."""
+    """Make a method whose result is parts of the text, in their order."""
     method = getattr(str, name)
 
     def cut(self: Traced, *given: Any, **named: Any) -> Any:
@@ -151,7 +155,7 @@ def _cutting(name: str) -> Callable[..., Any]:
 
 
 def _mapping(name: str) -> Callable[[Traced], Traced]:
-    """A method that makes other characters of a text's."""
+    """Make a method that makes other characters of a text's."""
     method = getattr(str, name)
 
     def mapped(self: Traced) -> Traced:

@@ -1,7 +1,7 @@
-"""Masks of token filters, made in threads beside the engine's, as one may take long: a grammar's took 78 ms.
+"""Masks of token filters, made in threads beside the engine's, since one may take long: a grammar's took 78 ms.
 
-Each request's filter is asked by one thread at a time, so a slow one delays its own request alone. If as many slow
-ones run as the pool has threads, they delay other requests with filters too, and nobody else.
+One thread at a time asks a request's filter, so a slow filter delays its own request alone. If as many slow ones
+run as the pool has threads, they delay other requests with filters too, and nobody else.
 
 Most masks take 50 us. The engine waits a moment for those that it asked for, so that their sequences are in its
 next steps, and is woken for the others. For a request whose last mask took longer than SLOW_S it does not wait.
@@ -24,19 +24,19 @@ from ppserve.errors import RequestError, RequestFailed
 log = logging.getLogger("ppserve.engine")
 
 NUM_THREADS = 32
-"""The pool starts each when it is needed for the first time."""
+"""The pool has so many threads, and starts each when it is needed for the first time."""
 NUM_AT_ONCE = 2
-"""So many threads share the masks that the engine waits for; more, once a slow one has held these up."""
+"""So many threads share the masks that the engine waits for. Once a slow one has held these up, more do."""
 SLOW_S = 0.001
 """The engine waits for no mask of a request whose last one took longer."""
 MAX_KEPT = 256
-"""Masks of a request that were asked for and not fetched yet. The oldest one beyond these is forgotten, and made
-again if it is asked for."""
+"""So many masks of a request are kept until they are fetched. If one more is asked for, the oldest is forgotten,
+and made again when it is asked for."""
 MAX_FETCHED = 4
-"""The latest masks of a request that were fetched: its other sequences may have the same tokens."""
+"""So many of a request's fetched masks are kept: its other sequences may have the same tokens."""
 
 OnMask = Callable[[float], object]
-"""Called in any thread with the seconds that a mask took."""
+"""Is called in any thread with the seconds that a mask took."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Wanted:
 
     output_ids: tuple[int, ...]
     batch: _Batch | None
-    """The masks that the engine waits for together; None: it is woken for this one."""
+    """The masks that the engine waits for together; None if it is woken for this one instead."""
     made: Mask | RequestError | None = None
 
 
@@ -58,21 +58,21 @@ class _Batch:
         self._wake = wake
         self._num_left = 0
         self._is_late = False
-        self._changed = threading.Condition(threading.Lock())  # of the two before
+        self._changed = threading.Condition(threading.Lock())  # for the two above
 
     def add(self) -> None:
-        """A further mask is wanted."""
+        """Note that a further mask is wanted."""
         with self._changed:
             self._num_left += 1
 
     def work(self) -> None:
-        """Makes masks until each request has a thread. Several threads may do so."""
+        """Make masks until each request has a thread. Several threads may do so."""
         with suppress(IndexError):
             while True:
                 self.requests.popleft().make_wanted()
 
     def note_made(self) -> None:
-        """One of the masks is there."""
+        """Note that one of the masks is there."""
         with self._changed:
             self._num_left -= 1
             is_late = self._is_late
@@ -95,15 +95,18 @@ class MaskThreads:
         self.wake = wake
         self.on_mask = on_mask
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
-        self._batch: _Batch | None = None  # of what was asked for since the engine waited last; its thread's alone
+        # Holds what was asked for since the engine waited last. Only the engine's thread uses it.
+        self._batch: _Batch | None = None
 
     def source(self, token_filter: TokenFilter) -> BackgroundMasks:
-        """The masks of one request."""
+        """Return the masks of one request."""
         return BackgroundMasks(token_filter, self)
 
     def wait(self, within_s: float) -> bool:
-        """Wait until the masks that were asked for since the last call are there, but no longer than this. The
-        engine is woken for each that comes later. Returns whether any was asked for."""
+        """Wait until the masks that were asked for since the last call are there, but no longer than this.
+
+        The engine is woken for each that comes later. Returns whether any was asked for.
+        """
         batch, self._batch = self._batch, None
         if batch is None:
             return False
@@ -113,7 +116,7 @@ class MaskThreads:
         return True
 
     def batch(self) -> _Batch:
-        """What a mask joins that the engine will wait for."""
+        """Return the masks that the engine will wait for next; another one may join them."""
         if self._batch is None:
             self._batch = _Batch(self.wake)
         return self._batch
@@ -127,12 +130,12 @@ class MaskThreads:
             self.start(batch.work)
 
     def close(self) -> None:
-        """Begins no further mask. The pool's threads end."""
+        """Begin no further mask. The pool's threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class BackgroundMasks:
-    """A request's masks: a `MaskSource`. All but the making is the engine thread's."""
+    """A request's masks: a `MaskSource`. The engine's thread does all but the making."""
 
     def __init__(self, token_filter: TokenFilter, threads: MaskThreads) -> None:
         self._token_filter = token_filter
@@ -174,14 +177,14 @@ class BackgroundMasks:
             self._wanted.append(wanted)
             is_at_work, self._is_at_work = self._is_at_work, True
         if is_at_work:
-            return  # the thread that is comes to it
+            return  # the thread that is at work comes to it
         if batch is not None:
             batch.requests.append(self)
         else:
             self._threads.start(self.make_wanted)
 
     def make_wanted(self) -> None:
-        """Makes all masks that are wanted, one after the other, in one thread."""
+        """Make all masks that are wanted, one after the other, in one thread."""
         while (wanted := self._next()) is not None:
             begun_s = time.monotonic()
             wanted.made = self._make(wanted.output_ids)

@@ -53,16 +53,16 @@ class ControlPlane(Protocol):
     """One connection from each rank to the head, both ways. Its end is an event."""
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        """Waits for messages and ends of connections, at most `timeout_s` or to a `wake`."""
+        """Wait for messages and ends of connections, for at most `timeout_s` or until a `wake`. Return them."""
 
     def wake(self) -> None:
-        """Makes a `poll` in progress return. Safe in any thread."""
+        """Make a `poll` in progress return. Safe in any thread."""
 
     def send(self, ranks: Iterable[int], message: wire.FromHead) -> None:
         """Send a message to ranks. If one does not read any more, the next `poll` returns `Disconnected`."""
 
     def drop(self, rank: int, cause: LossCause) -> None:
-        """Ends a rank's connection: its stage exits, and its keeper starts another."""
+        """End a rank's connection: its stage exits, and its keeper starts another."""
 
     def close(self, goodbye_s: float) -> None:
-        """Waits up to `goodbye_s` for ranks that were told to exit; then closes all."""
+        """Wait up to `goodbye_s` for ranks that were told to exit; then close all."""

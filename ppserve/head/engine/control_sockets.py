@@ -27,11 +27,11 @@ log = logging.getLogger("ppserve.control")
 
 # A stage measures before it connects, so its `Hello` comes at once.
 _GREETING_TIMEOUT_S = 10.0
-# Connections without a Hello beyond one a rank. A further one ends the oldest.
+# So many connections may wait for their Hello beside one of each rank. A further one ends the oldest.
 _MAX_STRANGERS = 16
 # Without a free descriptor nothing is accepted, and the listener stays readable.
 _ACCEPT_AGAIN_NS = 500_000_000
-# Frames are smaller than a socket's buffer: so much unsent is not read.
+# Frames are smaller than a socket's buffer. A rank with so many unsent bytes does not read any more.
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
@@ -176,7 +176,7 @@ class SocketControlPlane:
         try:
             received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
             self._handle_messages(peer, peer.reader.feed(received))
-        except BlockingIOError:  # a part of something encrypted
+        except BlockingIOError:  # only a part of an encrypted record has come
             pass
         except WireError as error:
             log.warning("a message on the control plane does not fit the schema: %s", error)

@@ -42,8 +42,8 @@ class Greeting:
         return None
 
     def _check_proof(self, proof: wire.Proof, connected: Container[int]) -> wire.Welcome | wire.Refused:
-        nonces = self.challenge.nonce, proof.nonce
-        if not compare_digest(proof.proof, make_proof("rank", self._secret, proof.rank, *nonces)):
+        ours, theirs = self.challenge.nonce, proof.nonce
+        if not compare_digest(proof.proof, make_proof("rank", self._secret, proof.rank, ours, theirs)):
             return wire.Refused("the head has another secret than this stage", may_retry=False)
         if not 0 <= proof.rank < self._world_size:
             return wire.Refused(f"there is no rank {proof.rank}", may_retry=False)
@@ -52,4 +52,4 @@ class Greeting:
         if proof.rank in connected:
             return wire.Refused(f"rank {proof.rank} is connected already", may_retry=True)
         self.rank = proof.rank
-        return wire.Welcome(make_proof("head", self._secret, proof.rank, *nonces))
+        return wire.Welcome(make_proof("head", self._secret, proof.rank, ours, theirs))

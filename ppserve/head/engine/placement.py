@@ -22,7 +22,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
 from ppserve.process.network import is_loopback, local_address
 
-# On CPUs more rows make a token no cheaper; equal chunks wait less (docs/performance.md).
+# On CPUs, longer chunks make a token no cheaper, and chunks of one length wait less (docs/performance.md).
 CPU_CHUNK = 128
 
 
@@ -123,7 +123,7 @@ def scheduler_config(config: ServeConfig, hellos: Sequence[wire.Hello], num_stag
 
 
 def check_microbatches(config: ServeConfig, num_stages: int) -> None:
-    """Raises ConfigError if --microbatches is more than `num_stages` can use."""
+    """Raise ConfigError if --microbatches is more than `num_stages` can use."""
     asked = config.pipeline.microbatches
     if asked is not None and asked > num_stages + 1:
         raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
@@ -145,7 +145,7 @@ _FASTEST_FIRST = ("nccl", "shm", "gloo")
 
 
 def _what_it_lacks(transport: str, hellos: Sequence[wire.Hello]) -> str | None:
-    """What a transport needs that these ranks do not have; None if they can use it."""
+    """Return what a transport needs that these ranks do not have; None if they can use it."""
     match transport:
         case "nccl":
             own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)

@@ -42,12 +42,12 @@ class StepBooks:
         self.costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
 
     def lose(self) -> None:
-        """The epoch is lost: no step will be reported."""
+        """Forget the steps in flight: the epoch is lost, and none of them will be reported."""
         self.steps.lost()
         self._ranks.lost()
 
     def stuck(self, now_ns: int) -> tuple[int, ...]:
-        """The places of the ranks that have not finished the oldest step in time."""
+        """Return the places of the ranks that have not finished the oldest step in time."""
         found = self.steps.stuck(now_ns)
         return () if found is None else self._ranks.owing_places(*found)
 
@@ -55,7 +55,7 @@ class StepBooks:
 
     @property
     def num_computed(self) -> tuple[int, ...]:
-        """Steps that each stage has computed."""
+        """How many steps each stage has computed."""
         return tuple(cost.num_observed for cost in self.costs)
 
     @property

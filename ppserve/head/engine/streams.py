@@ -1,4 +1,4 @@
-"""The open requests: events become outputs, tokens text, and streams get them at the end of a turn.
+"""The open requests: events become outputs, tokens become text, and streams get them at the end of a turn.
 
 Every protocol under `head/api` makes its messages from `TokenOutput`s.
 """
@@ -36,7 +36,7 @@ class TokenOutput:
 
 
 Sink = Callable[[Sequence[TokenOutput]], None]
-"""Gets a request's outputs of one turn, where `HandOver` runs; returns at once."""
+"""Takes a request's outputs of one turn, in the thread in which `HandOver` runs it. It must return at once."""
 
 
 ReadToken = tuple[FinishReason | None, int | str | None, str]
@@ -64,7 +64,7 @@ class SequenceProgress:
         self.last_token_s = now_s
 
     def read(self, finish: FinishReason | None, token_id: int) -> ReadToken:
-        """Detokenizes a token. finish: why it ends the sequence, text aside."""
+        """Detokenize a token. finish: why it ends the sequence; None if only its text could."""
         matched = token_id if finish in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
         is_text = matched is None or (finish is FinishReason.STOP_TOKEN and self._includes_stop)
         if not is_text:
@@ -75,12 +75,12 @@ class SequenceProgress:
         return finish, matched, piece.text
 
     def end(self) -> str:
-        """Returns the text that the detokenizer held back."""
+        """Return the text that the detokenizer held back."""
         return self._detokenizer.finish()
 
 
 class OpenRequest:
-    """A request until all its sequences end. Once submitted, the engine thread's."""
+    """A request until all its sequences end. Once it is submitted, only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -90,15 +90,18 @@ class OpenRequest:
         eos_ids: tuple[int, ...] = (),
         token_filter: TokenFilter | None = None,
     ) -> None:
-        """Detokenizes a resumed answer. Raises InvalidRequest if tokens follow its end. token_filter: the rule
-        that its answers must obey."""
+        """Open a request, and detokenize what its caller holds of the answer, if it resumes one.
+
+        token_filter: the rule that its answers must obey.
+        Raises InvalidRequest if tokens follow the end of what the caller holds.
+        """
         self.request = request
         self.token_filter = token_filter
         self.sink = sink
         self.arrived_s = 0.0
         self.admitted_s: float | None = None
-        self.replica: int | None = None  # which computed it last
-        self.error: RequestError | None = None  # a sequence's first, which ends the request
+        self.replica: int | None = None  # the one that computed it last
+        self.error: RequestError | None = None  # the first error of a sequence, which ends the request
         self.num_outputs = 0
         self.num_tokens = 0  # of all sequences
         self._tokenizer = tokenizer
@@ -106,7 +109,8 @@ class OpenRequest:
         self._num_ended = 0
         self._busy_s: Callable[[], tuple[float, ...]] = tuple
         self._busy_at_arrival_s: tuple[float, ...] = ()
-        self._held_end: tuple[FinishReason | None, int | str | None] = None, None  # of the tokens of the caller
+        # Whether, and with what, the tokens end that the caller of a resumed answer holds.
+        self._held_end: tuple[FinishReason | None, int | str | None] = None, None
         self.held_text = ""
         """The text of the tokens that the caller of a resumed answer holds."""
         self._read_held(request.resume_ids, eos_ids)
@@ -126,7 +130,10 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def begin(self, now_s: float, busy_s: Callable[[], tuple[float, ...]]) -> TokenOutput | None:
-        """Returns the end, if the caller holds it. busy_s: that each stage has computed."""
+        """Note the arrival. Return the answer's end if the caller holds it already; None if there is more to come.
+
+        busy_s: returns how many seconds each stage has computed until now.
+        """
         self.arrived_s = now_s
         if self.request.output.timings:
             self._busy_s, self._busy_at_arrival_s = busy_s, busy_s()
@@ -140,7 +147,7 @@ class OpenRequest:
         return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """What an event brings the caller."""
+        """Return what an event brings the caller."""
         self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s
@@ -191,7 +198,7 @@ class OpenRequest:
         return progress.readings[-1][0]
 
     def fail(self, error: RequestError) -> TokenOutput:
-        """The whole request ends with `error`."""
+        """End the whole request with `error`."""
         self._num_ended = self.request.num_sequences
         self.error = self.error or error
         return TokenOutput(0, 0, error=error)
@@ -216,10 +223,10 @@ class OpenRequest:
 
 
 OnOutput = Callable[[OpenRequest, TokenOutput, float], None]
-"""Called with the time when a stream gets a token, an end, or both."""
+"""Is called with the time when a stream gets a token, an end, or both."""
 
 HandOver = Callable[[Callable[[], None]], object]
-"""Runs a function in the sinks' thread, such as `loop.call_soon_threadsafe`."""
+"""Runs a function in the thread of the sinks; `loop.call_soon_threadsafe` is one."""
 
 
 class OpenStreams:
@@ -243,7 +250,7 @@ class OpenStreams:
         self._open[opened.request.id] = opened
 
     def add_events(self, events: Iterable[SequenceEvent], now_s: float) -> None:
-        """Events of this turn, in their order."""
+        """Take events of this turn, in their order."""
         for event in events:
             self._events.append(event)
             opened = self._open.get(event.request_id)
@@ -251,7 +258,7 @@ class OpenStreams:
                 self.publish(now_s)
 
     def publish(self, now_s: float) -> None:
-        """Turns all events so far into outputs."""
+        """Turn all events so far into outputs."""
         events, self._events = self._events, []
         for event in events:
             self._publish_event(event, now_s)
@@ -269,13 +276,13 @@ class OpenStreams:
         self._on_output(opened, output, now_s)
 
     def deliver(self) -> None:
-        """Hands this turn's outputs of all streams over in one call."""
+        """Hand this turn's outputs of all streams over in one call."""
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
             self._hand_over(lambda: _push(outputs))
 
     def fail_all(self, error: RequestError, now_s: float) -> None:
-        """Ends every stream. Unpublished events are lost: resuming computes them again."""
+        """End every stream. Unpublished events are lost: resuming computes them again."""
         opened, self._open = self._open, {}
         for each in opened.values():
             self.add_output(each, each.fail(error), now_s)

@@ -1,4 +1,4 @@
-"""What the terminal shows when the server is ready: one table and a command to try."""
+"""The text that the terminal shows when the server is ready: one table, the addresses and commands to try."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ppserve.head.listener import Ports, address_text
 
 
 def banner(description: ModelDescription, topology: Topology, settings: ServerSettings, ports: Ports) -> str:
+    """Return the text for a server that has opened its ports."""
     num_stages = 1 + topology.stages[-1].stage
     num_replicas = 1 + topology.stages[-1].replica
     num_tensor = len(topology.stages[0].ranks)

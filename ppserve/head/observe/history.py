@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What is read of the server at one moment."""
+    """The counters of the server, as they were at one moment."""
 
     at_ns: int
     load: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What the page shows of the pipelines: its script reads `/state.json` every second.
+"""The state of the pipelines as the page shows it: its script reads `/state.json` every second.
 
 The state holds counters, not rates, so any number of browsers can read at any interval.
 """
@@ -22,16 +22,16 @@ from ppserve.head.observe.page import page_of
 from ppserve.head.observe.pages import MakePage, json_page
 
 MAX_SPANS = 1500
-"""Spans kept per stage, which are as many as the picture shows."""
+"""So many spans are kept for each stage: as many as the picture shows."""
 MAX_SEQUENCES = 16_384
-"""Sequences whose callers are remembered: more than run at once, and than a picture shows."""
+"""The callers of so many sequences are remembered: more than run at once, and more than a picture shows."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class RecentSpans(StepObserver):
-    """The latest MAX_SPANS spans of every stage. Written by the engine's thread."""
+    """The latest MAX_SPANS spans of every stage. The engine's thread writes them."""
 
     def __init__(self, num_stages: int, num_replicas: int) -> None:
         self._num_stages = num_stages
@@ -47,14 +47,15 @@ class RecentSpans(StepObserver):
 
 
 class RecentRequests(StepObserver):
-    """Which requests the latest MAX_SPANS steps of every replica computed. Written by the engine's thread.
+    """Remembers which requests the latest MAX_SPANS steps of every replica computed.
 
-    A step costs that thread no more than its sequences' numbers. Whose they are is noted once for each sequence.
+    The engine's thread writes it. A step costs that thread no more than a list of its sequences' ids: who called
+    for a sequence is noted once for each.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._steps = [deque[tuple[int, list[int]]](maxlen=MAX_SPANS) for _ in range(num_replicas)]
-        self._owners: dict[int, tuple[str, str]] = {}  # caller and name of its call, by sequence; the latest
+        self._owners: dict[int, tuple[str, str]] = {}  # the caller and its call's name, of the latest sequences
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
         sequences = [s.sequence_id for s in step.plan.slices if s.sequence_id is not None]
@@ -66,14 +67,17 @@ class RecentRequests(StepObserver):
         self._steps[replica].append((step.plan.step_id, sequences))
 
     def steps_of(self, caller: str, name: str) -> list[list[int]]:
-        """Return the steps of each replica that computed `caller`'s call of this name: of no other caller's, whose
-        calls may have the same name."""
+        """Return the steps of each replica that computed `caller`'s call of this name.
+
+        Other callers' calls may have the same name; their steps are not among these.
+        """
         own = {sequence_id for sequence_id, owner in self._owners.copy().items() if owner == (caller, name)}
         return [[step_id for step_id, of in list(steps) if not own.isdisjoint(of)] for steps in self._steps]
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[tuple[int, int, int, int]]]:
-    """List each stage's spans: kind, start in µs before now, duration in µs, step or -1."""
+    """List each stage's spans. A span is its kind's number, how many µs before now it began, how many µs it took,
+    and the step that it belongs to, or -1."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
     return [[_drawn(each, now_ns) for each in of_stage if each.span.end > oldest_ns] for of_stage in spans]
 
@@ -92,8 +96,10 @@ def read_state(
     links: Mapping[str, str],
     history: Sequence[Point] = (),
 ) -> dict[str, Any]:
-    """Return the state that the page shows. Counters run since the start. load: the result of `Metrics.read_load`.
-    links: those of `links_of`."""
+    """Return the state that the page shows. Its counters run since the start of the server.
+
+    load: the result of `Metrics.read_load`. links: those of `links_of`.
+    """
     topology, now_ns = describe_topology(readings), readings[0].now_ns
     times = {(reading.replica, stage): of for reading in readings for stage, of in enumerate(reading.times)}
     drawn = dict(zip(times, describe_schedule(spans, now_ns), strict=True))
@@ -119,12 +125,13 @@ def read_state(
 
 
 def links_of(ports: Ports, has_page: bool, has_tls: bool) -> dict[str, str]:
-    """Where the page's two views are, for whoever knows the host: scheme and port."""
+    """Return where the page's two views are, for whoever knows the host: the scheme and the port of each."""
     scheme = "https" if has_tls else "http"
     return {"metrics": f"http:{ports.metrics}", **({"ask": f"{scheme}:{ports.http}"} if has_page else {})}
 
 
 def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
+    """Return the page of the metrics port and the state that its script reads, by path."""
     page = page_of(asks="", wants_key=False)
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 

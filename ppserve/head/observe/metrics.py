@@ -136,7 +136,7 @@ class RequestMetrics:
 
 
 class StepMetrics(StepObserver):
-    """The metrics of steps and stages, by replica."""
+    """Metrics of steps and stages, by replica."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Sequence[str], stages: Sequence[str]) -> None:
         counter = partial(Counter, registry=registry)
@@ -163,7 +163,7 @@ class StepMetrics(StepObserver):
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
         self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
         self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue of all replicas.")
-        # By replica, then by stage: `labels` is slow.
+        # `labels` is slow, so its results are kept: by replica, then by stage.
         self._step = [[{p: step.labels(r, s, p) for p in BUSY} for s in stages] for r in replicas]
         self._transfer = [[transfer.labels(r, s) for s in stages[:-1]] for r in replicas]
         self._transfer_bytes = [[transfer_bytes.labels(r, s) for s in stages[:-1]] for r in replicas]

@@ -3,7 +3,8 @@
 Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Arrows are
 hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
-Whole events are appended to a JSON array: it can be opened while it is written, and after a kill, less a second.
+Whole events are appended to a JSON array, at the latest after a second. So the file can be opened while it is
+written, and a kill loses one second of it at most.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 10
 _FLUSH_EVERY_S = 1.0
-_STEPS, _WAITS = 0, 1  # thread ids; both in the stage's process
+_STEPS, _WAITS = 0, 1  # ids of two threads in a stage's process, as the viewers call the two rows
 
 Event = dict[str, object]
 
 
 class Trace(StepObserver):
-    """The schedule, which is written to a file while the trace is on. Any thread may use it.
+    """Writes the schedule to a file while it is on. Any thread may use it.
 
-    With a `path` it is on from now. Without one it is off until `toggle`, and then written to
+    With a `path` it is on from the beginning. Without one it is off until `toggle`, and then writes to
     ppserve-trace-PID.json in the working directory. Later starts write to new, numbered files. A trace ends with a
     warning at `max_bytes` or when writing fails. Raises ConfigError if `path` cannot be written.
     """
@@ -100,8 +101,8 @@ class Trace(StepObserver):
         what: Event = {"ph": "X", "name": f"{stage}F{plan.step_id}", "cat": plan.phase, "args": args}
         drawn: Event = {**what, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}
         arrow: Event = {"name": "hidden states", "cat": "activation", **row}
-        ends_ns = stamps.begun, stamps.begun + duration_ns
-        self._write([drawn, *self._arrows(arrow, stage, f"{replica}.{plan.step_id}", *ends_ns)])
+        ended_ns = stamps.begun + duration_ns
+        self._write([drawn, *self._arrows(arrow, stage, f"{replica}.{plan.step_id}", stamps.begun, ended_ns)])
 
     def _arrows(self, arrow: Event, stage: int, step_id: str, begun_ns: int, ended_ns: int) -> Iterator[Event]:
         if stage < self._num_stages - 1:

@@ -1,4 +1,4 @@
-"""How one model's answers are read, and what that means for one request."""
+"""The format of one model's answers, and what it means for one request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppserve.head.api.answer_parts.tool_format import ANY_TEXT, FormPart, ToolFo
 from ppserve.head.api.answer_parts.tools import Tooling
 
 CUTS = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
-"""Ends at which the model would have gone on."""
+"""The reasons for an end at which the model would have gone on."""
 
 ID_CHARS = 9
 """The length of a call's id: Mistral's templates take no other."""
@@ -35,7 +35,7 @@ Reader = Callable[[Source, Calls], Parsing[None]]
 class AnswerFormat:
     """How a model writes its answers. None stands for a format that is not known.
 
-    fallback: the format of calls that must be made where the model's is not known.
+    fallback: the format of calls that must be made, if the model's own is not known.
     """
 
     tools: ToolFormat | None
@@ -119,7 +119,7 @@ def _is_text(source: Source, marker: str) -> Parsing[bool]:
 
 
 def _split(text: str, special_ids: Mapping[str, int]) -> list[Any]:
-    """The text's parts: texts, and special tokens by their ids."""
+    """Return the text's parts: texts, and special tokens by their ids."""
     words = sorted((word for word in special_ids if len(word) > 1), key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
     return [{"token": special_ids[part]} if place % 2 else part for place, part in enumerate(parts)]
@@ -137,8 +137,10 @@ class AnswerPlan:
     """Whether the answers must be read with the names of special tokens in their text."""
 
     def parser(self, request: Request, index: int, held_text: str = "") -> AnswerParser:
-        """Return the parser of one answer. held_text: the text of its tokens that the caller holds, where it is
-        resumed: their parts are not told again."""
+        """Return the parser of one answer.
+
+        held_text: the text that the caller of a resumed answer holds. Its parts are not told again.
+        """
         names = [tool.name for tool in self.tooling.offered]
         parser = AnswerParser(self.read, Calls(_ids_of(request, index), names), self.tooling.max_calls)
         parser.parts(held_text, None)
@@ -156,10 +158,10 @@ def _ids_of(request: Request, index: int) -> Callable[[int], str]:
 
 
 class AnswerParser:
-    """Makes parts of one answer's text as it comes. Joined, they do not depend on how the text was cut."""
+    """Makes parts of one answer's text as it comes. Joined, the parts do not depend on how the text was cut."""
 
     def __init__(self, read: Reader, calls: Calls, max_calls: int | None = None) -> None:
-        """max_calls: further calls are left out."""
+        """max_calls: calls beyond so many are left out; None if there is no limit."""
         self._source = Source()
         self._calls = calls
         self._reading = self._read(read)

@@ -45,7 +45,7 @@ class BareJson(ToolFormat):
 
 
 class FallbackJson(BareJson):
-    """For models whose format is not known, and calls that must be made."""
+    """The format of calls that must be made, for models whose own format is not known."""
 
     name = "json"
 

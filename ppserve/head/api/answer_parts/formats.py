@@ -37,7 +37,7 @@ F = TypeVar("F", bound=ToolFormat | ReasoningFormat)
 def answer_format(
     template: str, special_ids: Mapping[str, int], names: FormatNames = FormatNames()
 ) -> AnswerFormat:
-    """Return the format of a model's answers. special_ids: of its special tokens, by their texts."""
+    """Return the format of a model's answers. special_ids: the ids of its special tokens, by their texts."""
     return AnswerFormat(
         tools=_chosen(TOOL_FORMATS, names.tools, template),
         reasoning=_chosen(REASONING_FORMATS, names.reasoning, template),

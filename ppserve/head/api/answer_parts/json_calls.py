@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments: how most formats have them."""
+"""Calls that are JSON objects with a name and arguments, as most formats have them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ppserve.head.api.answer_parts.source import NotACall, Parsing, Source
 
 ARGUMENTS = ("arguments", "parameters")
 OTHERS = ("type", "id")
-"""Names that may stand in front of a call's name. Any other one says that the object is no call."""
+"""Keys that may stand in front of a call's name. Any other one shows that the object is no call."""
 
 
 class Calls:
     """Numbers the calls of one answer as they begin."""
 
     def __init__(self, new_id: Callable[[int], str], names: Collection[str]) -> None:
-        """new_id: makes the id of the call with a number. names: those of the tools that are offered."""
+        """new_id: makes the id of a call from its number. names: those of the tools that are offered."""
         self.names = names
         self._new_id = new_id
         self.count = 0
@@ -26,7 +26,7 @@ class Calls:
         """Whether the latest call has any."""
 
     def begin(self, source: Source, name: str) -> CallBegin:
-        """Begin a call. What is held is no text."""
+        """Begin a call: what the source holds was no text."""
         source.let_go()
         self.count += 1
         self.has_arguments = False
@@ -45,8 +45,10 @@ class Calls:
 
 
 def read_calls(source: Source, calls: Calls, any_name: bool = True) -> Parsing[None]:
-    """Read one call or a list of calls. any_name: whether a call may name a tool that is not offered. Raises
-    AnswerEnds, and NotACall before the first call's name is known."""
+    """Read one call or a list of calls. any_name: whether a call may name a tool that is not offered.
+
+    Raises AnswerEnds, and NotACall before the first call's name is known.
+    """
     if (yield from source.next_visible()) != "[":
         yield from read_call(source, calls, any_name)
         return
@@ -60,8 +62,10 @@ def read_calls(source: Source, calls: Calls, any_name: bool = True) -> Parsing[N
 
 
 def read_call(source: Source, calls: Calls, any_name: bool = True) -> Parsing[None]:
-    """Read one call. Raises AnswerEnds, and NotACall before its name is known; behind that, what is no JSON ends
-    the call."""
+    """Read one call. Once its name is known, text that is no JSON ends the call.
+
+    Raises AnswerEnds, and NotACall before the name is known.
+    """
     if (yield from source.next_visible()) != "{":
         raise NotACall
     source.skip()
@@ -128,7 +132,7 @@ class _CallReader:
 
 
 def _loaded(text: str) -> Any:
-    """Raises NotACall for what is no JSON."""
+    """Read a text as JSON. Raises NotACall for a text that is no JSON."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):

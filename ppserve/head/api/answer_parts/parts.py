@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """A piece of what the caller is told."""
+    """A piece of the answer's text, as the caller reads it."""
 
     text: str
 
@@ -31,7 +31,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments, as JSON text. The pieces of a call are at least one."""
+    """A piece of a call's arguments, as JSON text. Every call has at least one."""
 
     index: int
     text: str
@@ -48,7 +48,7 @@ Part = AnswerText | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbours of one kind as one piece."""
+    """Return the parts; neighbours of one kind are one piece."""
     found: list[Part] = []
     for part in parts:
         match found[-1] if found else None, part:

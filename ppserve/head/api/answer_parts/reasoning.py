@@ -1,4 +1,4 @@
-"""How models write what they think before they answer."""
+"""The formats in which models write what they think before they answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppserve.head.api.answer_parts.tool_format import FormPart
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Reasoning between two tags, of which the prompt may have the first."""
+    """Reasoning between two tags. The prompt may have the first of them."""
 
     name: str
     """The operator's word for it (`--reasoning-format`)."""
@@ -26,11 +26,11 @@ class Tags:
         return self.begin, self.end
 
     def is_shown_by(self, template: str) -> bool:
-        """Whether a chat template writes or removes such reasoning."""
+        """Return whether a chat template writes or removes such reasoning."""
         return self.end in template
 
     def is_begun_by(self, prompt: str) -> bool:
-        """Whether a prompt ends within the reasoning."""
+        """Return whether a prompt ends within the reasoning."""
         return prompt.rstrip().endswith(self.begin)
 
     def read_reasoning(self, source: Source, _calls: Calls, has_begun: bool) -> Parsing[None]:
@@ -52,4 +52,4 @@ class Tags:
 
 
 THINK = Tags("think", "<think>", "</think>")
-"""Qwen, DeepSeek and many others."""
+"""The tags of Qwen, DeepSeek and many others."""

@@ -1,4 +1,4 @@
-"""Read an answer's text as it comes.
+"""The text of an answer, which readers read as it comes.
 
 A reader is a generator that yields parts, and None where it needs more text to go on. What its parts say depends
 on the text alone, and not on how the text is cut into pieces.
@@ -54,7 +54,7 @@ class Source:
         return self._num_forgotten + self._at
 
     def end(self, is_cut: bool) -> None:
-        """No more text comes."""
+        """Note that no more text comes."""
         self._has_ended = True
         self.is_cut = is_cut
 
@@ -65,7 +65,7 @@ class Source:
         self._held_from = self._at
 
     def let_go(self) -> None:
-        """What was held is what it looked like."""
+        """Forget what was held: it is what it looked like, and no text."""
         self._held_from = None
 
     def release(self) -> Iterator[Part]:
@@ -78,7 +78,7 @@ class Source:
     # ---- for readers ----
 
     def next_visible(self) -> Parsing[str]:
-        """Read blanks. Return the character behind them, which is not read. Raises AnswerEnds."""
+        """Read over blanks. Return the character behind them, which is still to be read. Raises AnswerEnds."""
         while True:
             while self._at < len(self._text):
                 if not (char := self._text[self._at]).isspace():
@@ -91,7 +91,10 @@ class Source:
         self._at += count
 
     def starts_with(self, *words: str) -> Parsing[str | None]:
-        """Read the one of these words with which the text goes on, if it does. None begins another."""
+        """Read and return the one of these words with which the text goes on; return None if it goes on otherwise.
+
+        None of the words may begin another one.
+        """
         while True:
             rest = self._text[self._at : self._at + max(map(len, words))]
             for word in words:
@@ -116,9 +119,9 @@ class Source:
     def until(
         self, markers: tuple[str, ...], make: Callable[[str], Part] | None, holds: bool = False
     ) -> Parsing[str | None]:
-        """Read to the first marker, and over it. Yield what precedes it but for blanks at its end, as parts that
-        `make` makes, or drop it. Return the marker; None where the answer ends without one.
+        """Read to the first marker, and over it. Return the marker; None if the answer ends without one.
 
+        The text in front of it, without the blanks at its end, is yielded as parts that `make` makes, or dropped.
         holds: whether the marker and the blanks may turn out to be text.
         """
         self._held_from = None
@@ -156,8 +159,10 @@ class Source:
         self._at -= len(marker)
 
     def json(self, make: Callable[[str], Part] | None = None) -> Parsing[str]:
-        """Read one JSON value, and return its text. Yield it in pieces, where `make` makes parts of them. Raises
-        AnswerEnds, and NotACall for what is no JSON."""
+        """Read one JSON value, and return its text. If `make` is given, it makes parts of pieces of the value.
+
+        Raises AnswerEnds, and NotACall for text that is no JSON.
+        """
         value, pieces = _JsonEnd(), []
         while True:
             rest = self._text[self._at :]
@@ -179,19 +184,19 @@ class Source:
 
 
 class _JsonEnd:
-    """Finds where a JSON value ends, in pieces of text. Brackets are counted, not matched."""
+    """Finds where a JSON value ends that comes in pieces of text. Brackets are counted, not matched."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
         self.is_broken = False
-        """Whether it has what JSON has not: a `<`, which may begin a marker."""
+        """Whether it has a `<` outside of a string: no JSON has, but a marker may begin so."""
         self.is_plain = True
-        """Whether it is no string, object or list so far."""
+        """Whether it has been no string, object or list so far, and so may end with the text."""
 
     def length(self, text: str) -> tuple[int, bool]:
-        """How many characters of the text belong to it, and whether it ends there."""
+        """Return how many characters of the text belong to it, and whether it ends there."""
         at = 0
         while at < len(text):
             if self._in_string:
@@ -219,7 +224,7 @@ class _JsonEnd:
         return len(text), False
 
     def _string_end(self, text: str, at: int) -> int:
-        """The place behind the string's end, or the text's."""
+        """Return the place behind the string's end, or behind the text's, if the string goes on."""
         while at < len(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -236,6 +241,6 @@ class _JsonEnd:
 
 
 def _begun(word: str, text: str) -> int:
-    """How many of the last characters of `text` are a beginning of `word`."""
+    """Return how many of the last characters of `text` are a beginning of `word`."""
     longest = min(len(word) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(word[:length])), 0)

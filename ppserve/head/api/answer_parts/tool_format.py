@@ -1,4 +1,4 @@
-"""What a format of calls is: how answers with calls are read, and what calls that must be valid look like.
+"""The interface of a format of calls: how answers with calls are read, and what valid calls look like.
 
 A form is JSON as `ppserve.grammar.sequence` reads it. Special tokens stand in it by their texts.
 """
@@ -32,7 +32,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def is_shown_by(self, template: str) -> bool:
-        """Whether a chat template writes calls in this format."""
+        """Return whether a chat template writes calls in this format."""
 
     @abstractmethod
     def read(self, source: Source, calls: Calls) -> Parsing[None]:
@@ -67,4 +67,5 @@ def json_object(tool: Tool, key: str = "arguments") -> FormPart:
 
 
 def either(forms: Sequence[FormPart]) -> FormPart:
+    """Return the form of a text that has one of these forms."""
     return forms[0] if len(forms) == 1 else {"either": [*forms]}

@@ -1,4 +1,4 @@
-"""What a request says about tools, in no protocol's words."""
+"""Tools as a request offers them, in the words of no protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppserve.errors import Violation
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-"""A tool's name: what every format can write and read back."""
+"""The names that a tool may have: every format can write and read them."""
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -23,13 +23,13 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
-    """The JSON Schema of its arguments; None: it has none."""
+    """The JSON Schema of its arguments; None if it has no arguments."""
     strict: bool = False
     """Whether a call of it must be valid by the schema, also where the model need not call."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The schema that its arguments must fit: an object's, unless it says otherwise."""
+        """The schema that its arguments must fit: they are an object, unless the schema says otherwise."""
         return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
 
     def for_template(self) -> dict[str, Any]:
@@ -40,9 +40,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether a tool is called: as the model decides (`auto`), at least one (`required`), or none.
+    """Whether tools are called: as the model decides (`auto`), at least one (`required`), or none.
 
-    name: the tool that must be called, once; only with `required`.
+    name: the one tool that must be called, and called once; it is set only with `required`.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -74,7 +74,7 @@ class Tooling:
 
     @property
     def max_calls(self) -> int | None:
-        """The most calls of an answer; None: any number."""
+        """How many calls an answer may have; None if it may have any number."""
         return 1 if self.choice.name is not None or not self.parallel else None
 
     def violations(self, function: str = "") -> Iterator[Violation]:

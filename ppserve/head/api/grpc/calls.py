@@ -1,4 +1,4 @@
-"""What surrounds gRPC services' messages: callers, keys, and errors as statuses with `google.rpc` details."""
+"""Calls of gRPC services: their callers and keys, and errors as statuses with details of `google.rpc`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.",
 
 
 class Service(Protocol):
-    """Methods as in its proto, of a message and its call."""
+    """A service: it has the methods of its proto, each of which takes a message and its `Call`."""
 
     descriptor: ServiceDescriptor
 
 
 class KeyCheck(aio.ServerInterceptor):
-    """An interceptor that refuses calls without an accepted key, health excepted.
+    """An interceptor that refuses calls without an accepted key, except those for health.
 
     It runs before the method is looked up, so a new method cannot be forgotten.
     """
@@ -77,7 +77,7 @@ def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHand
 
 
 def call_from(context: Context, has_keys: bool) -> Call:
-    """Make a call of what gRPC tells of it. Its deadline counts from now."""
+    """Make a call of what gRPC knows about it. The caller's time limit counts from now."""
     peer = context.peer()
     certificate = b",".join(context.peer_identities() or ())
     metadata = first_of_each(context.invocation_metadata())
@@ -86,12 +86,13 @@ def call_from(context: Context, has_keys: bool) -> Call:
 
 
 def first_of_each(metadata: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
-    """Take the first of several entries of one name, as HTTP does."""
+    """Return the entries by their names. Of several with one name the first counts, as in HTTP."""
     return dict(reversed(tuple(metadata or ())))
 
 
 def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
-    """Make a handler of bytes, which are parsed here and not by gRPC: bad bytes get a proper status."""
+    """Make a handler that takes bytes and parses them itself: if gRPC did, bad bytes would get no proper
+    status."""
     answered = partial(_answer, getattr(service, method.name), method, handler)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(answered)
@@ -134,13 +135,15 @@ def _refusal(error: Unauthenticated) -> MethodHandler:
     async def refuse(_messages: object, context: Context) -> None:
         end_with(context, error)
 
-    # One that takes a stream is asked before its first message.
+    # A method that takes a stream is called before the first message comes.
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def end_with(context: Context, error: RequestError) -> None:
     """Give a call the status and the details with which it ends once its method returns.
-    `context.abort` would leave an error and a call that refer to each other."""
+
+    `context.abort` would leave an error and a call that refer to each other.
+    """
     status = Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
     status.details.append(pack(ErrorInfo(reason=error.reason, domain=DOMAIN)))
     if isinstance(error, InvalidRequest):

@@ -1,4 +1,4 @@
-"""Make the messages in which the server describes itself."""
+"""Makes the messages in which the server describes itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 
 def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
-    """GetModelInfo's answer."""
+    """Make the answer to GetModelInfo."""
     return pb.GetModelInfoResponse(
         model=description.name,
         architecture=_architecture_message(description.architecture, description.num_parameters),
@@ -59,7 +59,7 @@ def _limits_message(limits: Limits, max_context: int) -> pb.Limits:
 
 
 def topology_message(topology: Topology, metrics_port: int = 0) -> pb.GetTopologyResponse:
-    """GetTopology's answer."""
+    """Make the answer to GetTopology."""
     return pb.GetTopologyResponse(
         stages=map(_stage_message, topology.stages),
         transport=topology.transport,

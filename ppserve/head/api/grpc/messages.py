@@ -1,4 +1,5 @@
-"""Make a request's options of a message, and messages of its answer. `ppserve.head.api.requests` judges values."""
+"""Makes a request's options of a message, and messages of its answer. `ppserve.head.api.requests` checks
+values."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
 
 
 def _prompt(message: pb.GenerateRequest) -> Prompt | Chat:
-    """The prompt of the message; an empty text where it has none."""
+    """Return the prompt of the message; an empty text if it has none."""
     match message.WhichOneof("prompt"):
         case "token_ids":
             return message.token_ids.ids
@@ -65,7 +66,7 @@ def _prompt(message: pb.GenerateRequest) -> Prompt | Chat:
 
 
 def _form(message: pb.StructuredOutput) -> StructuredOutput:
-    """Raises InvalidRequest for a kind that does not exist."""
+    """Make a form of its message. Raises InvalidRequest for a kind that does not exist."""
     kind = next((kind for kind in KINDS if pb.StructuredOutput.Kind.Value(kind.upper()) == message.kind), None)
     if kind is None:
         raise InvalidRequest([Violation("structured_output.kind", f"{message.kind} is no kind of form")])
@@ -73,7 +74,7 @@ def _form(message: pb.StructuredOutput) -> StructuredOutput:
 
 
 def _check_proto() -> None:
-    """The proto's fields are the options of the same part, no fewer and no more."""
+    """Check that the fields of each part of the proto are the options of that part, no fewer and no more."""
     parts: dict[str, type[Message]] = {
         "sampling": pb.SamplingParams,
         "stop": pb.StopConditions,
@@ -88,7 +89,7 @@ _check_proto()
 
 
 def delta_message(delta: Delta, request: Request, public_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
-    """public_id: the request's id as its caller knows it."""
+    """Make the message of a delta. public_id: the request's id as its caller knows it."""
     output, last = request.output, delta.last
     message = pb.GenerateResponse(
         request_id=public_id,
@@ -123,7 +124,7 @@ def _add_end(message: pb.GenerateResponse, delta: Delta, request: Request) -> No
 
 
 def timings_message(timings: Timings) -> pb.Timings:
-    """Tell where a sequence's time went."""
+    """Make the message that tells where a sequence's time went."""
     return pb.Timings(
         queue_seconds=timings.queue_s,
         prefill_seconds=timings.prefill_s,

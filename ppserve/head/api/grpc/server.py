@@ -23,7 +23,7 @@ from ppserve.head.listener import address_text, bound
 
 # Beyond so many calls gRPC answers RESOURCE_EXHAUSTED.
 MAX_CALLS = 4096
-# After the drain, for the last statuses.
+# So long after the drain the last statuses may still be sent.
 CLOSING_S = 1.0
 
 HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -36,7 +36,7 @@ class GrpcServer:
     def __init__(
         self, handler: RequestHandler, others: Sequence[Service] = (), tls: Certificates | None = None
     ) -> None:
-        """others: services on the same port. Call inside the event loop."""
+        """others: further services on the same port. Call it inside the event loop."""
         self.request_handler, self.tls = handler, tls
         keys = handler.keys
         self._server = aio.server(
@@ -70,10 +70,10 @@ class GrpcServer:
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Whether the server (the empty name), or a service by name, serves.
+    """The health service: it tells whether the server, by the empty name, or a service, by its own, serves.
 
-    grpcio-health-checking's asyncio service (1.81) fails here: when a watcher leaves, the others hear no further
-    change, and one that does not read blocks all.
+    The asyncio service of grpcio-health-checking (1.81) has two defects: when a watcher leaves, the others hear of
+    no further change; and a watcher that does not read blocks all others.
     """
 
     def __init__(self, handler: RequestHandler, services: Iterable[str]) -> None:
@@ -102,8 +102,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def reflecting(names: Sequence[str]) -> Iterator[grpc.GenericRpcHandler]:
-    """Reflection of these services and of itself: v1alpha, and v1, which grpcio-reflection lacks. Their messages
-    are the same, but for that word in their names."""
+    """Yield the services that reflect these services and themselves: v1alpha, and v1, which grpcio-reflection
+    lacks.
+
+    Both have the same messages, but for that word in their names.
+    """
     alpha = reflection_pb2.DESCRIPTOR
     file = FileDescriptorProto()
     alpha.CopyToProto(file)
@@ -120,21 +123,21 @@ def reflecting(names: Sequence[str]) -> Iterator[grpc.GenericRpcHandler]:
 
 
 def server_options(limits: Limits) -> list[tuple[str, Any]]:
-    """What the server tells gRPC's core, which ignores unknown names."""
+    """Return the options of gRPC's core, which ignores unknown names."""
     return [
         # With SO_REUSEPORT a second server silently steals connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        # The same twice: between the two, gRPC refuses calls by chance.
+        # Both limits are the same: between two different ones, gRPC refuses calls by chance.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         # Sizes are checked after decompression: half a megabyte may hold half a gigabyte.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # A quarter of the files that may be open.
+        # Connections may take a quarter of the files that may be open.
         ("grpc.max_allowed_incoming_connections", min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)),
         # A client opens another connection with its next call.
         ("grpc.max_connection_idle_ms", 300_000),
-        # Find dead connections, and permit idle clients' pings.
+        # Dead connections are found, and idle clients may send pings.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -144,7 +147,7 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
 
 def _credentials(tls: Certificates) -> grpc.ServerCredentials:
     def newest() -> grpc.ServerCertificateConfiguration:
-        """Called in every handshake, in a thread of gRPC's."""
+        """Return the certificate as it is now. gRPC calls this in every handshake, in a thread of its own."""
         key, chain, client_ca = tls.pem
         return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
 

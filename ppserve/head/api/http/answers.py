@@ -1,4 +1,4 @@
-"""Make the JSON of completions from deltas: whole, or an event per delta. `chat` makes chats of it.
+"""Makes the JSON of completions from deltas, whole or as an event for each delta. `chat` builds on it.
 
 The fields are OpenAI's, and vLLM's `stop_reason`, `token_ids` and `prompt_token_ids`.
 """
@@ -27,7 +27,7 @@ from ppserve.head.api.stream import FINISH_WORDS, Delta, Score, ScoredToken
 from ppserve.head.limits import ALL
 from ppserve.tokenizer import Tokenizer
 
-# JSON has no infinity; vLLM's value.
+# JSON has no infinity, and this is what vLLM writes instead.
 _MIN_LOGPROB = -9999.0
 
 Json = dict[str, Any]
@@ -39,7 +39,7 @@ class Answers:
     def __init__(
         self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler
     ) -> None:
-        """requests: one for each prompt, in order."""
+        """Request: one for each prompt, in order."""
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         """Write all sequences as one answer. deltas: one for each, with its prompt's place."""
@@ -118,8 +118,8 @@ class ChoiceAnswers(Answers):
         choice = {**prompt.choice(delta), "text": delta.text, "logprobs": None}
         if self._num_top is not None:
             echoed = prompt.prompt_tokens if delta.is_first and prompt.request.output.echo else ()
-            tokens = cut(echoed, self._num_top), delta.tokens
-            choice["logprobs"] = prompt.writers[delta.index].completion(*tokens)
+            writer = prompt.writers[delta.index]
+            choice["logprobs"] = writer.completion(cut(echoed, self._num_top), delta.tokens)
         if self._num_prompt_top is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
         if prompt.has_ids and delta.is_first:
@@ -127,13 +127,14 @@ class ChoiceAnswers(Answers):
         return choice
 
     def _prompt_logprobs(self, prompt: PromptProgress) -> list[Json | None]:
-        """The prompt's tokens with their log-probabilities, where these are asked for by vLLM's field."""
+        """Return the prompt's tokens with their log-probabilities, as vLLM's field `prompt_logprobs` has them."""
         assert self._num_prompt_top is not None
         return prompt.new_writer().prompt(cut(prompt.prompt_tokens, self._num_prompt_top))
 
 
 def _likeliest(deltas: Sequence[tuple[int, Delta]], choices: Sequence[Json], num_chosen: int) -> list[Json]:
-    """Return so many choices of each prompt, the likeliest first: by the mean log-probability of their tokens."""
+    """Return the `num_chosen` likeliest choices of each prompt, the likeliest first. The mean log-probability of
+    its tokens says how likely a choice is."""
 
     def unlikeliness(delta: Delta) -> float:
         logprobs = [score.logprob for _, score in delta.tokens if score is not None]
@@ -148,19 +149,19 @@ def _likeliest(deltas: Sequence[tuple[int, Delta]], choices: Sequence[Json], num
 
 
 def cut(scored: Iterable[ScoredToken], num_top: int) -> Iterator[ScoredToken]:
-    """Yield the tokens with at most so many likely ones; ALL keeps all that there are."""
+    """Yield the tokens, each with at most `num_top` likely ones; ALL keeps all that there are."""
     for token_id, score in scored:
         few = score is not None and num_top != ALL
         yield token_id, replace(score, top=score.top[:num_top]) if few and score is not None else score
 
 
 def told_seed(body: GenerationBody, request: Request) -> int:
-    """Return the seed in use as the caller may send it again."""
+    """Return the seed in use, in the form in which the caller may send it again."""
     return request.sampling.seed if body.seed is None else body.seed
 
 
 class PromptProgress:
-    """Keeps what was seen of one prompt's sequences. place: the prompt's place in the call."""
+    """Keeps what answers need of the earlier deltas of one prompt. place: the prompt's place in the call."""
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
         self.request = request
@@ -171,7 +172,7 @@ class PromptProgress:
         self.newest: dict[int, Delta] = {}
         self._place = place
         self.prompt_tokens: Sequence[ScoredToken] = ()
-        """The prompt's tokens, where their scores are asked for; once its first delta was written."""
+        """The prompt's tokens, if their scores are asked for; none before its first delta."""
 
     def choice(self, delta: Delta) -> Json:
         """Return the fields that completions and chats share. It is called once for each delta, in order."""
@@ -203,8 +204,8 @@ def _usage(prompts: Sequence[PromptProgress]) -> Json:
 class LogprobWriter:
     """One sequence's log-probabilities as JSON, from its first token on.
 
-    as_ids: tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`). skips_special: the text is without
-    the names of special tokens.
+    as_ids: whether tokens are named `token_id:N` (vLLM's `return_tokens_as_token_ids`).
+    skips_special: whether the text is without the names of special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool, skips_special: bool = True) -> None:
@@ -215,8 +216,11 @@ class LogprobWriter:
         self._offset = 0
 
     def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> dict[str, list[Any]]:
-        """Return the next tokens, after the prompt's if given: in every list an entry for each.
-        `text_offset` counts the characters before a token. No character spans prompt and answer."""
+        """Return the next tokens as completions show them: four lists, each with an entry for every token.
+
+        prompt: the prompt's tokens, which come first; empty if they are not shown. `text_offset` counts the
+        characters before a token; no character spans prompt and answer.
+        """
         entries = [self._completed(*token) for token in prompt]
         self._offset += len(self._decoder.decode(b"", final=True)) if entries else 0
         entries += [self._completed(*token) for token in generated]
@@ -224,7 +228,7 @@ class LogprobWriter:
         return {name: [entry[name] for entry in entries] for name in lists}
 
     def _completed(self, token_id: int, score: Score) -> Json:
-        """A token's value in each of the lists."""
+        """Return a token's value in each of the lists."""
         name, offset = self._name(token_id), self._offset
         self._offset += len(self._decoder.decode(self._bytes_of(token_id)))
         return {
@@ -235,7 +239,8 @@ class LogprobWriter:
         }
 
     def _top(self, name: str, score: TokenLogprobs) -> dict[str, float]:
-        """The likely tokens by their names, the likeliest first: it keeps a name that two tokens have."""
+        """Return the likely tokens by their names, the likeliest first, which keeps a name that two tokens
+        have."""
         top: dict[str, float] = {}
         for token_id, logprob in score.top:
             top.setdefault(self._name(token_id), _finite(logprob))
@@ -243,8 +248,10 @@ class LogprobWriter:
         return top
 
     def prompt(self, scored: Iterable[ScoredToken]) -> list[Json | None]:
-        """Return a prompt's tokens as vLLM shows them: by its id the token, then the likely ones. A token that is
-        not among these has no rank. The first of the prompt has no probability: null."""
+        """Return a prompt's tokens as vLLM shows them: the token by its id, and then the likely ones by theirs.
+
+        A token that is not among the likely ones has no rank. The first of the prompt has no probability: null.
+        """
         return [None if score is None else self._ranked(token_id, score) for token_id, score in scored]
 
     def _ranked(self, token_id: int, score: TokenLogprobs) -> Json:

@@ -29,7 +29,7 @@ _STOP_REASONS = {
     FinishReason.CONTEXT_LENGTH: "model_context_window_exceeded",
     FinishReason.CANCELLED: "abort",
 }
-"""Anthropic's words; `abort`, for an end before its time, is that of chats."""
+"""The words are Anthropic's, but for `abort`, the word of chats for an end before its time."""
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -47,7 +47,7 @@ _DELTAS: Mapping[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""What a block of this kind grows by, and the field that has it."""
+"""For each kind of block, the type of the deltas by which it grows, and the field that has the new text."""
 
 
 async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:
@@ -154,8 +154,10 @@ def _content(block: AnswerBlock) -> Json:
 
 
 def _signature(thought: str) -> str:
-    """Return what stands for Anthropic's signature: clients give back no thought that has none. It proves nothing,
-    and is not read. A thought that has not begun has none."""
+    """Return what stands for Anthropic's signature, as clients give back no thought without one.
+
+    It proves nothing, and is not read. A thought that has not begun has none.
+    """
     return hashlib.sha256(thought.encode()).hexdigest() if thought else ""
 
 

@@ -1,4 +1,4 @@
-"""What a body asks for, as far as it is a record of its own."""
+"""Records of what a body asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppserve.head.options import GenerationOptions
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence whose stream broke, and its tokens that the caller holds."""
+    """A sequence whose stream broke, and those of its tokens that the caller holds."""
 
     token_ids: list[int]
     index: int = 0
@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks to be generated. plan: how the answers are read; None: they are text."""
+    """The prompts and options of a body. plan: how the answers are read; None if they are only text."""
 
     prompts: Sequence[Prompt]
     options: GenerationOptions

@@ -26,7 +26,7 @@ class AnswerBlock:
 
     index: int
     kind: BlockKind
-    text: str = ""  # of a call: its arguments, as JSON
+    text: str = ""  # in a call: its arguments, as JSON
     call_id: str = ""
     name: str = ""  # of the called function
     is_whole: bool = False  # whether it has ended, and was not cut
@@ -34,7 +34,7 @@ class AnswerBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """What is new of a block."""
+    """A block that begins, grows or ends."""
 
     what: Literal["begins", "grows", "ends"]
     block: AnswerBlock
@@ -42,7 +42,7 @@ class BlockChange:
 
 
 class Blocks:
-    """Makes blocks of one sequence's parts, as they come."""
+    """Makes blocks of one sequence's parts as they come."""
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []

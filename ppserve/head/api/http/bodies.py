@@ -1,4 +1,4 @@
-"""What the bodies of requests hold. msgspec checks names and types; `requests.to_request` checks values.
+"""The bodies of requests. msgspec checks names and types, and `requests.to_request` checks values.
 
 Unknown fields are ignored, and named in a header of the answer. Those that would change the answer are refused by
 name (`ppserve.head.api.http.unserved`), unless their value asks for nothing.
@@ -38,15 +38,15 @@ from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
 
 MAX_PROMPTS = 256
-# Of the ignored fields, for a header.
+# A header names so many of the ignored fields, and so many characters of each name.
 MAX_NAMES, MAX_NAME_CHARS = 16, 64
-# OpenAI's default for completions; a chat's is what is left of the context.
+# This is OpenAI's default for completions. That of a chat is what is left of the context.
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's seeds are signed; vLLM's top_k of -1 leaves out no token.
 MIN_SEED, ALL_TOKENS = -(2**63), -1
 
 _GZIP = ("gzip", "x-gzip")
-# Templates show what is in these, as it is, and so do answers what is in a schema.
+# Templates and answers show the content of these fields as it is, so whole floats in them stay floats.
 _SHOWN = (
     *("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json"),
     *("input", "tools", "functions", "text", "output_config", "metadata"),
@@ -62,7 +62,7 @@ class Body(msgspec.Struct, kw_only=True):
     model: str | None = None
 
     def violations(self) -> Iterator[Violation]:
-        """The mistakes that types do not show, by the names of this protocol."""
+        """Yield the mistakes that types do not show, by the names of this protocol."""
         return iter(())
 
     def keep(self, given: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class GenerationBody(Body, kw_only=True, dict=True):
-    """What every body has that asks for answers, named as in the proto where that has it."""
+    """The fields of every body that asks for answers. They are named as in the proto, if it has them."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -101,12 +101,12 @@ class GenerationBody(Body, kw_only=True, dict=True):
         return ()
 
     def keep(self, given: dict[str, Any]) -> None:
-        # Here, as a long body is read in a thread.
+        # It is done here because a long body is read in a thread.
         others = self.forms[1:]
         refuse(Violation(other.field, f"not together with {self.forms[0].field}") for other in others)
 
     def violations(self) -> Iterator[Violation]:
-        """The mistakes that types do not show, and those in what only this protocol allows."""
+        """Yield the mistakes that types do not show, and those in values that only this protocol allows."""
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
 
@@ -115,7 +115,7 @@ class GenerationBody(Body, kw_only=True, dict=True):
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
-        """What the body asks for: every option that all of these bodies share."""
+        """Return what the body asks for: here, the options that all of these bodies have."""
         top_k, seed = self.top_k, self.seed
         return GenerationOptions(
             temperature=self.temperature,
@@ -151,7 +151,7 @@ async def ask(body: GenerationBody, handler: RequestHandler, caller: str) -> Ask
 
 
 class ChoicesBody(GenerationBody, kw_only=True):
-    """What completions and chats share, whose answers are a list of choices."""
+    """The fields that completions and chats share. Their answers are a list of choices."""
 
     unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
 
@@ -183,11 +183,10 @@ class ChoicesBody(GenerationBody, kw_only=True):
 
     @cached_property
     def forms(self) -> tuple[AskedForm, ...]:
-        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         return (
             *of_response_format(self.response_format),
             *of_structured_outputs(self.structured_outputs),
-            *of_kinds("guided_", *guided),
+            *of_kinds("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
         )
 
     def violations(self) -> Iterator[Violation]:
@@ -310,8 +309,10 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Read and check a body. The names of ignored fields are kept in `request.state`. Raises InvalidRequest, and
-    HttpError for a body that is too long or in another coding, and for another model."""
+    """Read and check a body. The names of ignored fields are kept in `request.state`.
+
+    Raises InvalidRequest, and HttpError for a body that is too long or in another coding, and for another model.
+    """
     coding = request.headers.get("content-encoding", "").lower()
     if coding not in ("", "identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"
@@ -378,7 +379,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def to_body(given: dict[str, Any], kind: type[B]) -> B:
-    """Make a body of a JSON object, and check it. Raises InvalidRequest, naming the field that is wrong."""
+    """Make a body of a JSON object, and check it. Raises InvalidRequest, which names the fields that are wrong."""
     asked = (name for name, neutral in kind.unserved.items() if asks(given.get(name), neutral))
     refuse(Violation(name, "not served") for name in asked)
     said = {name: value for name, value in given.items() if name not in SERVED or asks(value, SERVED[name])}
@@ -392,7 +393,7 @@ def to_body(given: dict[str, Any], kind: type[B]) -> B:
 
 
 def check_model(name: str | None, handler: RequestHandler) -> None:
-    """Raises HttpError for another model than the one served. None means the served one."""
+    """Raise HttpError for another model than the one served. None means the served one."""
     served = handler.description
     if name not in (None, served.name, *served.aliases, served.path):
         *others, last = map(repr, (served.name, *served.aliases))

@@ -21,8 +21,8 @@ from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning. Templates read the first, or the second."""
-# Other fields than `chat_template_kwargs` that templates get.
+"""The names that a message's reasoning may have. Templates read the first, or the second."""
+# A template gets these from other fields than `chat_template_kwargs`.
 _OTHER_FIELDS = {
     *("messages", "add_generation_prompt", "continue_final_message"),
     *("tools", "bos_token", "eos_token", "pad_token", "unk_token"),
@@ -69,8 +69,10 @@ class ChatMessage(msgspec.Struct):
             yield Violation(f"{place}.content", "only text is served")
 
     def for_template(self) -> dict[str, Any]:
-        """Return what transformers and vLLM give a template: null is absent, also as a part, the arguments of
-        calls are objects."""
+        """Return the message as transformers and vLLM give it to a template.
+
+        A field or part that is null is absent, and the arguments of calls are objects.
+        """
         message = {name: value for name, value in self.given.items() if value is not None}
         content = message.get("content") or ""
         if isinstance(content, list):
@@ -117,7 +119,7 @@ class ChatBody(ToolBody, kw_only=True):
         super().keep(given)
         for message, own in zip(self.messages, given["messages"], strict=True):
             message.given = own
-        # Here, as a long body is read in a thread.
+        # It is made here because a long body is read in a thread.
         _ = self.conversation
 
     async def asked(self, handler: RequestHandler, caller: str) -> Asked:
@@ -170,10 +172,10 @@ class ChatAnswers(ChoiceAnswers):
         self._has_functions = bool(body.functions)
 
     def opening(self, _first: Delta) -> Iterator[bytes]:
-        """Yield a role for each sequence, in their order, and nothing else.
+        """Yield an event for each sequence, in their order, which has its role and nothing else.
 
-        OpenAI's stream helpers make a choice of its first event and then add that event's log-probabilities to it,
-        and number choices as they come.
+        OpenAI's stream helpers make a choice of its first event, and then add that event's log-probabilities to it
+        once more. They also number choices as they come.
         """
         (prompt,) = self._prompts
         for index in prompt.request.indices:
@@ -192,7 +194,7 @@ class ChatAnswers(ChoiceAnswers):
         return choice
 
     def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
-        """Make a record; as in vLLM, whole answers and a stream's first event have the prompt's tokens."""
+        """Make a record. As in vLLM, whole answers and a stream's first event have the prompt's tokens."""
         if self._is_first and self._prompts[0].has_ids:
             more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         if self._num_prompt_top is not None:

@@ -1,4 +1,4 @@
-"""All paths that generate: a body's prompts become streams, and their deltas the answer."""
+"""The way of every path that generates: a body's prompts become streams, and their deltas become the answer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_del
 async def generate(
     request: Request, handler: RequestHandler, kind: type[GenerationBody], form: type[Answers]
 ) -> Response:
-    """Answer a body's prompts: whole, or as events."""
+    """Answer a body's prompts, whole or as events."""
     with handler.counting_refusals():
         body = await read_body(request, kind, handler)
-        # A header's value, which returns the name, has no spaces at its ends.
+        # The answer has the name in a header, whose value has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
         asked = await ask(body, handler, call.caller)
@@ -94,7 +94,7 @@ async def _events(
     yield begin
     try:
         async for place, delta in others:
-            # A delta whose text is held back makes none.
+            # A delta whose text is held back makes no event.
             if new := b"".join(answers.events(place, delta)):
                 yield new
         yield b"".join(answers.ending())

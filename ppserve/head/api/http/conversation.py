@@ -1,4 +1,4 @@
-"""What doors for chats make of their bodies: messages as chat templates take them."""
+"""Makes messages, as chat templates take them, of the bodies of all paths for chats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppserve.head.options import GenerationOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one speaker says in doors where that comes in pieces: adjacent turns of one speaker are one message."""
+    """A piece of what one speaker says. Adjacent turns of one speaker become one message."""
 
     field: str
     role: str
@@ -34,7 +34,7 @@ class Turn:
 
 
 def call_of(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call of a function as templates are shown it."""
+    """Return the call of a function in the form in which templates get it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -52,8 +52,11 @@ _BLANKS = re.compile(r"\s*")
 
 
 def read_arguments(text: str | None) -> dict[str, Any]:
-    """Return the arguments of a call that are given as JSON. Where that is cut, or no object, these are the
-    members that are whole: a conversation goes on with what its model has written."""
+    """Return the arguments of a call, which are given as JSON.
+
+    If that is cut, or is no object, these are the members that are whole: a conversation goes on with what its
+    model has written.
+    """
     return dict(_whole_members(text or ""))
 
 
@@ -83,21 +86,24 @@ def _after_blanks(text: str, at: int) -> int:
 
 
 def reasoning_variables(thinks: bool | None, effort: str | None) -> dict[str, Any]:
-    """Return the variables by which templates are told whether and how long the model thinks; None says nothing.
-    Some call the first `enable_thinking`, and others `thinking`."""
+    """Return the variables that tell a template whether, and how long, the model thinks. None says nothing of it.
+
+    Some templates call the first `enable_thinking`, and others `thinking`.
+    """
     given = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def to_messages(turns: Iterable[Turn]) -> list[ShownMessage]:
-    """Return the messages of these turns. Many templates want speakers to alternate."""
+    """Return the messages of these turns. Many templates want speakers to alternate, so adjacent turns are
+    joined."""
     said = (turn for turn in turns if not turn.is_empty)
     return [_message(list(adjacent)) for _, adjacent in groupby(said, lambda turn: (turn.role, turn.result_of))]
 
 
 def _message(turns: Sequence[Turn]) -> ShownMessage:
     first, texts = turns[0], [text for turn in turns for text in turn.texts]
-    # A text by itself is no part, of which some templates know nothing.
+    # One text is given as it is, and not as a list of parts, of which some templates know nothing.
     parts = "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
     shown: dict[str, Any] = {"role": first.role, "content": parts}
     if reasoning := [text for turn in turns for text in turn.reasoning]:
@@ -112,7 +118,7 @@ def _message(turns: Sequence[Turn]) -> ShownMessage:
 async def ask_chat(
     chat: AskedChat, options: GenerationOptions, handler: RequestHandler, caller: str, surrounds: bool = False
 ) -> Asked:
-    """Return what a body asks for that asks for one chat. surrounds: see `RequestHandler.chat_prompt`. Raises
+    """Return what the body of a chat asks for. surrounds: see `RequestHandler.chat_prompt`. Raises
     RequestError."""
     asked = replace(chat, form=options.structured_output)
     prompt, plan = await handler.chat_prompt(asked, caller, surrounds)

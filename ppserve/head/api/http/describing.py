@@ -56,7 +56,7 @@ async def version(_request: Request, handler: RequestHandler) -> Response:
 
 
 async def tokenize(request: Request, handler: RequestHandler) -> Response:
-    """POST /tokenize. The texts of special tokens are those tokens, for evaluation harnesses."""
+    """POST /tokenize. The texts of special tokens become those tokens, as evaluation harnesses need it."""
     body = await read_body(request, TokenizeBody, handler)
     longest_first = sorted(handler.tokenizer.special_ids, key=len, reverse=True)
     special = "|".join(map(re.escape, longest_first)) or "(?!)"

@@ -46,7 +46,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
     json_object: bool | None = None
     disable_fallback: bool | None = None
-    """Nothing else takes the place of what is not enforced here."""
+    """It changes nothing: a form that cannot be enforced is refused, and nothing takes its place."""
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -65,14 +65,15 @@ class AskedForm:
 
 
 def of_response_format(given: ResponseFormat | None) -> Iterator[AskedForm]:
-    """Raises InvalidRequest for a type that is not served, and without a schema."""
+    """Yield the form that this asks for. Raises InvalidRequest for a type that is not served, or lacks its
+    schema."""
     if given is not None:
         schema = None if given.json_schema is None else given.json_schema.schema
         yield from _of_type(given.type, schema, "response_format", "response_format.json_schema.schema")
 
 
 def of_text_format(home: str, given: TextFormat | None) -> Iterator[AskedForm]:
-    """Raises InvalidRequest as `of_response_format` does. home: the field that has this form."""
+    """Yield the form that this asks for, as `of_response_format` does. home: the field that has this form."""
     if given is not None:
         yield from _of_type(given.type, given.schema, home, home + ".schema")
 
@@ -90,7 +91,7 @@ def _of_type(kind: str, schema: bool | dict[str, Any] | None, home: str, place: 
 
 
 def of_structured_outputs(given: StructuredOutputs | None) -> Iterator[AskedForm]:
-    """Raises InvalidRequest for what is not served."""
+    """Yield the forms that these ask for. Raises InvalidRequest for fields that are not served."""
     if given is None:
         return
     if wrong := [
@@ -105,7 +106,7 @@ def of_structured_outputs(given: StructuredOutputs | None) -> Iterator[AskedForm
 def of_kinds(
     home: str, schema: JsonValue | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
 ) -> Iterator[AskedForm]:
-    """vLLM's kinds of forms, where they ask for something. home: what stands before their names."""
+    """Return vLLM's kinds of forms, where they ask for something. home: what stands before their names."""
     if schema is not None and schema is not False and schema != "":
         yield AskedForm(home + "json", _schema(schema))
     if choice:

@@ -74,7 +74,7 @@ _ECHOED: Mapping[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""The fields that an answer repeats, and what it says where they are absent."""
+"""The fields that an answer repeats, and what it says if they are absent."""
 _CONSTANT = {"background": False, "previous_response_id": None, "store": False}
 
 
@@ -83,7 +83,7 @@ _DELTAS: Mapping[BlockKind, str] = {
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
 }
-"""What the events are named after by which a block of this kind grows."""
+"""For each kind of block, the first part of the names of the events by which it grows."""
 
 
 class ContentPart(msgspec.Struct):
@@ -135,12 +135,13 @@ class Item(msgspec.Struct):
 
 
 def _packed(thought: str) -> str:
-    """Return what clients give back of a thought as its encrypted content. It is no secret: they were told it."""
+    """Return a thought as the encrypted content that clients give back. It is no secret: they were told the
+    thought."""
     return _PACKED + base64.b64encode(thought.encode()).decode()
 
 
 def _unpacked(packed: str | None) -> list[str]:
-    """Return the thought; none where another server has encrypted it."""
+    """Return the thought in a list; an empty list if another server has encrypted it."""
     if packed is None or not packed.startswith(_PACKED):
         return []
     try:
@@ -172,7 +173,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     store: bool | None = None
-    """Nothing is stored, whatever it says: an answer says so."""
+    """Whatever it says, nothing is stored, and every answer says so."""
     echoed: Any = msgspec.field(default=None, name="")
 
     def violations(self) -> Iterator[Violation]:
@@ -296,7 +297,7 @@ class ResponseAnswers(BlockAnswers):
         }
 
     def _item(self, block: AnswerBlock, has_begun: bool = False) -> Json:
-        """Return a block as an item of the output. has_begun: as it was when it began."""
+        """Return a block as an item of the output. has_begun: whether to return it as it was when it began."""
         status = "in_progress" if has_begun else "completed" if block.is_whole else "incomplete"
         item: Json = {"id": self._item_id(block), "status": status}
         content = [] if has_begun else [_part(block)]

@@ -21,7 +21,7 @@ from ppserve.head.options import RANGES, GenerationOptions
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
 LOWEST = {"seed": MIN_SEED, "top_k": ALL_TOKENS}
-"""What HTTP takes below an option's own range."""
+"""The least values that HTTP takes of options whose own range begins higher."""
 _MEANINGS = {option.name: option.metadata["meaning"] for option in fields(GenerationOptions)}
 _PLACES = "#/components/schemas/"
 _KEYS = {
@@ -47,7 +47,7 @@ class HttpPath:
 
 
 def describe_paths(served: Sequence[HttpPath], version: str, has_keys: bool) -> dict[str, Any]:
-    """The document of these paths."""
+    """Return the OpenAPI document of these paths."""
     bodies = [each.body for each in served if each.body is not None]
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_PLACES + "{name}")
     for schema in schemas.values():

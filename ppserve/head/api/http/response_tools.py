@@ -1,4 +1,4 @@
-"""Tools in the words of OpenAI's responses, where a function is flat and may lie in a namespace."""
+"""Tools in the words of OpenAI's responses: a function has no record of its own, and may lie in a namespace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppserve.head.api.http.tools import CHOICES
 
 FUNCTION, NAMESPACE = "function", "namespace"
 _OWN_NAMESPACE = "functions"
-"""The namespace in which a function is as if it were in none."""
+"""A function in this namespace is treated as if it were in none."""
 
 
 class ResponseTool(msgspec.Struct):
@@ -63,7 +63,7 @@ def tool_of(namespace: str | None, function: ResponseTool) -> Tool:
 
 
 def choice_of(given: str | ResponseToolChoice | None) -> ToolChoice | None:
-    """Return which tools must be called; None for what is not served."""
+    """Return which tools must be called; None for a choice that is not served."""
     if isinstance(given, ResponseToolChoice):
         if given.type != FUNCTION or given.name is None:
             return None

@@ -1,4 +1,4 @@
-"""Answers over HTTP: JSON, server-sent events, and errors as OpenAI's clients read them."""
+"""Answers over HTTP: JSON, server-sent events, and errors in the form that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def event(content: bytes, name: str = "") -> bytes:
 
 
 class JsonResponse(Response):
-    """A complete answer. Its content is encoded already, or by msgspec."""
+    """A complete answer. msgspec encodes its content, unless that is bytes already."""
 
     media_type = "application/json"
 
@@ -50,7 +50,7 @@ class JsonResponse(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Closes what they are made of, however the answer ends."""
+    """Server-sent events. However the answer ends, `owned`, which they are made of, is closed."""
 
     media_type = "text/event-stream"
 
@@ -95,7 +95,7 @@ class TooManyConnections(Overloaded, status="RESOURCE_EXHAUSTED", http_status=50
 
 
 def error_response(error: RequestError, content: bytes) -> Response:
-    """content: the error in the form of its path."""
+    """Make the answer that tells an error. content: the error in the form of its path."""
     return JsonResponse(content, error.http_status, dict(_headers_of(error)))
 
 
@@ -149,7 +149,7 @@ def _headers_of(error: RequestError) -> Mapping[str, str]:
         case Unauthenticated():
             return {"www-authenticate": "Bearer"}
         case RequestFailed() | DeadlinePassed():
-            # It would fail again, and openai-python repeats every 5xx unless told not to.
+            # The request would fail again, and openai-python repeats every 5xx unless it is told not to.
             return {"x-should-retry": "false"}
         case Overloaded(retry_after_s=seconds):
             return _retry_after(seconds)

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
 MAX_TIMEOUT_S = 86_400.0
-# The caller hung up before its answer: nginx's number.
+# The caller hung up before its answer. The number is nginx's.
 _CALLER_GONE = 499
 _OTHER_PATHS = "other"
-# What a page of another origin may read beside an answer's body.
+# A page of another origin may read these headers beside an answer's body.
 EXPOSED_HEADERS = (
     *("x-request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry", "x-ignored-fields"),
     "www-authenticate",
@@ -99,8 +99,9 @@ class HttpServer(Listener):
         max_connections: int = MAX_CONNECTIONS,
         page: PageState | None = None,
     ) -> None:
-        """count_answer: gets every answer's path ("other" if not served) and status. cors_origins: pages of these
-        may read answers; "*" for all. page: what it shows; None: there is no page."""
+        """count_answer: is called with every answer's path, or "other" if that is not served, and its status.
+        cors_origins: pages of these origins may read answers; "*" for all. page: what the page shows; None if
+        there is no page."""
         self._handler = handler
         self._count_answer = count_answer
         described = HttpPath("GET", "/openapi.json", "Describe these paths.", self._describe)
@@ -125,7 +126,7 @@ class HttpServer(Listener):
     # ---- around every path ----
 
     async def _missing(self, request: Request, error: Exception) -> Response:
-        """For unknown paths and methods, which need a key like others."""
+        """Answer for an unknown path or method, which needs a key like others."""
         assert isinstance(error, HTTPException)
         reason = error.detail.upper().replace(" ", "_")
         message = self._why_missing(request)
@@ -173,7 +174,10 @@ class HttpServer(Listener):
         return JsonResponse(describe_paths(self._served, handler.description.version, handler.keys is not None))
 
     def _admit(self, request: Request, served: HttpPath | None) -> float | None:
-        """How long the caller waits. Raises InvalidRequest, TooManyConnections, Unauthenticated."""
+        """Return for how many seconds the caller waits; None if it waits without a limit.
+
+        Raises InvalidRequest, TooManyConnections or Unauthenticated.
+        """
         handler, state = self._handler, request.state
         with handler.counting_refusals(served is not None and served.generates):
             if state.is_surplus:
@@ -188,7 +192,8 @@ class HttpServer(Listener):
 
 
 class _SharedWithPages(CORSMiddleware):
-    """Answers pages of these origins, and preflights, which have no key, with OpenAI's form for errors."""
+    """Lets pages of these origins read answers, and answers preflights, which have no key. Errors have OpenAI's
+    form."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], count_answer: Callable[[str, int], None]) -> None:
         super().__init__(
@@ -212,7 +217,7 @@ class _SharedWithPages(CORSMiddleware):
 
 
 def begin_call(request: Request, has_keys: bool) -> Call:
-    """The call as the request handler knows it."""
+    """Make a call of what HTTP knows about it."""
     tls = request.state.transport.get_extra_info("ssl_object")
     certificate = tls and tls.getpeercert(binary_form=True)
     host = request.client.host if request.client is not None else ""
@@ -220,7 +225,7 @@ def begin_call(request: Request, has_keys: bool) -> Call:
 
 
 def read_timeout(text: str) -> float | None:
-    """Seconds. Raises InvalidRequest."""
+    """Return the seconds that a header gives; None if it is empty. Raises InvalidRequest."""
     if not text:
         return None
     try:

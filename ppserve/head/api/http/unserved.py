@@ -1,7 +1,8 @@
-"""The table of refused fields: a served interface has them, or vLLM's, and they would change the answer.
+"""The table of refused fields: OpenAI's, Anthropic's or vLLM's interface has them, and they would change the
+answer.
 
-Clients send such fields by default, with values that ask for nothing. Those are taken. docs/http.md has the same
-table.
+Clients send such fields by default, with values that ask for nothing. Such values are accepted. docs/http.md has
+the same table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OF_BOTH: Mapping[str, Neutral] = {
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
 }
-"""Refused by completions and chats."""
+"""Completions and chats refuse these fields."""
 
 SERVED: Mapping[str, Neutral] = {
     **dict.fromkeys(("function_call", "functions", "tool_choice", "tools"), NOTHING),
@@ -36,7 +37,7 @@ SERVED: Mapping[str, Neutral] = {
     "response_format": (*NOTHING, {"type": "text"}),
     "structured_outputs": NOTHING,
 }
-"""Served by completions and chats, and absent with these values."""
+"""Completions and chats serve these fields, which count as absent with these values."""
 
 OF_COMPLETIONS: Mapping[str, Neutral] = {
     "prompt_embeds": NOTHING,
@@ -66,5 +67,5 @@ OF_RESPONSES: Mapping[str, Neutral] = {
 
 
 def asks(value: object, neutral: Neutral) -> bool:
-    """Whether a value of an unserved field asks for something. A 0 is a number, and no false."""
+    """Return whether a value of an unserved field asks for something. A 0 is a number, and no false."""
     return value is not None and not any(type(value) is type(each) and value == each for each in neutral)

@@ -1,4 +1,5 @@
-"""Make a request's options of a message, and messages of deltas. Refuse what only the protocol has."""
+"""Makes a request's options of a message, and messages of deltas. Fields that only this protocol has are
+refused."""
 
 from __future__ import annotations
 
@@ -67,14 +68,15 @@ def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Pro
 
 
 def names_of(message: pb.GenerateRequest) -> dict[str, str]:
-    """Our proto's names -> those of this message, where they are not the part after the dot."""
+    """Return the names of this message's fields by our proto's names, where they are not the part after the
+    dot."""
     form = message.sampling_params.WhichOneof("constraint") or ""
     prompt = message.WhichOneof("input") or "input"
     return NAMES | {"prompt": prompt, "structured_output": f"sampling_params.{form}"}
 
 
 def _form(params: pb.SamplingParams) -> StructuredOutput | None:
-    """The constraint on the text. A `json_object` that is false constrains nothing."""
+    """Return the constraint on the text. A `json_object` that is false constrains nothing."""
     match params.WhichOneof("constraint"):
         case "json_schema":
             return StructuredOutput("json_schema", params.json_schema)
@@ -90,7 +92,7 @@ def _form(params: pb.SamplingParams) -> StructuredOutput | None:
 
 
 def _check_proto() -> None:
-    """Every field of the sampling parameters is an option, or is refused."""
+    """Check that every field of the sampling parameters is an option, or is refused."""
     names = set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"include_stop_str_in_output"} | {"include_stop"}
     unknown = names - _UNSERVED - set(OPTIONS) - set(FORMS)
     assert not unknown, f"{sorted(unknown)} of vllm.grpc.engine.SamplingParams are no options"

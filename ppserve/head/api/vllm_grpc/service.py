@@ -22,7 +22,7 @@ from ppserve.head.api.stream import deltas_of, ordered_deltas_of
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages, load_message, names_of, request_options
 from ppserve.vllm import engine_pb2 as pb
 
-# Neither a directory nor a hub's model, so that routers call GetTokenizer.
+# It names neither a directory nor a hub's model, so that routers call GetTokenizer.
 TOKENIZER_PLACE = "grpc:GetTokenizer"
 CHUNK_BYTES = 256 << 10
 
@@ -101,13 +101,13 @@ class VllmService:
 
 
 def model_kind(handler: RequestHandler) -> tuple[str, str]:
-    """Hugging Face's `model_type` and class. A Mistral is served as a Llama."""
+    """Return Hugging Face's `model_type` and class of the model. A Mistral is served as a Llama."""
     arch = handler.description.architecture
     return arch.model_type, arch.model_class
 
 
 def tokenizer_archive(handler: RequestHandler) -> bytes:
-    """A zip for routers' tokenizers. Raises InvalidRequest without one."""
+    """Return a zip of what routers need to tokenize. Raises InvalidRequest without a tokenizer."""
     described = handler.tokenizer_config()
     arch = handler.description.architecture
     config = {"model_type": model_kind(handler)[0], "vocab_size": arch.vocab_size, "eos_token_id": arch.eos_ids}

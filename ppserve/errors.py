@@ -145,7 +145,7 @@ class TransportError(PpserveError):
 
 
 class WireError(PpserveError):
-    """A control-plane frame that is oversized or does not fit the schema."""
+    """A frame of the control plane is too long or does not fit the schema."""
 
 
 _ALIKE = 0.7

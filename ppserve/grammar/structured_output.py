@@ -31,7 +31,7 @@ class StructuredOutput:
     source: str = ""
 
     def num_bytes(self) -> int:
-        """The length of the source. Raises FormRefused beyond the limit, and for what is no text."""
+        """Return the length of the source. Raises FormRefused if it is beyond the limit, or is no text."""
         try:
             size = len(self.source.encode())
         except UnicodeEncodeError:

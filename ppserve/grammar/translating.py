@@ -43,7 +43,7 @@ def translate(output: StructuredOutput) -> str:
 
 
 def _rule(output: StructuredOutput) -> str:
-    """A rule's right side for texts of a form."""
+    """Return the right side of a rule for texts of a form."""
     match output.kind:
         case "json_object" if output.source:
             raise FormRefused("json_object has no source")

@@ -365,7 +365,7 @@ class SequenceGroup:
         return self._event(sequence, drawn, cause)
 
     def _event(self, sequence: Sequence, drawn: Drawn | None, cause: EndCause | None) -> SequenceEvent:
-        """drawn: the last of the sequence's `token_ids`, if the event has a token."""
+        """Make the event. drawn: the last of the sequence's `token_ids`, if the event has a token."""
         error = cause if isinstance(cause, RequestError) else None
         return SequenceEvent(
             request_id=self.key,

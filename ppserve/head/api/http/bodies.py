@@ -309,10 +309,8 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], handler: RequestHandler) -> B:
-    """Read and check a body. The names of ignored fields are kept in `request.state`.
-
-    Raises InvalidRequest, and HttpError for a body that is too long or in another coding, and for another model.
-    """
+    """Read and check a body. The names of ignored fields are kept in `request.state`. Raises InvalidRequest, and
+    HttpError for a body that is too long or in another coding, and for another model."""
     coding = request.headers.get("content-encoding", "").lower()
     if coding not in ("", "identity", *_GZIP):
         problem = "a body may be compressed with gzip, and in no other way"

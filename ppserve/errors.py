@@ -34,15 +34,15 @@ MAX_VIOLATIONS = 8
 
 
 class PpserveError(Exception):
-    """Root of every error that ppserve raises on purpose."""
+    """The root of every error that ppserve raises on purpose."""
 
 
 class UsageError(PpserveError):
-    """A person's mistake that ends start-up: printed as one line, exit code 2."""
+    """A person's mistake ends start-up. It is printed as one line, and the exit code is 2."""
 
 
 class ConfigError(UsageError):
-    """A flag, environment variable or config-file entry that cannot be used."""
+    """A flag, an environment variable or an entry of a config file cannot be used."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
@@ -54,7 +54,7 @@ class LauncherError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A model file that cannot be used. The message names the file and, where there is one, the field."""
+    """A model file cannot be used. The message names the file and, if it is about a field, the field."""
 
     def __init__(self, path: object, problem: str, field: str | None = None) -> None:
         super().__init__(f"{path}: {field}: {problem}" if field else f"{path}: {problem}")
@@ -64,7 +64,7 @@ class CheckpointError(UsageError):
 
 
 class RequestError(PpserveError):
-    """A request that is refused, or ends, with an error. Subclasses have a status of gRPC and one of HTTP."""
+    """A request is refused, or ends, with an error. Subclasses have a status of gRPC and one of HTTP."""
 
     status = "INTERNAL"
     """The name of a gRPC status code."""
@@ -101,7 +101,7 @@ def refuse(*mistakes: Iterable[Violation]) -> None:
 
 
 class AnswerImpossible(RequestError, status="INVALID_ARGUMENT", http_status=400, reason="ANSWER_IMPOSSIBLE"):
-    """No token may follow in an answer, by the rule that its request gives, or the rule cannot be followed."""
+    """No token may follow in an answer, by the rule of its request, or the rule cannot be followed."""
 
 
 class Overloaded(RequestError, status="RESOURCE_EXHAUSTED", http_status=429, reason="QUEUE_FULL"):
@@ -133,7 +133,7 @@ class Unauthenticated(RequestError, status="UNAUTHENTICATED", http_status=401, r
 
 
 class RequestFailed(RequestError):
-    """This request, and only this one, cannot be served (non-finite logits, or it kills stages)."""
+    """This request, and no other, cannot be served: it has logits that are not finite, or it kills stages."""
 
 
 class ReshapeFailed(PpserveError):

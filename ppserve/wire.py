@@ -82,7 +82,7 @@ class FoundModel(msgspec.Struct, frozen=True):
     checkpoint: str
     architecture: Architecture
     dtype: str
-    """The type itself, never "auto"; so with the other precisions."""
+    """The type itself, never "auto"; the same holds for the next two."""
     quantization: str
     kv_dtype: str
     weights: str
@@ -146,7 +146,9 @@ class StoreOpened(_Message, frozen=True, tag=True):
 
 class Ready(_Message, frozen=True, tag=True):
     """The stage has joined the epoch, and its transport is connected.
-    Its KV cache is not cleared: plans read only positions that plans of the epoch have written."""
+
+    Its KV cache is not cleared: plans read only positions that plans of the epoch have written.
+    """
 
     epoch: int
 
@@ -156,8 +158,10 @@ class Result(_Message, frozen=True, tag=True):
 
 
 class Heartbeat(_Message, frozen=True, tag=True):
-    """The answer to a Ping. echo_ns: the Ping's `sent_ns`.
-    clock_ns: the stage's monotonic clock when it answered, by which the head aligns hosts' clocks."""
+    """The answer to a Ping. echo_ns: the `sent_ns` of the Ping.
+
+    clock_ns: the stage's monotonic clock when it answered, by which the head aligns hosts' clocks.
+    """
 
     echo_ns: int
     clock_ns: int
@@ -165,7 +169,9 @@ class Heartbeat(_Message, frozen=True, tag=True):
 
 class Broken(_Message, frozen=True, tag=True):
     """The stage has left this epoch, because its transport failed or because of `Abandon`.
-    It keeps its weights and waits for the next epoch."""
+
+    It keeps its weights and waits for the next epoch.
+    """
 
     epoch: int
     reason: str
@@ -173,14 +179,19 @@ class Broken(_Message, frozen=True, tag=True):
 
 class Unable(_Message, frozen=True, tag=True):
     """The stage cannot load the layers of the last Assign (a damaged file, not enough memory), or has no memory
-    for the KV cache of the last Form. It is in no epoch, and waits for other layers or another epoch."""
+    for the KV cache of the last Form.
+
+    It is in no epoch, and waits for other layers or another epoch.
+    """
 
     reason: str
 
 
 class Failed(_Message, frozen=True, tag=True):
-    """The stage cannot serve, and is gone. A keeper sends it, as the only message of its connection, when its
-    stage process dies again and again."""
+    """The stage cannot serve, and is gone.
+
+    A keeper sends it when its stage process dies again and again, as the only message of its connection.
+    """
 
     reason: str
 
@@ -216,14 +227,14 @@ class Start(_Message, frozen=True, tag=True):
 
 
 class Assign(_Message, frozen=True, tag=True):
-    """Load these layers in place of those that are loaded; where a stage has several tensor ranks, this one's part
-    of them."""
+    """Load these layers in place of those that are loaded. If the stage has several tensor ranks, load the part of
+    the layers that is this rank's."""
 
     layout: StageLayout
 
 
 class Form(_Message, frozen=True, tag=True):
-    """Enter this epoch, whose shape is told by `layout` and `num_blocks`: other epochs may have other ones."""
+    """Enter this epoch. It has the shape of `layout` and `num_blocks`; other epochs may have another."""
 
     epoch: int
     layout: StageLayout
@@ -231,7 +242,7 @@ class Form(_Message, frozen=True, tag=True):
     num_blocks: int
     """The number of KV blocks in each rank's cache."""
     max_rows: int
-    """Tokens of the largest step."""
+    """How many tokens the largest step has."""
     transport: str
     store_host: str
     store_port: int | None
@@ -283,7 +294,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
 
 
 def encode(message: _Message) -> bytes:
-    """The frame of a message, length prefix included."""
+    """Return the frame of a message, with its length in front."""
     content = _encoder.encode(message)
     return _LENGTH.pack(len(content)) + content
 
@@ -297,7 +308,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> list[Any]:
-        """The messages completed by `received`. After a WireError the connection cannot be used any more."""
+        """Return the messages that are complete with `received`. After a WireError the connection is of no use."""
         self._buffer += received
         messages: list[Any] = []
         while len(self._buffer) >= _LENGTH.size:

@@ -90,7 +90,7 @@ def read(client: Client, target: str, metrics: str | None) -> ServerReading:
 
 
 def _told_address(target: str, topology: pb.GetTopologyResponse) -> str:
-    """HOST:PORT of the metrics of the server at `target`; empty where it tells none."""
+    """Return the HOST:PORT of the metrics of the server at `target`; an empty text if it does not tell it."""
     host = host_of(target)
     if not (host and topology.metrics_port):
         return ""

@@ -22,7 +22,7 @@ class Screen(Protocol):
     """Where a conversation is shown."""
 
     def answering(self) -> AbstractContextManager[None]:
-        """Is entered before an answer's first text. When it is left, the answer's last line ends."""
+        """Return a block in which an answer is shown. It ends the answer's last line."""
 
     def write(self, text: str) -> None:
         """Show the next text of the answer."""
@@ -69,7 +69,7 @@ class Dialogue:
     """The messages so far, and the settings that are sent with them."""
 
     def __init__(self, server: ChatServer, screen: Screen, retry_s: float) -> None:
-        """retry_s: seconds to keep trying while no server answers."""
+        """retry_s: for how many seconds to try again while no server answers."""
         self._server, self._screen, self._retry_s = server, screen, retry_s
         self._interrupts = Interrupts()
         self.settings: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class Dialogue:
         return problem is None
 
     def body(self) -> dict[str, Any]:
-        """The settings and all messages, as the body of a request."""
+        """Return the settings and all messages, as the body of a request."""
         return self._body(self.history)
 
     def _body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:

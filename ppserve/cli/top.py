@@ -94,7 +94,7 @@ def _views(
 
 
 def _print(view: View, target: str) -> None:
-    """One view: all lines of it on a terminal, else one line."""
+    """Print a view: all of its lines on a terminal, else one line."""
     if not sys.stdout.isatty():
         say(view.render_line(time.strftime("%H:%M:%S")))
         return

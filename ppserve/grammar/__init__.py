@@ -1,4 +1,4 @@
-"""Answers of a given form: which tokens may follow those that an answer has. It knows no request, clock or tensor.
+"""Answers of a given form: which tokens may follow those that an answer has. Never a request, a clock or a tensor.
 
 No other room imports llguidance. It is imported with the first form, as the import would delay a head's start by
 78 ms.

@@ -49,7 +49,7 @@ def _tried(output: StructuredOutput, library: LLTokenizer) -> dict[str, str]:
 
 
 def main() -> None:
-    """Until standard input ends, with the head."""
+    """Serve until standard input ends, as it does with the head."""
     serve(_begin, MAX_CPU_S, MAX_MEMORY_BYTES, NICENESS)
 
 

@@ -26,8 +26,11 @@ TEXTS = {"any": r"/(?s:.*)/", "no_json": r"/(?s:[^\[{\s].*)?/"}
 
 
 def rules_of(form: Any, json_rule: Callable[[Any], str], rule: Callable[[StructuredOutput], str]) -> str:
-    """The rules of a Lark grammar. json_rule, rule: make the right side of a rule for an enforced schema, and for
-    texts of a form. Raises FormRefused for a schema or a form."""
+    """Return the form as the rules of a Lark grammar.
+
+    json_rule, rule: make the right side of a rule, for an enforced schema and for texts of a form.
+    Raises FormRefused for a schema or a form.
+    """
     rules = _Rules(json_rule, rule)
     return "\n".join([f"start: {rules.expression(form)}", *rules.lines])
 

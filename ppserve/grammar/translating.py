@@ -33,7 +33,7 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def translate(output: StructuredOutput) -> str:
-    """What llguidance compiles. Raises FormRefused."""
+    """Return the text that llguidance compiles. Raises FormRefused."""
     match output.kind:
         case "grammar":
             return _from_lark(_lark(output.source))

@@ -144,7 +144,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return request, echo(prompt, request, tokenizer)
 
     def _render(self, chat: Chat) -> list[str]:
-        """What the model's chat template makes of the messages. Raises InvalidRequest."""
+        """Return what the model's chat template makes of the messages. Raises InvalidRequest."""
         asked = AskedChat.of(chat, "prompt")
         return asked.template(self._template).render_at_once(asked.shown, asked.all_variables)
 

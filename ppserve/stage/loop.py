@@ -1,7 +1,7 @@
 """The life of a stage: load its layers, then one step after another, in one epoch after another.
 
 A stage holds weights, keys and values, and nothing about requests. It runs plans in order of arrival.
-When a neighbour dies it reports the epoch as broken, keeps its weights, and waits for the next.
+When a neighbour dies, it reports the epoch as broken, keeps its weights, and waits for the next epoch.
 
 Nothing here is about the process: a stage may as well be a thread.
 """
@@ -47,9 +47,9 @@ class Epoch:
     number: int
     stage: Stage
     drawn: tuple[Drawn, ...] = ()
-    """What the step before drew, on the last stage."""
+    """The tokens that the step before drew; they are known on the last stage."""
     newest_expected: int = -1
-    """The step of the last `expect`."""
+    """The newest step whose hidden states are expected."""
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class LoadedPart:
     cached: CachedModel | None = None
     """The model with its KV cache, once an epoch has told the number of blocks. It outlives the epoch."""
     num_blocks: int = 0
-    """The number of blocks in that cache. Where other stages get other layers, this part may stay, and its cache
-    not."""
+    """The number of blocks in that cache. If only other stages get other layers, this part stays, but its cache
+    may need another number."""
 
 
 class StageLoop:
-    """Handles the head's messages in order. Only `_end_waits` is in another thread."""
+    """Handles the head's messages in order. All of it but `_end_waits` runs in one thread."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, report: Callable[[StageLine], object] = lambda _: None) -> int:
-        """Returns the exit code. report: called with READY at each epoch, and with SERVED once."""
+        """Serve until a Shutdown, and return the exit code. report: is called with READY at each epoch, and once
+        with SERVED."""
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -115,10 +116,21 @@ class StageLoop:
     def _hello(self) -> wire.Hello:
         start = self._start
         setup, checkpoint = self._found.setup, self._found.checkpoint
-        place = socket.gethostname(), this_machine(), self._route.own, self._route.head
-        host = wire.StageHost(*place, user=this_user())
-        numbers = setup.dtype, setup.quantization, setup.kv_dtype
-        model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
+        host = wire.StageHost(
+            name=socket.gethostname(),
+            machine=this_machine(),
+            address=self._route.own,
+            head_address=self._route.head,
+            user=this_user(),
+        )
+        model = wire.FoundModel(
+            checkpoint=str(checkpoint.path),
+            architecture=checkpoint.architecture,
+            dtype=setup.dtype,
+            quantization=setup.quantization,
+            kv_dtype=setup.kv_dtype,
+            weights=self._found.weights,
+        )
         device = wire.StageDevice(setup.device.index, shares_gpu=setup.stages_on_gpu > 1)
         return wire.Hello(start.rank, start.world_size, host, model, device, self._found.costs)
 
@@ -130,8 +142,10 @@ class StageLoop:
     # ---- weights ----
 
     def _load(self, assign: wire.Assign) -> None:
-        """Read tensors and report what they weigh; `Unable` if that fails. What was loaded before is let go first,
-        with its cache: there may be no memory for two parts of a model."""
+        """Load layers and report `Loaded`, or `Unable` if that fails.
+
+        The layers that were loaded before, and their cache, are let go first: there may be no memory for both.
+        """
         assert self._epoch is None, "the head assigns layers to ranks that are in no epoch"
         if self._part is not None:
             self._part = None
@@ -144,7 +158,7 @@ class StageLoop:
             with contextlib.suppress(AttributeError):  # glibc keeps what is free
                 ctypes.CDLL(None).malloc_trim(0)
         except Exception as error:
-            # Of any type: Triton has its own for a kernel that cannot be compiled.
+            # The error may be of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)
             if not isinstance(error, UsageError | MemoryError):
                 setup.probe()
@@ -179,8 +193,10 @@ class StageLoop:
     # ---- epochs ----
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """Enter an epoch and report `Ready`; else `Broken`, or `Unable` where there is no memory. Return whether
-        it is ready."""
+        """Enter an epoch and report `Ready`. If that fails, report `Broken`, or `Unable` if memory was missing.
+
+        Return whether the stage is ready.
+        """
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
@@ -194,13 +210,13 @@ class StageLoop:
         return True
 
     def _with_cache(self, model: LoadedModel, num_blocks: int) -> CachedModel:
-        """Add the KV cache of this shape's epochs: each of them overwrites what the one before has written."""
+        """Return the model with a KV cache for all epochs of this shape. Each epoch writes over the one before."""
         cache = self._start.config.cache
         asked = cache.kv_cache_memory
         if asked is not None:
             used = num_blocks * model.backend.block_bytes(model.arch, model.layout, cache.block_size)
             log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
-        # What is set aside is taken now, other memory as the load grows.
+        # Memory that the operator sets aside is taken now; other memory is taken as the load grows.
         return model.with_cache(num_blocks, cache.block_size, populate=asked is not None)
 
     def _join(self, form: wire.Form) -> None:
@@ -210,7 +226,7 @@ class StageLoop:
         assert model.layout == form.layout, "an epoch is of the layers that are loaded"
         if part.cached is None or part.num_blocks != form.num_blocks:
             part.cached = None
-            gc.collect()  # first: there may be no memory for two caches
+            gc.collect()  # before the new one is made: there may be no memory for two caches
             part.cached, part.num_blocks = self._with_cache(model, form.num_blocks), form.num_blocks
         frames = Frames(
             width=model.arch.width,
@@ -220,7 +236,7 @@ class StageLoop:
             device=model.backend.device,
         )
         connections = self._connector.connect(form, frames, self._link)
-        # At once: so they are interrupted and closed whatever fails now.
+        # The epoch has them at once, so that they are interrupted and closed whatever fails now.
         stage = Stage(part.cached, connections.transport, connections.gather, self._link.with_masks)
         self._epoch = epoch = Epoch(form.epoch, stage)
         if self._link.abandoned >= form.epoch:
@@ -238,13 +254,16 @@ class StageLoop:
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
-        """Leaves an epoch that the head has given up, unless it broke here before."""
+        """Leave an epoch that the head has given up, unless it broke here before."""
         if self._epoch is not None and self._epoch.number == number:
             self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """Closes the connections: neighbours wake up. Raises TransportError if only a new process helps."""
+        """Leave the epoch and close its connections, which wakes the neighbours up.
+
+        Raises TransportError if only a new process helps.
+        """
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
@@ -253,11 +272,14 @@ class StageLoop:
         self._connector.leave_epoch()
 
     def _break_epoch(self, number: int, what: str, error: Exception, said: wire.Unable | None = None) -> None:
-        """Keeps the weights for the next epoch. said: in place of `Broken`. Raises if the device is lost."""
-        # Errors do not tell: torch's may only lack memory, Triton's is a RuntimeError.
+        """Leave an epoch in which something failed, and keep the weights for the next one.
+
+        said: the message to send instead of `Broken`. Raises if the device is lost.
+        """
+        # The error does not tell whether it is: torch's may only lack memory, and Triton's is a RuntimeError.
         self._found.setup.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
-        # First: ending a group may take long, and the others hear of it from the head.
+        # It is sent first: ending a group may take long, and the others hear of the loss from the head.
         self._link.send(said or wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
         # Connections end with their last reference, and an error may be part of a cycle.

@@ -1,17 +1,18 @@
-"""Errors of a memory that was too small. For a GPU's no library has a type."""
+"""Errors that say that memory was too small. Libraries have no type of their own for a GPU's memory."""
 
 from __future__ import annotations
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether the host's memory was too small, or a GPU's: torch, cuBLAS and Triton share these words."""
+    """Return whether the host's memory was too small, or a GPU's, which torch, cuBLAS and Triton say in these
+    words."""
     said = str(error)
     is_gpu = "out of memory" in said or "ALLOC_FAILED" in said
     return isinstance(error, MemoryError) or (is_gpu and isinstance(error, RuntimeError))
 
 
 def in_words(error: Exception) -> str:
-    """Say the error, with what helps where a GPU's memory was too small."""
+    """Return the error in words. If a GPU's memory was too small, they say what helps."""
     said = str(error) or type(error).__name__
     if not lacks_memory(error) or isinstance(error, MemoryError):
         return said

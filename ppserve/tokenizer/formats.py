@@ -150,7 +150,8 @@ def read_vocab_json(path: Path) -> Tokenizer:
 
 
 def _class_of(directory: Path, config: _TokenizerConfig) -> str:
-    """transformers' class of the tokenizer. Raises CheckpointError for one that splits a text in its own way."""
+    """Return transformers' class of the tokenizer. Raises CheckpointError for one that splits texts in its own
+    way."""
     path = directory / "config.json"
     model = read_json(path, _TokenizerConfig) if path.exists() else _TokenizerConfig()
     found = (config.tokenizer_class or model.tokenizer_class or "").removesuffix("Fast") or None

@@ -75,8 +75,11 @@ class AskedChat:
         return [message.shown for message in self.messages]
 
     def plan(self, template: ChatTemplate, parts: Sequence[str]) -> AnswerPlan:
-        """Return how the answers are made and read. parts: what the template made of the messages. Raises
-        InvalidRequest for tools whose calls could not be read, or beside which there is no text."""
+        """Return how the answers are made and read. parts: what the template made of the messages.
+
+        Raises InvalidRequest for tools whose calls could not be read, or that must be called beside a form of
+        texts.
+        """
         # Only the template's own words begin a reasoning.
         end = parts[-1] if self.all_variables["add_generation_prompt"] else ""
         return template.answers.plan(self.tooling, end, self.form)

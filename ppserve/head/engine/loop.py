@@ -1,10 +1,11 @@
 """The engine: one thread that handles all messages and keeps the pipelines full.
 
 Ranks send messages. Other threads put calls into the inbox and wake the engine. It handles all in one thread, so
-nothing needs a lock. It sleeps until something arrives, or 40 ms: then it checks deadlines and silent ranks.
+nothing needs a lock. It sleeps until something arrives, but for 40 ms at most: then it checks deadlines and silent
+ranks.
 
-Replicas share one request queue. What one replica cannot finish, another does.
-One that will not form again ends alone, as long as another is left.
+Replicas share one request queue: what one replica cannot finish, another does. A replica that will not form again
+ends alone, as long as another is left.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = logging.getLogger("ppserve.engine")
 
 T = TypeVar("T")
 
-# Shorter than the margin before a caller's deadline (`api.call`).
+# It is shorter than the margin before a caller's deadline (`api.call`).
 _TICK_S = 0.04
 _MASKS_WITHIN_S = 0.005
 """A turn waits so long for masks that it asked for. Most take 50 us, and late ones miss a step."""
@@ -83,11 +84,11 @@ class Engine(threading.Thread):
         clock: Callable[[], int] = time.monotonic_ns,
         masks: MaskThreads | None = None,
     ) -> None:
-        """replicas: by number, of one request queue. clock: monotonic, in ns. masks: what makes masks
-        beside this thread; None: they are made in it."""
+        """replicas: all of them, by number; they share one request queue. clock: monotonic, in ns.
+        masks: makes masks beside this thread; None if they are made in it."""
         super().__init__(name="engine", daemon=True)
-        self.formed: Future[None] = Future()  # when every replica has formed once
-        self.failed: Future[UsageError | StagesLost] = Future()  # when none will form again
+        self.formed: Future[None] = Future()  # done when every replica has formed once
+        self.failed: Future[UsageError | StagesLost] = Future()  # done when none will form again
         self.replicas = tuple(replicas)
         self.request_queue = replicas[0].request_queue
         self._living = list(replicas)
@@ -95,7 +96,7 @@ class Engine(threading.Thread):
         self._control = control
         self._clock = clock
         self._masks = masks
-        # Functions that other threads want called, and their results.
+        # The calls of other threads, each with the future that gets its result.
         self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._streams = OpenStreams(on_output, hand_over)
         self._stopping = self._ended = False
@@ -119,8 +120,10 @@ class Engine(threading.Thread):
             raise Draining("the engine does not answer") from None
 
     def restart(self, replica: int, pauses: bool) -> Future[int]:
-        """Restart a replica's stages. pauses: do so even if no other replica serves, and streams have to wait. The
-        future has the number of the epoch that ended."""
+        """Restart a replica's stages. The future has the number of the epoch that ended.
+
+        pauses: whether to do so even if no other replica serves, so that streams have to wait.
+        """
         return self._call(lambda: self._restart_replica(replica, pauses))
 
     def reshape(self, replica: int, split: Split) -> Future[int]:
@@ -143,7 +146,7 @@ class Engine(threading.Thread):
         return reshaped
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
-        """Whether the replica serves again, in a later epoch. May have a RequestError."""
+        """Return whether the replica serves again, in a later epoch. The future may have a RequestError."""
         return self._call(lambda: self._serves_after(replica, epoch))
 
     def drain(self) -> None:
@@ -194,7 +197,7 @@ class Engine(threading.Thread):
                 self._masks.close()
 
     def turn(self) -> None:
-        """Handles all messages, then fills the pipelines. Public for simulations."""
+        """Handle all messages, then fill the pipelines. It is public for simulations."""
         received = self._control.poll(_TICK_S if not self._inbox else 0.0)
         woken_ns = self._clock()
         for event in received:
@@ -202,7 +205,7 @@ class Engine(threading.Thread):
         self._answer_calls()
         self._tick()
         self._note_demand()
-        # For all replicas first: an early one does not take another's share.
+        # Requests are admitted to all replicas before any of them plans, so that none takes another's share.
         self.request_queue.admit(self._now_s())
         self._take_masks()
         for replica in self._living:
@@ -213,7 +216,7 @@ class Engine(threading.Thread):
         self._streams.deliver()
 
     def _take_masks(self) -> None:
-        """Gets the masks of the next steps, and waits a moment for those that it asks for."""
+        """Get the masks of the next steps, and wait a moment for those that are asked for."""
         until_s = self._now_s() + _MASKS_WITHIN_S
         while True:
             for replica in self._living:
@@ -222,7 +225,7 @@ class Engine(threading.Thread):
                 return
 
     def _note_demand(self) -> None:
-        # A request is open, or a step of an ended one in flight.
+        # A request is open, or a step of an ended request is in flight.
         exists = len(self._streams) > 0 or any(len(replica.steps) > 0 for replica in self._living)
         for replica in self.replicas:
             replica.note_demand(exists)
@@ -232,11 +235,11 @@ class Engine(threading.Thread):
         if replica in self._living:
             self._drive(replica, lambda: replica.handle_rank(event))
         elif isinstance(event, Received) and isinstance(event.message, wire.Hello):
-            # It was away when its replica was told to exit.
+            # This rank was away when its replica was told to exit.
             self._control.send((event.rank,), wire.Shutdown())
 
     def _answer_calls(self) -> None:
-        """Makes other threads' calls, or refuses them after its end, in any thread."""
+        """Make other threads' calls. Once the engine has ended, refuse them; then any thread may do this."""
         while self._inbox:
             try:
                 function, future = self._inbox.popleft()
@@ -261,7 +264,7 @@ class Engine(threading.Thread):
             self._end_replica(replica, error)
 
     def _tick(self) -> None:
-        """Checks silent ranks, overdue steps and passed deadlines."""
+        """Check for silent ranks, overdue steps and passed deadlines."""
         for replica in tuple(self._living):
             self._drive(replica, replica.tick)
         if not self.formed.done() and all(replica.scheduler is not None for replica in self.replicas):
@@ -283,7 +286,7 @@ class Engine(threading.Thread):
     # ---- replicas ----
 
     def _begin_serving(self) -> None:
-        """Begin to serve, as every replica has formed, unless they would compute different tokens."""
+        """Begin to serve: every replica has formed. Fail if they would compute different tokens."""
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if found := difference(hellos[0], hello):
@@ -319,7 +322,9 @@ class Engine(threading.Thread):
 
     def _restart_replica(self, number: int, pauses: bool) -> int:
         """Restart a replica's stages, and let others compute its requests. Return the number of the ended epoch.
-        Raise InvalidRequest."""
+
+        Raises InvalidRequest.
+        """
         replica = self._find_replica(number)
         others = [other for other in self._living if other is not replica and other.serves]
         if not others and not pauses:
@@ -341,7 +346,7 @@ class Engine(threading.Thread):
             raise InvalidRequest([Violation("layers", str(error))]) from None
 
     def _fail(self, reason: UsageError | StagesLost) -> None:
-        """Ends every open stream with a status. `failed` has the reason."""
+        """End every open stream with an error, and then the engine. `failed` gets the reason."""
         self._stopping = True
         if not self.failed.done():
             self.failed.set_result(reason)

@@ -9,10 +9,10 @@ The states of a rank's stage process, and the changes between them (`_NEXT`):
        │                                   │                                     ▼
        └── connection ends (any state)     └──────────────Broken───────────── LEAVING
 
-A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. So does one that has no
-memory for an epoch (`Unable`). One that cannot load its layers stays LOADING, without any.
-A rank that is LOADED becomes LOADING when it is assigned other layers.
-A message that asks for any other change is its sender's error.
+A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. So does a rank that has
+no memory for an epoch (`Unable`). A rank that cannot load its layers stays LOADING, and has none. A rank that is
+LOADED becomes LOADING when it is assigned other layers. A message that asks for any other change is its sender's
+error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Decision:
     layouts: tuple[StageLayout, ...]
     transport: str
     scheduling: SchedulerConfig
-    parts: PartCosts | None = None  # the mean of what the ranks measured; None where they did not
+    parts: PartCosts | None = None  # the mean of what the ranks measured; None if they did not measure
 
     @property
     def num_stages(self) -> int:
@@ -77,11 +77,11 @@ class Decision:
 class EpochLost:
     """The epoch is lost: steps in flight will have no results."""
 
-    rank: int | None = None  # that reported an error; None if one died or was silent
+    rank: int | None = None  # the rank that reported an error; None if a rank died or was silent
 
 
 MemberEvent = RankResult | EpochLost | wire.Ready
-"""A result's stamps are on the head's clock. Ready: the last rank's, so all are."""
+"""The stamps of a result are on the head's clock. A Ready is that of the last rank, so all ranks are ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +94,30 @@ class Member:
     state: StageState = StageState.ABSENT
     hello: wire.Hello | None = None
     loaded: wire.Loaded | None = None
-    layout: StageLayout | None = None  # of the layers that it was last told to load; None if it has none
-    progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
+    layout: StageLayout | None = None  # the layers that it was last told to load; None if it has none
+    progress: tuple[int, int] = (0, 0)  # how many bytes it has loaded, and of how many
     since_ns: int = 0  # when this state began
-    due_ns: int | None = None  # when it is cut off, if still in this state; None: never
-    round_trips: tuple[tuple[int, int], ...] = ()  # of pings: (duration, its clock minus the head's)
+    due_ns: int | None = None  # when it is cut off if it is still in this state; None if never
+    round_trips: tuple[tuple[int, int], ...] = ()  # of pings: how long it took, and its clock minus the head's
     restarts: int = 0
     unusable: str | None = None  # why it cannot serve, until another process of it greets
 
     @property
     def clock_offset_ns(self) -> int:
-        """The clock's offset by the shortest round trip. Old ones are forgotten, because clocks drift."""
+        """Its clock minus the head's, by the shortest round trip. Old ones are forgotten, because clocks drift."""
         return min(self.round_trips)[1] if self.round_trips else 0
 
     def on_head_clock(self, result: RankResult) -> RankResult:
+        """Return the result with stamps of the head's clock."""
         offset_ns = self.clock_offset_ns
         return replace(result, stamps=in_head_clock(result.stamps, offset_ns)) if offset_ns else result
 
     def check_move(self, state: StageState) -> None:
-        """Raises WireError where `_NEXT` has no such change."""
+        """Raise WireError if `_NEXT` has no such change."""
         if state not in _NEXT[self.state]:
             raise WireError(f"rank {self.rank} is {self.state.name} and cannot become {state.name}")
 
 
 def round_trip(beat: wire.Heartbeat, now_ns: int) -> tuple[int, int]:
-    """How long a ping took whose answer has come, and how far the rank's clock is ahead of the head's."""
+    """Return how long a ping and its answer took, and how far the rank's clock is ahead of the head's."""
     return now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2

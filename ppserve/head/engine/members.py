@@ -1,12 +1,11 @@
-"""The members: every rank's state, and the current epoch. Policy only: messages and the time are arguments.
+"""The members: every rank's state, and the current epoch. This is policy: messages and the time are arguments.
 
 An epoch is one life of the pipeline between losses, in one shape (`Decision`). It is lost when a rank is lost or
 reports a failed transport, also while it is forming. Then the surviving ranks leave it, keep their weights and are
-LOADED again.
-The next forms when every rank is LOADED, so never with one that is dead or still waits in the epoch before.
-After `reshape` it has another shape: each rank loads its new layers as soon as it has left the epoch before. If
-the shape cannot be had before an epoch of it has formed, it is taken back (`reshaping`). No rank that the shape
-does not use ends the pipeline.
+LOADED again. The next epoch forms when every rank is LOADED, and so never with a rank that is dead or still waits
+in the epoch before. After `reshape` it has another shape: each rank loads its new layers as soon as it has left
+the epoch before. If the shape cannot be had before an epoch of it has formed, it is taken back (`reshaping`). No
+rank that the shape does not use ends the pipeline.
 
 A rank that asks for an invalid change of state (`member`) loses its connection. A pipeline that will not form
 again raises UsageError if the operator's configuration is at fault, else StagesLost.
@@ -37,7 +36,7 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 
 
 class Members(Ranks):
-    """The ranks of one pipeline, and its epochs. Changed by the engine's thread alone.
+    """The ranks of one pipeline, and its epochs. Only the engine's thread changes them.
 
     Any thread may read `all`, `formed` and `decision`, and call `is_healthy`.
     """
@@ -50,16 +49,16 @@ class Members(Ranks):
         control: ControlPlane,
         replica: int = 0,
     ) -> None:
-        """grid: the world's. machine: the head's, with its clock. decide: called with the ranks' greetings, and
-        with how the layers are to be divided (None: as it sees fit). Raises ConfigError."""
+        """grid: the world's. machine: the head's; ranks on it have the head's clock. decide: returns a shape for
+        the greetings of all ranks, and for a division of the layers (None: the one that it finds best)."""
         super().__init__(grid, control, replica)
         self.epoch = 0
         self.formed = False
-        self._reshape: Reshape | None = None  # to the present shape, until an epoch of it has formed
+        self._reshape: Reshape | None = None  # the one to the present shape, until an epoch of that has formed
         self._shape_began_ns = 0
         self._forming = self._worked = False  # worked: this epoch has computed a step
-        self._fruitless = 0  # epochs since the last step that formed and ended by an error
-        self._attempts = 0  # these, and the latest in a row that did not form
+        self._fruitless = 0  # how many epochs formed and ended by an error since the last step
+        self._attempts = 0  # so many, or as many as the latest epochs in a row that did not form
         self._draining = False
         self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
@@ -81,9 +80,9 @@ class Members(Ranks):
         """Divide the layers anew: the present epoch ends, and the next one has this split.
 
         With fewer stages than before, the last ranks wait without being used, and keep the weights that they have.
-        formed: gets the number of that next epoch once it has formed. Where the shape cannot be had it gets a
-        ReshapeFailed, and the pipeline has the latest shape again of which an epoch had formed.
-        Raise ConfigError, and then change nothing.
+        formed: gets the number of that next epoch once it has formed. If the shape cannot be had, it gets a
+        ReshapeFailed, and the pipeline returns to the latest shape of which an epoch had formed.
+        If this raises ConfigError, it has changed nothing.
         """
         assert self.decision is not None, "before the first epoch there is no shape to change"
         decision = self._decide(self._hellos(self.all), split)
@@ -114,7 +113,7 @@ class Members(Ranks):
         return EpochLost() if was_formed else None
 
     def _take_back(self, reason: str, now_ns: int) -> bool:
-        """Return to the shape before, if the present one has not formed yet. Return whether there is one. Raise
+        """Go back to the shape before, if the present one has not formed yet. Return whether this was so. Raises
         StagesLost if that shape cannot be had either."""
         reshape, self._reshape = self._reshape, None
         if reshape is None:
@@ -127,7 +126,7 @@ class Members(Ranks):
         return True
 
     def _is_taken_back(self, setback: str, now_ns: int) -> bool:
-        """Count what may be the fault of a shape that has not formed yet. Return whether it is taken back."""
+        """Count a setback. Return whether a shape that has not formed yet is taken back for it."""
         if self._reshape is None or not self._reshape.is_hopeless():
             return False
         return self._take_back(f"{setback}, as the last of {self._reshape.num_setbacks} setbacks", now_ns)
@@ -181,11 +180,11 @@ class Members(Ranks):
         problem = f"{self.grid.name(member.rank)}: {cause}"
         if cause != LossCause.RESTART and self._is_taken_back(problem, now_ns):
             return None
-        # For its keeper, a process that never finishes a step does not die.
+        # A process that never finishes a step has not died, so its keeper does not count it.
         return self._lose_epoch(problem, None, now_ns, is_error=cause == LossCause.STUCK)
 
     def tick(self, now_ns: int) -> EpochLost | None:
-        """Pings all ranks every 0.5 s, and cuts off those that are silent too long."""
+        """Ping all ranks every 0.5 s, and cut off those that have been silent for too long."""
         if self.head_paused(now_ns):
             self._heard_ns = dict.fromkeys(self.ranks, now_ns)
         self._ticked_ns = now_ns
@@ -204,13 +203,13 @@ class Members(Ranks):
         return lost
 
     def _check_absence(self, member: Member, now_ns: int) -> None:
-        # Before the first epoch a rank may download for long; its keeper says if it dies.
+        # Before the first epoch a rank may download for a long time. If it dies, its keeper says so.
         if not self.epoch or not self.uses(member.rank):
             return
         patience_ns = patience.REJOIN_WHILE_DRAINING_NS if self._draining else patience.REJOIN_WITHIN_NS
         if self._reshape is not None:
             patience_ns = min(patience_ns, patience.RESHAPE_WITHIN_NS)
-        # A shape that did not use it did not wait for it.
+        # While no shape used the rank, nothing waited for it.
         if now_ns - max(member.since_ns, self._shape_began_ns) > patience_ns:
             problem = f"{self.grid.name(member.rank)} did not come back in time"
             if not self._take_back(problem, now_ns):
@@ -226,11 +225,11 @@ class Members(Ranks):
         return None
 
     def head_paused(self, now_ns: int) -> bool:
-        """Whether the head did not run, so silence says nothing about ranks."""
+        """Return whether the head itself did not run, so that silence says nothing about ranks."""
         return now_ns - self._ticked_ns > patience.PAUSE_NS
 
     def is_healthy(self, now_ns: int) -> bool:
-        """Whether every rank serves and was heard lately: by a hanging engine, none."""
+        """Return whether every rank serves and was heard lately. If the engine hangs, it has heard none."""
         oldest_ns = min(self._heard_ns[rank] for rank in self.ranks_in_use)
         return self.formed and now_ns - oldest_ns < patience.HEALTHY_WITHIN_NS
 
@@ -256,8 +255,8 @@ class Members(Ranks):
                 self._assign_if_outdated(other, now_ns)
 
     def _handle_unable(self, member: Member, reason: str, now_ns: int) -> None:
-        """Handle that a rank cannot load its layers, or has no memory for an epoch. Raise StagesLost or
-        UsageError where the shape has none before it."""
+        """Handle that a rank cannot load its layers, or has no memory for an epoch. Raises StagesLost or
+        UsageError if there is no shape before this one."""
         is_loading = member.state is StageState.LOADING
         concerns_shape = member.layout == self._layout(member) and member.state is not StageState.LEAVING
         match member.state:
@@ -273,22 +272,22 @@ class Members(Ranks):
         elif not self._take_back(reason, now_ns):
             if is_loading or self.epoch == 1:
                 raise self._final(reason)
-            # It has served in this shape, and only a new process may have the memory again.
+            # The rank has served in this shape, and only a new process may have the memory again.
             self._control.drop(member.rank, LossCause.RESTART)
 
     def _final(self, reason: str) -> UsageError | StagesLost:
         return StagesLost(reason) if self.epoch else UsageError(reason)
 
     def _give_up(self, member: Member, error: UsageError | StagesLost, now_ns: int) -> None:
-        """Note that a rank cannot serve. Raise `error` if the shape needs it, and StagesLost if the one before
-        does, too."""
+        """Note that a rank cannot serve. Raise `error` if the only shape needs it, and StagesLost if the shape
+        before needs it, too."""
         self._update(member.rank, unusable=str(error))
         log.error("%s cannot be used: %s", self.grid.name(member.rank), error)
         if self.uses(member.rank) and not self._take_back(str(error), now_ns):
             raise error
 
     def _handle_loaded(self, member: Member, loaded: wire.Loaded, now_ns: int) -> None:
-        # From FORMING only `Broken` leads to LOADED.
+        # A rank that is FORMING becomes LOADED by `Broken` only.
         if member.state is not StageState.LOADING or member.layout is None:
             raise WireError(f"rank {member.rank} is {member.state.name} and has loaded weights")
         self._move(member.rank, StageState.LOADED, now_ns, loaded=loaded)
@@ -308,7 +307,8 @@ class Members(Ranks):
         return member.on_head_clock(result)
 
     def _form_if_complete(self, now_ns: int) -> None:
-        """Begin an epoch when all ranks have loaded its layers, with the first: it opens the store."""
+        """Begin an epoch if all ranks have loaded its layers. The first rank enters it first, as it opens the
+        store."""
         decision = self.decision
         is_complete = all(
             member.state is StageState.LOADED and member.layout == self._layout(member) for member in self.in_use
@@ -316,7 +316,7 @@ class Members(Ranks):
         if now_ns < self._settled_ns or decision is None or not is_complete:
             return
         if self.num_blocks is None:
-            # Fixed while the shape stays: block tables must fit a stage that was replaced.
+            # The number is fixed while the shape stays: block tables must fit a stage that was replaced.
             loaded = tuple(member.loaded for member in self.in_use if member.loaded is not None)
             try:
                 self.num_blocks = count_blocks(decision, loaded)
@@ -362,8 +362,8 @@ class Members(Ranks):
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
         """End the epoch, if there is one, and decide when the next one may form. rank: as in `EpochLost`.
-        is_error: a rank reported an error or never finished a step; deaths are counted by keepers. Raise
-        StagesLost."""
+        is_error: whether a rank reported an error or never finished a step; deaths are counted by keepers. Raises
+        StagesLost after too many attempts."""
         was_forming = self._forming
         if not (self.formed or was_forming):
             return None
@@ -394,7 +394,7 @@ class Members(Ranks):
         return was_formed
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps a round trip. Ranks on the head's machine have its clock."""
+        """Keep a round trip, unless the rank is on the head's machine and so has its clock."""
         if member.hello is not None and member.hello.host.machine != self._machine:
             trips = (*member.round_trips, round_trip(beat, now_ns))
             self._update(member.rank, round_trips=trips[-patience.NUM_ROUND_TRIPS :])

@@ -1,4 +1,4 @@
-"""The records of a pipeline's ranks, and the shape that they have or are to have."""
+"""The records of a pipeline's ranks, and the shape that the ranks have or are to have."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Ranks:
     """
 
     def __init__(self, grid: RankGrid, control: ControlPlane, replica: int) -> None:
-        """grid: the world's. replica: whose ranks these are."""
+        """grid: the world's. replica: the number of the replica whose ranks these are."""
         self.grid = grid
         self.replica = replica
         self.ranks = grid.ranks_of(replica)  # by stage, then by tensor rank: their places
         self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self.ranks for at in (grid.place(rank),))
         self.decision: Decision | None = None
-        self.num_blocks: int | None = None  # of the decision's epochs; None before the first of them
+        self.num_blocks: int | None = None  # in each epoch of the decision; None before the first of them
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
         self._control = control
 
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def in_use(self) -> tuple[Member, ...]:
-        """The ranks that compute in the present shape, by their places: all, or the first ones."""
+        """The ranks that compute in the present shape, by their places: all of them, or the first ones."""
         return self.all if self.decision is None else self._ranks_of(self.decision)
 
     @property
@@ -53,7 +53,7 @@ class Ranks:
         return next(found, None)
 
     def uses(self, rank: int) -> bool:
-        """Whether this rank computes in the present shape."""
+        """Return whether this rank computes in the present shape."""
         return self._place[rank] < len(self.in_use)
 
     @property
@@ -69,8 +69,8 @@ class Ranks:
     def _move(
         self, rank: int, state: StageState, now_ns: int, within_ns: int | None = None, **changes: Any
     ) -> None:
-        """Change a rank's state. within_ns: how long it may stay in the new one before it is cut off; None = for
-        ever. Raise WireError, and then change nothing."""
+        """Change a rank's state. within_ns: how long it may stay in the new one before it is cut off; None if for
+        ever. If this raises WireError, it has changed nothing."""
         self[rank].check_move(state)
         due_ns = None if within_ns is None else now_ns + within_ns
         self._update(rank, state=state, since_ns=now_ns, due_ns=due_ns, **changes)
@@ -79,15 +79,17 @@ class Ranks:
         return tuple(member.hello for member in members if member.hello is not None)
 
     def _layout(self, member: Member) -> StageLayout | None:
-        """The layers that a rank has in the present shape; None if it is not used."""
+        """Return the layers that a rank has in the present shape; None if it is not used."""
         if self.decision is None or not self.uses(member.rank):
             return None
         layout = self.decision.layouts[member.stage]
         return replace(layout, tensor=member.tensor, num_tensor=self.grid.tensor)
 
     def _assign_if_outdated(self, member: Member, now_ns: int) -> None:
-        """Tell a rank to load its layers, unless it has them or is busy: then once it has left its epoch, or has
-        loaded the layers before them."""
+        """Tell a rank to load its layers, unless it has them or is busy.
+
+        A busy rank is told once it has left its epoch, or has loaded the layers before them.
+        """
         is_waiting = member.state is StageState.LOADING and member.layout is None
         layout = self._layout(member)
         if layout in (None, member.layout) or not (is_waiting or member.state is StageState.LOADED):
@@ -98,12 +100,13 @@ class Ranks:
         self._control.send((member.rank,), wire.Assign(layout))
 
     def _form_of(self, member: Member, epoch: int, store_port: int | None) -> wire.Form:
-        """The order to enter an epoch, for a rank that has loaded its layers. store_port: None for the first."""
+        """Return the order to enter an epoch, for a rank that has loaded its layers. store_port: None for the
+        first rank."""
         decision = self.decision
         assert decision is not None
         assert member.layout is not None
         assert self.num_blocks is not None
-        # Anew: a stage that was replaced may have another address.
+        # They are found anew: a stage that was replaced may have another address.
         addresses = stage_addresses(self._hellos(self.in_use), self.grid)
         return wire.Form(
             epoch=epoch,

@@ -29,7 +29,8 @@ from ppserve.head.engine.step_books import StepBooks
 
 log = logging.getLogger("ppserve.engine")
 
-# In a row without a token. A request that kills stages causes at most four (`PoisonIsolation`).
+# So many losses in a row, without a token between them, end the replica. A request that kills stages causes four
+# at most (`PoisonIsolation`).
 _MAX_FRUITLESS_LOSSES = 64
 
 
@@ -38,7 +39,7 @@ class ReplicaReading:
     """A replica at one moment. Tuples are by stage, and by a stage's ranks."""
 
     replica: int
-    serves: bool  # all its stages are there
+    serves: bool  # whether all its stages are there
     epoch: int
     microbatches: int
     running: int  # sequences
@@ -47,34 +48,35 @@ class ReplicaReading:
     num_blocks: int
     decision: Decision  # the shape of the latest epoch that has formed, to which the figures below belong
     times: tuple[StageTimes, ...]  # since the start, also of stages that the present shape does not use
-    steps: tuple[int, ...]  # computed since the start, of the same stages
+    steps: tuple[int, ...]  # how many the same stages have computed since the start
     times_in_shape: tuple[StageTimes, ...]  # since the layers were divided as they are
     steps_in_shape: tuple[int, ...]
     ranks: tuple[tuple[Member, ...], ...]
-    gathered_ns: tuple[tuple[int, ...], ...]  # what each rank has waited for the others
+    gathered_ns: tuple[tuple[int, ...], ...]  # how long each rank has waited for the others
     now_ns: int  # on the engine's clock
 
 
 class StepObserver:
-    """Receives replicas' events in the engine's thread but for `on_mask`, and does nothing with them."""
+    """Gets the events of replicas, in the engine's thread but for `on_mask`. This one does nothing with them."""
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
-        """A step was sent to all stages. scheduler: it knows the requests of the step's sequences."""
+        """Is called when a step was sent to all stages. scheduler: knows the requests of the step's sequences."""
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
-        """A stage's result of a step is in the book."""
+        """Is called when a stage's result of a step is in the book."""
 
     def on_span_settled(self, replica: int, settled: Settled) -> None:
-        """The ledger attributed an interval of a stage's time."""
+        """Is called when the ledger knows what an interval of a stage's time was spent on."""
 
     def on_stage_died(self, replica: int, stage: int, cause: LossCause) -> None:
-        """One of a stage's processes died."""
+        """Is called when one of a stage's processes has died."""
 
     def on_mask(self, seconds: float) -> None:
-        """A token filter took so long to make a mask. Called in the thread that made it, not in the engine's."""
+        """Is called when a token filter took so long to make a mask, in the thread that made it."""
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
-        """A turn ended. in_flight: steps. num_waiting: requests that no replica computes."""
+        """Is called when a turn has ended. in_flight: how many steps are. num_waiting: how many requests no
+        replica computes."""
 
 
 class Replica:
@@ -88,23 +90,23 @@ class Replica:
         clock: Callable[[], int],
         request_queue: RequestQueue,
     ) -> None:
-        """clock: monotonic, in nanoseconds. request_queue: all replicas'."""
+        """clock: monotonic, in nanoseconds. request_queue: the one of all replicas."""
         self.number = members.replica
         self.members = members
         self.request_queue = request_queue
-        self.scheduler: Scheduler | None = None  # until the first epoch has formed
+        self.scheduler: Scheduler | None = None  # None until the first epoch has formed
         self._observers = observers
         self._shape: Decision | None = None  # of the latest epoch that has formed
         self._books = StepBooks(members.grid.pipeline, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), self._note_settled)
         self._loaded: tuple[wire.Loaded | None, ...] = ()  # of each rank, when that epoch formed
-        # Of every stage when the present shape began.
+        # The times and steps of every stage when the present shape began.
         self._times_before = self._account.settled()
         self._steps_before = (0,) * members.grid.pipeline
         # Requests in flight at a loss, until it is known which rank failed.
         self._in_flight: frozenset[str] = frozenset()
         self._fruitless_losses = 0  # in a row
-        # The latest result, until it is accounted for: after the next plan is sent.
+        # The latest result, until it is accounted for, which is done after the next plan is sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._control = control
@@ -118,11 +120,11 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """Whether it has formed, and takes requests."""
+        """Whether the replica has formed, and takes requests."""
         return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
     def note_demand(self, exists: bool) -> None:
-        """Note whether the server has work: then stages that wait have bubbles, else they are idle."""
+        """Note whether the server has work. If it has, stages that wait have bubbles; if not, they are idle."""
         if exists:
             self._account.demand_began(self._clock())
         else:
@@ -140,13 +142,13 @@ class Replica:
     # ---- events ----
 
     def handle_rank(self, event: Received | Disconnected) -> list[SequenceEvent]:
-        """Handles a message or a connection's end. Raises what `Members` does."""
+        """Handle a message or a connection's end. Raises what `Members` raises."""
         if isinstance(event, Disconnected):
             return self._handle_death(event)
         return self._handle_event(self.members.handle_message(event.rank, event.arrived_ns, event.message))
 
     def tick(self) -> list[SequenceEvent]:
-        """Checks what no message reports: silent ranks, overdue steps."""
+        """Check for what no message reports: silent ranks and overdue steps."""
         now_ns = self._clock()
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
@@ -161,12 +163,12 @@ class Replica:
         self._in_flight = frozenset()  # they are not to blame for a rank that dies while it loads
 
     def take_masks(self) -> list[SequenceEvent]:
-        """Get the masks of the next steps, as far as they are there. Ends requests in whose answers no token may
-        follow."""
+        """Get the masks of the next steps, as far as they are there. Requests in whose answers no token may follow
+        are ended."""
         return [] if self.scheduler is None else self.request_queue.take_masks(self.scheduler)
 
     def refill(self, woken_ns: int) -> None:
-        """Sends steps while slots are free and sequences ready. woken_ns: the turn's begin."""
+        """Send steps as long as slots are free and sequences are ready. woken_ns: when the turn began."""
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
@@ -213,7 +215,7 @@ class Replica:
         for observer in self._observers:
             observer.on_stage_died(self.number, self.members[of.rank].stage, of.cause)
         if of.cause == LossCause.RESTART:
-            self._in_flight = frozenset()  # nor for what a restart brings with it
+            self._in_flight = frozenset()  # they are not to blame for what a restart brings with it, either
         return self._blame_requests(of.rank, of.cause) if self.members.uses(of.rank) else []
 
     def _handle_result(self, of_rank: RankResult) -> list[SequenceEvent]:
@@ -259,7 +261,8 @@ class Replica:
         return self.request_queue.end_impossible()
 
     def _begin_shape(self) -> None:
-        """The epoch that has formed is the first with its layers per stage. No step is in flight."""
+        """Begin new books: the epoch that has formed is the first with its layers per stage. No step is in
+        flight."""
         now_ns = self._clock()
         self._shape = decision = self.members.decision
         assert decision is not None
@@ -278,7 +281,7 @@ class Replica:
         loaded = [member.loaded for member in self.members.in_use if member.loaded is not None]
         reason = next(filter(None, (of_rank.nondeterministic_reason for of_rank in loaded)), None)
         if reason is not None and config.speculate != 0:
-            # Without batch-invariance a draft token beside a row could change its token.
+            # Without batch-invariance, a draft token that is computed beside a row could change the row's token.
             log.warning("%snothing is drafted: %s", self._prefix, reason)
             config = replace(config, speculate=0)
         blocks = BlockManager(self.members.num_blocks, config.block_size)
@@ -294,8 +297,10 @@ class Replica:
         self._in_flight = self.give_back()
 
     def _blame_requests(self, rank: int, failure: str) -> list[SequenceEvent]:
-        """Records which requests were in flight, once the failed rank is known. failure: in one word. Raises
-        StagesLost for a stage that dies of every request."""
+        """Record which requests were in flight, once the failed rank is known. failure: its kind, in one word.
+
+        Raises StagesLost for a stage that dies of every request.
+        """
         if not self._in_flight or self.members.head_paused(self._clock()):  # a silent head ends stages too
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
@@ -303,14 +308,16 @@ class Replica:
         if self._fruitless_losses == _MAX_FRUITLESS_LOSSES:
             problem = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
             raise StagesLost(f"{problem}; the last one: {self.members.grid.name(rank)}: {failure}")
-        # The same in all replicas: the ranks that compute one part of the model.
+        # A failure is told by this place and not by its rank: in all replicas, ranks at one place compute the same
+        # part of the model.
         place = self.members.grid.place(rank)
         return self.request_queue.record_loss(in_flight, {(place.stage, place.tensor, failure)})
 
     # ---- state ----
 
     def busy_s(self) -> tuple[float, ...]:
-        """Settled seconds of computation of every stage, also of those that the present shape does not use."""
+        """Return the settled seconds of computation of every stage, also of those that the present shape does not
+        use."""
         self._account_for_result()
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
@@ -324,7 +331,7 @@ class Replica:
             raise Draining("the server is not serving")
         times = self._account.snapshot(now_ns)
         in_use = range(self.steps.num_stages)
-        # While ranks load other layers, what they had loaded is told with the layers that they had.
+        # While ranks load other layers, the reading still has the layers that they had, and what they had loaded.
         pairs = zip(self.members.all, self._loaded, strict=True)
         ranks = tuple(replace(member, loaded=loaded) for member, loaded in pairs)
         each = self.members.grid.tensor
@@ -348,7 +355,7 @@ class Replica:
         )
 
     def _count_steps(self) -> tuple[int, ...]:
-        """Steps that each stage has computed since the start."""
+        """Return how many steps each stage has computed since the start."""
         in_shape = self._books.num_computed
         unused = (0,) * (len(self._steps_before) - len(in_shape))
         return tuple(map(operator.add, self._steps_before, in_shape + unused))

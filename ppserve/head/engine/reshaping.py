@@ -1,4 +1,4 @@
-"""A reshape under way: what there is to return to, and who waits for its end."""
+"""A reshape under way: the shape to return to, and the future of those who wait for its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reshape:
     before: Shape
     """The latest shape of which an epoch has formed."""
     formed: Future[int]
-    """Done with the number of the first epoch that has formed; else it has a ReshapeFailed or what ended all."""
+    """It gets the number of the first epoch that has formed; else a ReshapeFailed, or the error that ended all."""
     num_setbacks: int = 0
     """How often a rank died or an epoch did not form."""
 

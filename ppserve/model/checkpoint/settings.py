@@ -138,7 +138,7 @@ def _json_vocabulary(directory: Path) -> tuple[int | None, int | None]:
 
 
 def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:
-    """tokenizer.tiktoken lists ranks only; an end of text comes right after them."""
+    """Return how many ids tokenizer.tiktoken has. It lists ranks, and an end of text comes right after these."""
     path = directory / "tokenizer.tiktoken"
     if not lexists(path):
         return None

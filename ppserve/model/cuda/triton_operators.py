@@ -247,5 +247,5 @@ def _exp(x):
 
 @triton.jit
 def _multiply_add(a, b, c):
-    """a * b + c, nearly always rounded once: their product is exact in float64."""
+    """Return a * b + c, which is nearly always rounded once: the product is exact in float64."""
     return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)

@@ -1,5 +1,4 @@
-"""Answers as their parts: text, reasoning and calls of tools, as models write them. No protocol's messages are
-here.
+"""Answers as their parts: text, reasoning and calls of tools, as models write them. Never a protocol's message.
 
 Tooling        the tools that a request offers, and which of them must be called
 AnswerFormat   how a model writes calls and reasoning: chosen by its chat template or by the operator

@@ -45,9 +45,11 @@ class AnswerFormat:
     """The model's special tokens, by their texts."""
 
     def plan(self, tooling: Tooling, prompt: str, text: StructuredOutput | None = None) -> AnswerPlan:
-        """Return how the answers to one request are made and read. prompt: its end at least. text: the form of an
-        answer that calls nothing. Raises InvalidRequest for tools whose calls could not be read, or must be made
-        beside such a text."""
+        """Return how the answers to one request are made and read.
+
+        prompt: at least its end. text: the form of an answer that calls nothing.
+        Raises InvalidRequest for tools whose calls could not be read, or must be made beside such a text.
+        """
         offered, reasoning = tooling.offered, self.reasoning
         form = self.tools or self.fallback
         if offered and self.tools is None and not tooling.is_forced:
@@ -105,8 +107,10 @@ def _violations(tooling: Tooling, text: StructuredOutput) -> Iterator[Violation]
 
 
 def _is_text(source: Source, marker: str) -> Parsing[bool]:
-    """Whether an answer that is either calls or JSON is the latter, which may have the marker in its strings. The
-    channels say it by themselves."""
+    """Return whether an answer that is either calls or JSON is JSON, which may have the marker in its strings.
+
+    A format of channels has no marker: its channels tell the two apart.
+    """
     if not marker:
         return False
     source.hold()
@@ -132,7 +136,7 @@ class AnswerPlan:
     read: Reader
     tooling: Tooling
     form: StructuredOutput | None
-    """What the answers must look like; None: as the request says, or anything."""
+    """What the answers must look like; None if the request's own form, or none, says it."""
     shows_special: bool
     """Whether the answers must be read with the names of special tokens in their text."""
 

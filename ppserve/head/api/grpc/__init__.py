@@ -1,1 +1,1 @@
-"""gRPC: calls come in, messages and statuses go out. No check that another protocol needs is here."""
+"""gRPC: calls in, messages and statuses out. Never a check that another protocol needs."""

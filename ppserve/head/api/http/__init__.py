@@ -1,4 +1,4 @@
-"""HTTP with the paths and fields of OpenAI and Anthropic. No check that another protocol needs is here.
+"""HTTP with the paths and fields of OpenAI and Anthropic. Never a check that another protocol needs.
 
 docs/http.md says what is served. What the two leave open is done as vLLM's server does it.
 """

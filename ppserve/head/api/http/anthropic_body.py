@@ -27,7 +27,8 @@ from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import GenerationOptions
 
-# A coding agent's first block of `system`. It differs in every request, so no prefix would be found in the cache.
+# A coding agent's first block of `system` begins so. It differs in every request: with it, no prefix of a prompt
+# would be found in the cache.
 _BILLING = "x-anthropic-billing-header:"
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),

@@ -1,1 +1,1 @@
-"""vLLM's gRPC protocol, which routers speak. No check that another protocol needs is here."""
+"""vLLM's gRPC protocol, which routers speak. Never a check that another protocol needs."""

@@ -145,20 +145,15 @@ class Terminal:
 
     def write(self, text: str) -> None:
         # A blank line tells the answer from the thoughts where a terminal cannot show dim letters.
-        gap = self._line_end + "\n" if self._is_thinking else ""
+        gap = "\n" * (1 + (self._wrap.column > 0)) if self._is_thinking else ""
         self._is_thinking = False
         self._write(gap + text)
 
     def think(self, text: str) -> None:
         if not self._is_thinking:
-            text = f"{self._line_end}{THINKING} {text.lstrip()}"
+            text = "\n" * (self._wrap.column > 0) + f"{THINKING} {text.lstrip()}"
         self._is_thinking = True
         self._write(text, *_DIM)
-
-    @property
-    def _line_end(self) -> str:
-        """What ends the line that is being written; an empty text at the beginning of a line."""
-        return "\n" if self._wrap.column else ""
 
     def _write(self, text: str, begin_style: str = "", end_style: str = "") -> None:
         width = self._output.get_size().columns

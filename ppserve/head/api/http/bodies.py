@@ -345,8 +345,8 @@ def parse_body(content: bytes | bytearray, kind: type[B]) -> B:
 
 
 def parse_json(content: bytes | bytearray, max_unzipped: int | None = None) -> dict[str, Any]:
-    """Read a JSON object. max_unzipped: the most bytes to which it may unpack; None where it is not compressed.
-    Raises InvalidRequest, and HttpError for what is too long when it is unpacked."""
+    """Read a JSON object. max_unzipped: to how many bytes it may unpack at most; None if it is not compressed.
+    Raises InvalidRequest, and HttpError for a body that is too long once it is unpacked."""
     if not content:
         raise InvalidRequest([Violation("body", "is empty")])
     try:

@@ -246,7 +246,7 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
     return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
-def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
+def _attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
     """Return the numbers of outputs and inputs of an attention's two matrices, as a rank holds them. The first
     matrix is that of queries, keys and values."""
     spec = layer.attention
@@ -256,7 +256,7 @@ def attention_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout
     return [qkv, (layout.cut(arch.width).width, spec.num_heads * spec.head_size)]
 
 
-def mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
+def _mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> list[tuple[int, int]]:
     """Return the numbers of outputs and inputs of an MLP's first matrix and of its last, as a rank holds them. If
     there are experts, they are those of one."""
     spec = layer.mlp
@@ -264,9 +264,20 @@ def mlp_matrices(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> l
     return [(2 * inner if spec.is_gated else inner, arch.width), (layout.cut(arch.width).width, spec.inner_width)]
 
 
+def sublayer_matrices(arch: Architecture, layout: StageLayout) -> list[tuple[int, int]]:
+    """Return the outputs and inputs of every matrix that a rank holds of its sublayers, those of each expert too.
+    A router's matrix is not among them."""
+    matrices = [each for i in layout.attentions for each in _attention_matrices(arch, arch.layers[i], layout)]
+    for i in layout.mlps:
+        experts = arch.layers[i].mlp.experts
+        copies = 1 if experts is None else experts.count
+        matrices += copies * _mlp_matrices(arch, arch.layers[i], layout)
+    return matrices
+
+
 def _attention_params(arch: Architecture, layer: LayerSpec, layout: StageLayout) -> int:
     spec = layer.attention
-    (qkv, inputs), (outputs, heads_inputs) = attention_matrices(arch, layer, layout)
+    (qkv, inputs), (outputs, heads_inputs) = _attention_matrices(arch, layer, layout)
     matrices = _linear_params(qkv, inputs, spec.has_qkv_biases)
     matrices += _linear_params(outputs, heads_inputs, spec.has_output_bias)
     head_norms = 2 * spec.head_norm.num_params(spec.head_size) if spec.head_norm is not None else 0
@@ -280,7 +291,7 @@ def _mlp_params(arch: Architecture, layer: LayerSpec, layout: StageLayout, *, is
     if spec.experts is not None:
         copies = spec.experts.per_token if is_read else spec.experts.count
         router = spec.experts.count * arch.width
-    one = sum(_linear_params(*matrix, spec.has_biases) for matrix in mlp_matrices(arch, layer, layout))
+    one = sum(_linear_params(*matrix, spec.has_biases) for matrix in _mlp_matrices(arch, layer, layout))
     return copies * one + router + layer.num_norm_params(arch.width)
 
 

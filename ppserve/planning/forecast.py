@@ -9,10 +9,9 @@ from ppserve.core.architecture import (
     Architecture,
     Split,
     StageLayout,
-    attention_matrices,
-    mlp_matrices,
     stage_layouts,
     stage_params,
+    sublayer_matrices,
 )
 from ppserve.core.figures import numbers, size, table
 from ppserve.core.kv_memory import sequence_blocks
@@ -133,8 +132,7 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, request: ForecastRequ
     element = ELEMENT_BYTES[request.dtype]
     if request.quantization == "none":
         return stage_params(arch, layout) * element
-    packed = [each for i in layout.attentions for each in attention_matrices(arch, arch.layers[i], layout)]
-    packed += [each for i in layout.mlps for each in mlp_matrices(arch, arch.layers[i], layout)]
+    packed = sublayer_matrices(arch, layout)
     head = (layout.cut(arch.vocab_size).width if layout.is_last else 0, arch.width)
     num_packed, num_head = sum(map(math.prod, packed)), math.prod(head)
     num_others = stage_params(arch, layout) - num_packed - num_head

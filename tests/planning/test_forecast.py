@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from ppserve.core.architecture import Split
+from ppserve.core.layers import Experts
 from ppserve.planning.forecast import Forecast, ForecastRequest, forecast, render
 from tests.architectures import gpt2 as gpt2_architecture
 
@@ -37,6 +40,17 @@ def test_13b_on_eight_stages():
     assert (plan.balance["decode"], even.balance["decode"]) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
     assert 50 <= plan.max_sequences <= 60
+
+
+def test_int8_experts_are_all_held():
+    """Four experts in each of two layers: a byte for every weight of each, a scale for every output. The router
+    keeps its type."""
+    plain = gpt2_architecture(2, 64, 4, 128, 100, 100, 256)
+    experts = plain.with_layers(lambda layer: replace(layer, mlp=replace(layer.mlp, experts=Experts(4, 2))))
+    one, four = (forecast(arch, ForecastRequest(1, quantization="int8")).stages[0] for arch in (plain, experts))
+    weights, outputs, biases, router = 2 * 64 * 256, 256 + 64, 256 + 64, 4 * 64
+    more = 2 * (3 * (weights + 4 * outputs + 4 * biases) + 4 * router)
+    assert four.weight_bytes - one.weight_bytes == more
 
 
 def test_int8_weights_and_keys_and_values():

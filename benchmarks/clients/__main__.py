@@ -7,11 +7,16 @@ Each client is installed, at the version that was tried, in a virtual environmen
 (--environments); the first time takes minutes and needs a package index. A line says what each one showed; the
 first that shows something wrong ends the run with a trace.
 
+    ai-sdk     Vercel's AI SDK, OpenAI-compatible (needs Node and npm): texts, objects, calls, whole and streamed
     anthropic  Anthropic's client: whole, streamed, counted, with tools; a prompt behind a varying header is cached
     claude-code, codex  the agents' own programs (needs npm): a tool is run, and its result given back
+    benchy     llama-benchy at 1 and 4 requests: every run complete
     harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
+    instructor answers as models of pydantic: by tools, strict tools and schemas, whole and in parts
     langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
+    langchat   LangChain's class for chats: tools, their results and structured output, whole and streamed
     lines      httpx, requests and huggingface_hub, which split a stream at all that `str.splitlines` does
+    litellm    an OpenAI client in front of LiteLLM's proxy: texts, JSON and calls as without it
     node       openai-node (needs Node and npm): its `.stream()`, and streamed completions, against whole answers
     responses  OpenAI's client: responses created, parsed and streamed, with tools, and a conversation of items
     smg        an OpenAI client in front of smg in front of vllm.grpc.engine: the texts that HTTP gives
@@ -31,7 +36,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import click
@@ -48,9 +55,9 @@ from tools.tiny_stories import story
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "ppserve" / "assets" / "tiny"
 TEMPLATE = HERE.parents[1] / "tests" / "e2e" / "chat.jinja"
-OPENAI_NODE = "openai@6.49.0"
-EVERY_TIME = ("anthropic", "harness", "langchain", "lines", "node", "responses", "smg")
-PLAIN, VLLM = "requirements.txt", "requirements-vllm.txt"
+OPENAI_NODE = ("openai@6.49.0",)
+AI_SDK = ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7")
+PLAIN, LIBRARIES, VLLM = "requirements.txt", "requirements-libraries.txt", "requirements-vllm.txt"
 WITHIN_S = 600
 TOLERANCE = 1e-3
 NUM_STORIES, NUM_REQUESTS, NEW_TOKENS = 16, 64, 32
@@ -145,10 +152,10 @@ def show_script(script: str, programs: Path, folder: Path) -> str:
         return run(command, folder).strip().splitlines()[-1]
 
 
-def show_node(_programs: Path, folder: Path) -> str:
-    """The last line of `openai_node.mjs`."""
-    run(["npm", "install", "--silent", "--no-audit", "--no-fund", OPENAI_NODE], folder)
-    script = folder / "openai_node.mjs"  # packages are looked for where a script lies
+def show_node(name: str, packages: Sequence[str], _programs: Path, folder: Path) -> str:
+    """The last line of a script of Node's that is given the address of a server with a chat template."""
+    run(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], folder)
+    script = folder / name  # packages are looked for where a script lies
     script.write_bytes((HERE / script.name).read_bytes())
     with running(["--stages", "2", "--force-cpu", "--chat-template", str(TEMPLATE)]) as server:
         return run(["node", str(script), server.http], folder).strip()
@@ -198,15 +205,46 @@ def _completions(client: openai.OpenAI, prompt: str, asked: dict[str, Any]) -> d
     return {}
 
 
-def show_vllm(programs: Path, folder: Path) -> str:
-    """`vllm bench serve`'s figures. Raises AssertionError where a request failed or is short of tokens."""
-    prompts, tokenizer, files = folder / "prompts.jsonl", load_tokenizer("tiny"), folder / "tokenizer"
+def show_benchy(programs: Path, folder: Path) -> str:
+    """llama-benchy's figures. Raises AssertionError where a run is missing. It downloads a text to ask about."""
+    rng, report = random.Random(8), folder / "report.json"
+    (folder / "book.txt").write_text(" ".join(story(rng) for _ in range(200)))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as library,
+        running(["--stages", "2", "--force-cpu", "--chat-template", str(TEMPLATE)]) as server,
+    ):
+        Thread(target=library.serve_forever, daemon=True).start()
+        command = [
+            *("env", f"HOME={folder}", str(programs / "llama-benchy"), "--base-url", f"http://{server.http}/v1"),
+            *("--model", "tiny", "--tokenizer", str(_write_tokenizer(folder / "tokenizer")), "--skip-coherence"),
+            *("--book-url", f"http://127.0.0.1:{library.server_port}/book.txt", "--pp", "64", "--tg", "16"),
+            *("--exact-tg", "--runs", "2", "--concurrency", "1", "4", "--exit-on-first-fail"),
+            *("--format", "json", "--save-result", str(report)),
+        ]
+        run(command, folder)
+        library.shutdown()
+    said = json.loads(report.read_text())
+    runs = {each["concurrency"]: each["tg_throughput"]["values"] for each in said["benchmarks"]}
+    assert {number: len(values) for number, values in runs.items()} == {1: 2, 4: 2}, runs
+    return f"llama-benchy {said['version']}: all runs complete, at 1 and 4 requests"
+
+
+def _write_tokenizer(files: Path) -> Path:
+    """A folder with the built-in model's tokenizer as transformers reads it."""
+    tokenizer = load_tokenizer("tiny")
     assert tokenizer is not None
-    prompts.write_text("\n".join(json.dumps({"prompt": f"Story {n}: once upon"}) for n in range(NUM_REQUESTS)))
     files.mkdir()
     (files / "tokenizer.json").write_bytes(tokenizer.to_json())
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (files / "tokenizer_config.json").write_text(json.dumps(described))
+    return files
+
+
+def show_vllm(programs: Path, folder: Path) -> str:
+    """`vllm bench serve`'s figures. Raises AssertionError where a request failed or is short of tokens."""
+    prompts, files = folder / "prompts.jsonl", _write_tokenizer(folder / "tokenizer")
+    prompts.write_text("\n".join(json.dumps({"prompt": f"Story {n}: once upon"}) for n in range(NUM_REQUESTS)))
     with running(["--stages", "2", "--force-cpu"]) as server:
         host, port = server.http.rsplit(":", 1)
         run(
@@ -229,15 +267,21 @@ def show_vllm(programs: Path, folder: Path) -> str:
 # Name -> what it needs, and what it shows: given the environment's folder of programs, and an empty folder.
 CLIENTS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
     **{name: (PLAIN, partial(show_agent, name)) for name in AGENTS},
+    "ai-sdk": (LIBRARIES, partial(show_node, "ai_sdk.mjs", AI_SDK)),
     "anthropic": (PLAIN, partial(show_script, "anthropic_client.py")),
+    "benchy": (LIBRARIES, show_benchy),
     "harness": (PLAIN, show_harness),
+    "instructor": (LIBRARIES, partial(show_script, "instructor_client.py")),
     "langchain": (PLAIN, partial(show_script, "langchain_class.py")),
+    "langchat": (LIBRARIES, partial(show_script, "langchain_chat.py")),
     "lines": (PLAIN, partial(show_script, "line_readers.py")),
-    "node": (PLAIN, show_node),
+    "litellm": (LIBRARIES, partial(show_script, "litellm_proxy.py")),
+    "node": (PLAIN, partial(show_node, "openai_node.mjs", OPENAI_NODE)),
     "responses": (PLAIN, partial(show_script, "openai_responses.py")),
     "smg": (PLAIN, show_smg),
     "vllm": (VLLM, show_vllm),
 }
+EVERY_TIME = [name for name in CLIENTS if name != "vllm" and name not in AGENTS]
 
 
 def make_environment(environments: Path, requirements: str) -> Path:

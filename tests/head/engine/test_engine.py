@@ -13,7 +13,7 @@ import pytest
 from ppserve import wire
 from ppserve.core.architecture import Split
 from ppserve.core.request import FinishReason
-from ppserve.errors import Draining, InvalidRequest, Overloaded, ReshapeFailed, StagesLost
+from ppserve.errors import Draining, InvalidRequest, Overloaded, ReshapeFailed, StagesLost, UsageError
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.process.lifetime import EXIT_FAILED
 from ppserve.tokenizer import no_tokenizer
@@ -224,6 +224,20 @@ def test_whoever_reshapes_hears_that_the_replica_or_the_server_ends() -> None:
     for refused in (formed, late, rig.engine.reshape(0, Split((8,)))):
         with pytest.raises(Draining):
             refused.result(0)
+
+
+def test_whoever_reshapes_hears_whatever_else_ends_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = EngineRig("", "", num_replicas=2)
+    formed = reshaping(rig, 1)
+
+    def fail(_now_ns: int) -> None:
+        raise UsageError("stage 0 cannot be reached")
+
+    monkeypatch.setattr(rig.replicas[1].members, "tick", fail)
+    rig.engine.turn()
+    with pytest.raises(UsageError, match="cannot be reached"):
+        formed.result(0)
+    assert rig.serving == [True, False]
 
 
 def test_whoever_reshapes_hears_that_another_rank_ended_the_server() -> None:

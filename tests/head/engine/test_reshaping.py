@@ -215,6 +215,21 @@ def test_who_makes_its_cache_has_its_time_to_leave_where_a_shape_is_taken_back()
     assert set(pipeline.dropped) == {(0, "stuck")}
 
 
+def test_the_shape_that_comes_back_is_the_latest_that_had_formed() -> None:
+    """It is not the one before, which another reshape has replaced while it loaded."""
+    pipeline = started_pipeline()
+    divide(pipeline, 6, 2)
+    form(pipeline)
+    had_formed = pipeline.members.decision
+    for sublayers in ((2, 6), (5, 3), (3, 5)):
+        formed = divide(pipeline, *sublayers)
+    pipeline.loaded(0)
+    pipeline.say(0, wire.Unable("bad tensor"))
+    assert str(formed.exception(0)) == "bad tensor"
+    assert pipeline.members.decision is had_formed
+    form(pipeline)
+
+
 def test_a_rank_whose_layers_stay_is_not_told_to_load_anything() -> None:
     pipeline = started_pipeline(3)
     pipeline.sent.clear()

@@ -262,7 +262,7 @@ BUDGET = {
     "ppserve/stage/*.py": 1_660,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_850,
-    "ppserve/head/api/**/*.py": 7_250,
+    "ppserve/head/api/**/*.py": 7_400,
     "ppserve/head/observe/*.py": 975,
     "ppserve/model/*.py": 2_060,
     "ppserve/model/compiled/*.py": 647,

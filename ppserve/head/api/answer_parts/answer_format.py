@@ -145,8 +145,8 @@ class AnswerPlan:
 
         held_text: the text that the caller of a resumed answer holds. Its parts are not told again.
         """
-        names = [tool.name for tool in self.tooling.offered]
-        parser = AnswerParser(self.read, Calls(_ids_of(request, index), names), self.tooling.max_calls)
+        schemas = {tool.name: tool.schema for tool in self.tooling.offered}
+        parser = AnswerParser(self.read, Calls(_ids_of(request, index), schemas), self.tooling.max_calls)
         parser.parts(held_text, None)
         return parser
 

@@ -12,10 +12,11 @@ from ppserve.head.api.answer_parts.channels import CHANNELS
 from ppserve.head.api.answer_parts.hermes import Hermes
 from ppserve.head.api.answer_parts.llama3 import Llama3
 from ppserve.head.api.answer_parts.mistral import Mistral, Mistral11
+from ppserve.head.api.answer_parts.qwen_coder import QwenCoder
 from ppserve.head.api.answer_parts.reasoning import THINK
 from ppserve.head.api.answer_parts.tool_format import ToolFormat
 
-TOOL_FORMATS: Sequence[ToolFormat] = (CHANNELS, Hermes(), Mistral(), Mistral11(), Llama3(), BARE_JSON)
+TOOL_FORMATS: Sequence[ToolFormat] = (CHANNELS, Hermes(), QwenCoder(), Mistral(), Mistral11(), Llama3(), BARE_JSON)
 REASONING_FORMATS: Sequence[ReasoningFormat] = (CHANNELS, THINK)
 
 AUTO, NONE = "auto", "none"

@@ -26,13 +26,17 @@ class Hermes(ToolFormat):
     def read(self, source: Source, calls: Calls) -> Parsing[None]:
         while (yield from source.until((BEGIN,), AnswerText, holds=True)):
             try:
-                yield from read_calls(source, calls)
+                yield from self.read_calls(source, calls)
             except NotACall:
                 yield from source.release()
                 continue
             if (yield from source.until((BEGIN, END), None)) == BEGIN:
                 source.unread(BEGIN)
             yield from source.next_visible()
+
+    def read_calls(self, source: Source, calls: Calls) -> Parsing[None]:
+        """Read what stands behind a tag. Raises AnswerEnds, and NotACall before a call's name is known."""
+        yield from read_calls(source, calls)
 
     def calls_after_marker(self, tools: Sequence[Tool], max_calls: int | None) -> FormPart:
         call: FormPart = ["\n", either([json_object(tool) for tool in tools]), "\n" + END]

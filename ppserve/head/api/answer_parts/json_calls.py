@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ppserve.head.api.answer_parts.parts import CallArguments, CallBegin, CallEnd, Part
@@ -17,9 +17,10 @@ OTHERS = ("type", "id")
 class Calls:
     """Numbers the calls of one answer as they begin."""
 
-    def __init__(self, new_id: Callable[[int], str], names: Collection[str]) -> None:
-        """new_id: makes the id of a call from its number. names: those of the tools that are offered."""
-        self.names = names
+    def __init__(self, new_id: Callable[[int], str], schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """new_id: makes the id of a call from its number. schemas: of the arguments of the tools that are offered,
+        by their names."""
+        self.schemas = schemas
         self._new_id = new_id
         self.count = 0
         self.has_arguments = False
@@ -118,7 +119,7 @@ class _CallReader:
 
     def _read_name(self) -> Parsing[None]:
         name = yield from self._string()
-        if not self._any_name and name not in self._calls.names:
+        if not self._any_name and name not in self._calls.schemas:
             raise NotACall
         self.has_begun = True
         yield self._calls.begin(self._source, name)

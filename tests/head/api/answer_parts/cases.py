@@ -237,8 +237,63 @@ THINK_BEGUN = {
     "cut in a thought": Case("Hm", reasoning="Hm", finish=CUT),
 }
 
+_CODER = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+_A = "<parameter=a>\n1\n</parameter>\n"
+QWEN_CODER = {
+    "text alone": Case("Hello,\n world \n", "Hello,\n world \n"),
+    "one call": Case(_CODER.format("f", _A), calls=(F,)),
+    "no blanks": Case("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", calls=(F,)),
+    "no arguments": Case(_CODER.format("g", ""), calls=(G,)),
+    "text before and behind": Case("I see.\n" + _CODER.format("f", _A) + "\nDone.", "I see.Done.", (F,)),
+    "two calls": Case(_CODER.format("f", _A) + "\n" + _CODER.format("g", ""), calls=(F, G)),
+    "a text of several lines": Case(
+        _CODER.format("f", '<parameter=t>\n\nif "a" < b:\n  é\n\n</parameter>\n'),
+        calls=(Called("f", '{"t": "\\nif \\"a\\" < b:\\n  é\\n"}'),),
+    ),
+    "a text that looks like a number": Case(
+        _CODER.format("f", "<parameter=t>\n007\n</parameter>\n" + _A), calls=(Called("f", '{"t": "007", "a": 1}'),)
+    ),
+    "a list with the end's mark in it": Case(
+        _CODER.format("f", '<parameter=l>\n["</parameter>", 1]\n</parameter>\n'),
+        calls=(Called("f", '{"l": ["</parameter>", 1]}'),),
+    ),
+    "one of several texts": Case(
+        _CODER.format("f", "<parameter=e>\n1\n</parameter>\n"), calls=(Called("f", '{"e": "1"}'),)
+    ),
+    "Python's words": Case(
+        _CODER.format("f", "<parameter=n>\nNone\n</parameter>\n<parameter=b>True</parameter>"),
+        calls=(Called("f", '{"n": null, "b": true}'),),
+    ),
+    "a number beyond all": Case(
+        _CODER.format("f", "<parameter=a> 1e999</parameter>"), calls=(Called("f", '{"a": 1e999}'),)
+    ),
+    "no number": Case(_CODER.format("f", "<parameter=a>NaN</parameter>"), calls=(Called("f", '{"a": "NaN"}'),)),
+    "a number that is none": Case(
+        _CODER.format("f", "<parameter=a>one</parameter>"), calls=(Called("f", '{"a": "one"}'),)
+    ),
+    "a parameter that is not known": Case(
+        _CODER.format("f", "<parameter=x>1</parameter>"), calls=(Called("f", '{"x": "1"}'),)
+    ),
+    "a tool that is not offered": Case(
+        _CODER.format("h", "<parameter=x>1</parameter>"), calls=(Called("h", '{"x": "1"}'),)
+    ),
+    "junk behind a parameter": Case(_CODER.format("f", _A + "so"), calls=(F,)),
+    "the marker as a word": Case("Write <tool_call> first.", "Write <tool_call> first."),
+    "no name": Case("<tool_call><function=></tool_call>", "<tool_call><function=></tool_call>"),
+    "a list that is none": Case(
+        _CODER.format("f", _A + "<parameter=l>[1, <b>]</parameter>") + "so", "so", (F,)
+    ),
+    "JSON": Case('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>'),
+    "cut in the name": Case("a <tool_call>\n<function=f", "a <tool_call>\n<function=f", finish=CUT),
+    "cut in a value": Case(
+        "<tool_call><function=f>" + _A + "<parameter=t>Hel", calls=(Called("f", '{"a": 1', False),), finish=CUT
+    ),
+    "cut in the end marker": Case("<tool_call><function=f>" + _A + "</function></tool", calls=(F,), finish=CUT),
+}  # fmt: skip
+
 BY_FORMAT = {
     "hermes": HERMES,
+    "qwen3coder": QWEN_CODER,
     "json": BARE,
     "llama3": LLAMA3,
     "mistral": MISTRAL,

@@ -39,7 +39,10 @@ TOOLS = Tool("f", parameters=SCHEMA), Tool("g")
 STRICT = Tool("f", parameters=SCHEMA, strict=True), Tool("g")
 REQUIRED = ToolChoice("required")
 
+_CODER = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+A = "<parameter=a>\n1\n</parameter>\n"
 ONE = {
+    "qwen3coder": _CODER.format("f", A),
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
     "json": '{"name": "f", "arguments": {"a": 1}}',
     "llama3": '{"name": "f", "parameters": {"a": 1}}',
@@ -48,6 +51,7 @@ ONE = {
     "channels": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}',
 }
 TWO = {
+    "qwen3coder": ONE["qwen3coder"] + "\n" + _CODER.format("g", ""),
     "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
     "json": ONE["json"] + '; {"name": "g", "arguments": {}}',
     "llama3": ONE["llama3"] + '; {"name": "g", "parameters": {}}',
@@ -78,8 +82,10 @@ def test_a_call_that_is_required_is_a_valid_one(name: str) -> None:
     assert fits(form, ONE[name])
     assert fits(form, TWO.get(name, ONE[name]))
     one = ONE[name]
-    other = one.replace("functions.f", "functions.h").replace('"f"', '"h"').replace("]f[", "]h[")
-    values = (one.replace("1", "100"), one.replace("1", '"1"'), one.replace('"a"', '"b"'))
+    other = (
+        one.replace("functions.f", "functions.h").replace('"f"', '"h"').replace("]f[", "]h[").replace("=f>", "=h>")
+    )
+    values = (one.replace("1", "100"), one.replace("1", '"1"'), one.replace('"a"', '"b"').replace("=a>", "=b>"))
     for wrong in ("", TEXT[name], one[:-1], one + "x", other, *values):
         assert not fits(form, wrong), wrong
 
@@ -263,6 +269,47 @@ def test_a_tokenizer_s_special_tokens_are_drawn_shown_and_read_back(tmp_path: Pa
             jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
+def test_tags_have_values_of_each_kind_and_refuse_what_they_cannot_force() -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "e": {"enum": ["red", "1"]},
+            "l": {"type": "array", "items": {"enum": ["</parameter>", 2]}, "maxItems": 2},
+            "n": {"type": ["integer", "null"], "minimum": 0, "maximum": 9},
+        },
+        "required": ["e", "l"],
+    }
+    plan, rng, num_read = (
+        plan_of("qwen3coder", Tooling((Tool("f", parameters=schema),), REQUIRED)),
+        random.Random(5),
+        0,
+    )
+    form = grammar_of(plan)
+    for _ in range(30):
+        if (answer := drawn(form, rng)) is None:
+            continue
+        for call in understood(plan.parser(REQUEST, 0).parts(answer.decode(errors="replace"), CUT), CUT).calls:
+            jsonschema.validate(json.loads(call.arguments), schema)
+            num_read += 1
+    assert num_read > 5
+    text: dict[str, Any] = {"properties": {"t": {"type": "string", "title": "Any text"}}, "required": ["t"]}
+    texts = grammar_of(plan_of("qwen3coder", Tooling((Tool("f", parameters=text),), REQUIRED)))
+    assert fits(texts, _CODER.format("f", '<parameter=t>\nif "a" < b:\n\n</parameter>\n'))
+    assert not fits(texts, _CODER.format("f", "<parameter=t>a</parameter></parameter>\n"))
+    assert not fits(texts, _CODER.format("f", ""))
+    wrong: tuple[dict[str, Any], ...] = (
+        {"properties": {"a": {"type": "string", "maxLength": 3}}}, {"properties": {"a": {"anyOf": [{}]}}},
+        {"properties": {"a": {"type": ["string", "null"]}}}, {"minProperties": 1}, {"required": ["a"]},
+        {"properties": {"a": {"enum": ["a", 1]}}}, {"properties": {"a": True}},
+    )  # fmt: skip
+    for each in wrong:
+        with pytest.raises(
+            InvalidRequest, match=r"tools: '(a|minProperties)' in the parameters of 'f' cannot be forced"
+        ):
+            plan_of("qwen3coder", Tooling((Tool("f", parameters=each),), REQUIRED))
+        assert plan_of("qwen3coder", Tooling((Tool("f", parameters=each),))).form is None
+
+
 def test_names_of_tools_that_begin_alike_are_told_apart() -> None:
     tools = Tool("get"), Tool("get_all"), Tool("get.x")
     for name in ONE:
@@ -271,6 +318,7 @@ def test_names_of_tools_that_begin_alike_are_told_apart() -> None:
         for tool in tools:
             answer = ONE[name].replace('"f"', f'"{tool.name}"').replace("]f[", f"]{tool.name}[")
             answer = answer.replace("functions.f", f"functions.{tool.name}").replace('{"a": 1}', "{}")
+            answer = answer.replace("=f>", f"={tool.name}>").replace(A, "")
             assert fits(form, answer), answer
             begun = [
                 part.name for part in plan.parser(REQUEST, 0).parts(answer, CUT) if isinstance(part, CallBegin)
@@ -299,6 +347,7 @@ def test_a_format_that_is_not_known_is_refused_unless_the_call_is_required() -> 
 
 
 SHOWN = {
+    "qwen3coder": """{{ '<tool_call>\\n<function=' + call.name + '>\\n' }}{{ '<parameter=' + key + '>\\n' }}""",
     "hermes": """{{ '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}""",
     "llama3": """{{ 'ipython' }}{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}""",
     "mistral": "{{ '[TOOL_CALLS] [' }}",

@@ -23,7 +23,9 @@ from ppserve.head.api.answer_parts.parts import (
 from ppserve.head.api.answer_parts.tools import Tool, Tooling
 from tests.head.api.answer_parts.cases import BY_FORMAT, CUT, THINK, THINK_BEGUN, Called, Case
 
-TOOLING = Tooling((Tool("f"), Tool("g")))
+TYPES = {"a": "integer", "t": "string", "l": "array", "n": ["integer", "null"], "b": "boolean"}
+PARAMETERS = {"properties": {"e": {"enum": ["1", "2"]}, **{name: {"type": each} for name, each in TYPES.items()}}}
+TOOLING = Tooling((Tool("f", parameters=PARAMETERS), Tool("g")))
 REQUEST = Request("r", (1, 2), StopConditions(9))
 
 
@@ -100,6 +102,7 @@ def test_an_answer_in_pieces_is_the_whole_one(plan: AnswerPlan, case: Case) -> N
 
 FRAGMENTS = st.sampled_from(
     [
+        *("<function=f>", "<parameter=t>", "<parameter=l>", "</parameter>", "</function>"),
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>"),
         *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "analysis", "to=functions.f"),
         *(

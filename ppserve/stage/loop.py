@@ -48,8 +48,8 @@ class Epoch:
     stage: Stage
     drawn: tuple[Drawn, ...] = ()
     """The tokens that the step before drew; they are known on the last stage."""
-    newest_expected: int = -1
-    """The newest step whose hidden states are expected."""
+    first_unexpected: int = 0
+    """The lowest id of a step whose hidden states are not expected yet."""
 
 
 @dataclass(slots=True)
@@ -293,10 +293,10 @@ class StageLoop:
             if (epoch := self._epoch) is None or not isinstance(message, wire.Plan):
                 return
             plan = message.plan
-            if plan.epoch == epoch.number and plan.step_id > epoch.newest_expected:
+            if plan.epoch == epoch.number and plan.step_id >= epoch.first_unexpected:
                 try:
                     epoch.stage.expect(plan)
-                    epoch.newest_expected = plan.step_id
+                    epoch.first_unexpected = plan.step_id + 1
                 except (TransportError, RuntimeError) as error:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 

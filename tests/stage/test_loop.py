@@ -201,7 +201,7 @@ def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(l
 
 
 def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:
-    return replace(sent, slices=tuple(replace(piece, draw=draw) for piece in sent.slices))
+    return replace(sent, slices=tuple(replace(slice_, draw=draw) for slice_ in sent.slices))
 
 
 @pytest.mark.parametrize("split", ["1,1", "1,1,1"])

@@ -122,8 +122,8 @@ def test_a_step_is_sent_ahead_of_its_masks_and_gets_them_once_the_token_before_i
     rig.finish()
     num_masked = 0
     for plan in rig.pipeline.plans:
-        for piece in plan.slices if plan.is_ahead else ():
-            for position, draw in piece.draws if piece.sequence_id == filtered.id else ():
+        for slice_ in plan.slices if plan.is_ahead else ():
+            for position, draw in slice_.draws if slice_.sequence_id == filtered.id else ():
                 assert draw.mask == token_filter.allowed(answer[: position - len(request.prompt_ids)])
                 num_masked += 1
     assert num_masked >= 8

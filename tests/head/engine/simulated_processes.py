@@ -224,7 +224,7 @@ class StageProcess:
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
             case wire.Plan(plan) if plan.epoch == self._epoch:
-                assert all(max(piece.block_table, default=0) < self._num_blocks for piece in plan.slices)
+                assert all(max(slice_.block_table, default=0) < self._num_blocks for slice_ in plan.slices)
                 self._computing.send(plan)
                 self._compute()
 
@@ -315,7 +315,7 @@ class StageProcess:
             self._computing.masks = {plan.step_id: masks}
             plan = plan.with_masks(masks)
         skipped = plan.is_ahead and plan.step_id in self._link.cancelled
-        poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
+        poisoned = any(slice_.draw and slice_.draw.params.seed == POISON_SEED for slice_ in plan.slices)
         if self._is_last and poisoned and not skipped:
             self._break("step failed") if self._host.poison_breaks else self.end("poison")
             return

@@ -138,10 +138,10 @@ def test_every_plan_has_its_draws_complete_in_each_epoch() -> None:
     for _ in range(3):
         for _ in range(2):
             (plan,) = rig.refill()
-            (piece,) = plan.slices
-            assert piece.draw is not None
-            assert piece.draw.biases == packed_biases(sampling.logit_bias)
-            assert piece.draw.output_ids == packed_ids([3] * num_tokens)
+            (slice_,) = plan.slices
+            assert slice_.draw is not None
+            assert slice_.draw.biases == packed_biases(sampling.logit_bias)
+            assert slice_.draw.output_ids == packed_ids([3] * num_tokens)
             rig.compute(plan)
             num_tokens += 1
         rig.refill()

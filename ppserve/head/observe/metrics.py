@@ -253,8 +253,12 @@ class Metrics:
 
     def describe(self, description: ModelDescription) -> None:
         """Tell what is served."""
-        served = (description.version, platform.python_version(), description.name, description.dtype)
-        self._build_info.labels(*served).set(1)
+        self._build_info.labels(
+            version=description.version,
+            python=platform.python_version(),
+            model=description.name,
+            dtype=description.dtype,
+        ).set(1)
 
     def http_answered(self, path: str, status: int) -> None:
         """Count an answer. path: the path of the request, or "other" if it is not served."""

@@ -190,9 +190,10 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
     shared = set(GenerationBody.__struct_fields__)
     assert shared - set(NAMES) == {"model", "stream", "request_id"}
-    messages = {"messages", "system", "thinking", "output_config"}
+    messages = {"messages", "system", "thinking", "output_config", "tools", "tool_choice"}
     assert set(MessagesBody.__struct_fields__) - shared - set(NAMES) == messages
     responses = {"input", "instructions", "reasoning", "text", "include", "store", "echoed"}
+    responses |= {"tools", "tool_choice", "parallel_tool_calls"}
     assert set(ResponsesBody.__struct_fields__) - shared - set(NAMES) == responses
 
 

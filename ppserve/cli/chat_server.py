@@ -68,7 +68,8 @@ class ReceivedAnswer:
         return not (self.text or self.thought or self.calls)
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the next request. Templates may show what the model thought and called."""
+        """Return the answer as a message of the next request. Templates may show what the model thought and
+        called."""
         thought = {self._thought_field: self.thought} if self.thought else {}
         calls = {"tool_calls": self.calls} if self.calls else {}
         return {"role": "assistant", "content": self.text, **thought, **calls}
@@ -196,7 +197,8 @@ class ChatServer:
             return response.status, response.read()
 
     def _no_http(self, error: http.client.HTTPException) -> str:
-        """The error's own text is not shown: it may be bytes of another protocol."""
+        """Say that the answer is no HTTP. The error's own text is not shown: it may be bytes of another
+        protocol."""
         return f"{self.url}: no HTTP answer ({type(error).__name__}); give the server's HTTP port"
 
     def _read(self, event: bytes, answer: ReceivedAnswer) -> NewText:

@@ -248,8 +248,8 @@ _REMOVED = {
 
 
 def removed(*names: str) -> list[click.Option]:
-    """Options that are in no help, and that are refused wherever they are given: as a flag, in the environment or
-    in a file."""
+    """Return options that are in no help, and that are refused wherever they are given: as a flag, in the
+    environment or in a file."""
     return [
         click.Option([name], type=TEXT, hidden=True, expose_value=False, callback=_refuse_removed)
         for name in names

@@ -27,7 +27,8 @@ class PageState:
     """The latest steps of each replica that computed a caller's call of this name."""
 
     def paths(self) -> list[HttpPath]:
-        """The page needs no key: it asks for one. Its state does, as what it asks does."""
+        """Return the page's paths. The page itself needs no key: it asks for one. Its state does, as its questions
+        do."""
         return [
             HttpPath(
                 "GET", "/", "Show a page that asks this server.", self._show, content="text/html", is_open=True

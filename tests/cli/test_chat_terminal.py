@@ -111,10 +111,11 @@ def endless(handler: BaseHTTPRequestHandler, _body: dict[str, Any]) -> None:
 def test_ctrl_c_ends_a_flood_at_once_and_what_was_pasted_meanwhile_is_the_next_message(tmp_path: Path) -> None:
     pasted = "\n".join(f"line {number} of what is pasted" for number in range(280))
     assert len(pasted) > 7000
+    as_sent = pasted.replace("\n", "\r", 200).replace("\n", "\r\n", 40)  # as terminals do, and other systems
     with answering(endless, SHORT) as (url, bodies), chatting(url, tmp_path) as chat:
         chat.type("go\r")
         chat.until("and so on")
-        writing = threading.Thread(target=chat.type, args=(paste(pasted) + "\x03",))
+        writing = threading.Thread(target=chat.type, args=(paste(as_sent) + "\x03",))
         writing.start()
         chat.until("[broken off here by Ctrl-C]")
         writing.join()

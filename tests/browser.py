@@ -20,6 +20,9 @@ AXE = os.environ.get("PPSERVE_AXE")
 """The path of axe-core's axe.min.js (`npm pack axe-core`), which looks for what keeps people from using a page."""
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+WIDTHS = (390, 640, 641, 831, 832, 991, 992, 1600)
+"""From a phone's to a wide screen's, in pixels."""
+
 _FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -75,6 +78,12 @@ class Page:
             assert time.monotonic() < deadline, f"never true: {expression}; {self.complaints}"
             self.evaluate("new Promise((done) => setTimeout(done, 50))")
         return value
+
+    def fits(self, width: int) -> bool:
+        """Whether nothing of the page is beyond a window of this width."""
+        self.resize(width, 900, phone=width < 600)
+        self.wait_for("new Promise((ok) => requestAnimationFrame(() => requestAnimationFrame(() => ok(true))))")
+        return bool(self.evaluate("document.documentElement.scrollWidth") <= width)
 
     def violations(self) -> list[str]:
         """What axe finds wrong with the page: its rule, and the element."""

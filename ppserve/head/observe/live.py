@@ -108,7 +108,7 @@ def read_state(
         "now_s": now_ns / 1e9,
         "model": {
             "params": description.num_parameters,
-            **{name: getattr(description, name) for name in ("name", "dtype", "deterministic", "version")},
+            **{name: getattr(description, name) for name in ("name", "numbers", "deterministic", "version")},
         },
         **load,
         **{name: getattr(topology, name) for name in ("transport", "epoch", "microbatches", "advice", "status")},

@@ -121,6 +121,29 @@ async def test_a_stage_that_is_away_is_named_with_those_who_wait_for_it() -> Non
     await with_page(look)
 
 
+async def test_no_state_is_wider_than_the_window() -> None:
+    """Also just below and above the widths at which the page is laid out in another way."""
+
+    def look(page: browser.Page, shown: dict[str, Any]) -> None:
+        for of in STATES.values():
+            put(shown, of)
+            page.wait_for(f"byId('contact').textContent === {of['status']!r}")
+            page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+            assert [width for width in browser.WIDTHS if not page.fits(width)] == [], of["status"]
+        page.evaluate("document.body.append(element('p', 'x'.repeat(300)))")
+        assert not page.fits(390), "the test can fail"
+
+    await with_page(look)
+
+
+async def test_a_server_that_has_gone_is_told_with_what_the_page_does() -> None:
+    def look(page: browser.Page, _shown: dict[str, Any]) -> None:
+        page.wait_for("byId('contact').textContent === 'unreachable'")
+        assert page.evaluate("byId('start').textContent").startswith("The server does not answer. This page asks")
+
+    await with_page(look, stops=True)
+
+
 @pytest.mark.skipif(browser.AXE is None, reason="needs axe-core: PPSERVE_AXE names its axe.min.js")
 @pytest.mark.parametrize("stops", [False, True])
 async def test_nothing_keeps_people_from_using_it(stops: bool) -> None:

@@ -328,7 +328,7 @@ function take(state) {
   readings = readings.filter((r) => state.now_s - r.now_s <= INTERVAL_S);
   if (isNewSecond) readings.push(state);
   const change = difference(readings[0] === state ? null : readings[0], state);
-  byId("model").textContent = `${state.model.name}, ${short(state.model.params)} parameters, ${state.model.dtype}, `
+  byId("model").textContent = `${state.model.name}, ${short(state.model.params)} parameters, ${state.model.numbers}, `
     + (state.replicas.length > 1 ? `${state.replicas.length} replicas, ` : "")
     + counted(state.stages.length, "stage")
     + (state.stages[0].ranks.length > 1 ? ` of ${state.stages[0].ranks.length} tensor ranks` : "")
@@ -372,8 +372,12 @@ function showLinks(links) {
   if (ASKS && !WANTS_KEY) byId("footer").append(" What is served here: ", element("a", "/openapi.json", {href: "/openapi.json"}), ".");
 }
 
+const UNREACHABLE = "The server does not answer. This page asks again every second, and goes on by itself.";
+
 /** The server's own state: serving, recovering or starting as it says, else what keeps it from saying. */
 function contact(text) {
+  const why = byId("start").textContent;
+  if (text === "unreachable" ? why !== UNREACHABLE : why === UNREACHABLE) byId("start").textContent = text === "unreachable" ? UNREACHABLE : "";
   if (byId("contact").textContent !== text) byId("contact").textContent = text;
   document.body.classList.toggle("recovering", text !== "serving" && text !== "unreachable");
   document.body.classList.toggle("lost", text === "unreachable");

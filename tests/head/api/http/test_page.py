@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,34 @@ async def test_thoughts_and_calls_are_shown_and_what_a_call_gave_is_asked_for(tm
     assert "tool:rain" in after
     assert "tool:noon" in after
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' in after
+
+
+LONG = "x" * 300
+WIDE = f"<think>{LONG} {LONG}</think>{LONG}\n\n`{LONG}`\n\n```\n{LONG}\n```\n\n"
+WIDE += f"| {LONG} | b |\n|---|---|\n| 1 | {LONG} |\n\n"
+WIDE += f'<tool_call>{{"name": "time", "arguments": {{"a": "{LONG}"}}}}</tool_call>'
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.timeout(180)
+async def test_no_answer_is_wider_than_the_window(tmp_path: Path) -> None:
+    engine = FakeEngine(replace(ROOMY, name="n" * 120), said=WIDE.encode())
+    async with with_page(tmp_path, engine, TOOL_TEMPLATE) as served:
+
+        def look(page: browser.Page) -> None:
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.wait_for("byId('contact').textContent === 'serving'")
+            page.evaluate(f"byId('tools').value = {json.dumps(json.dumps(TOOLS))}; byId('max_tokens').value = 3000")
+            page.evaluate(f"byId('prompt').value = {LONG!r}; {SEND}")
+            page.wait_for(DONE)
+            page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+            assert (
+                page.evaluate("document.querySelectorAll('.thought, .call, .turn table, .turn pre').length") == 4
+            )
+            assert [width for width in browser.WIDTHS if not page.fits(width)] == []
+
+        await in_browser(look)
 
 
 @pytest.mark.slow

@@ -325,7 +325,8 @@ async def test_no_answer_is_wider_than_the_window(tmp_path: Path) -> None:
         def look(page: browser.Page) -> None:
             page.open(f"http://127.0.0.1:{served.port}/")
             page.wait_for("byId('contact').textContent === 'serving'")
-            page.evaluate(f"byId('tools').value = {json.dumps(json.dumps(TOOLS))}; byId('max_tokens').value = 3000")
+            page.evaluate(f"byId('tools').value = {json.dumps(json.dumps(TOOLS))}")
+            page.evaluate("byId('max_tokens').value = 3000")
             page.evaluate(f"byId('prompt').value = {LONG!r}; {SEND}")
             page.wait_for(DONE)
             page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")

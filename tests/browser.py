@@ -21,7 +21,7 @@ AXE = os.environ.get("PPSERVE_AXE")
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 WIDTHS = (390, 640, 641, 831, 832, 991, 992, 1600)
-"""From a phone's to a wide screen's, in pixels."""
+"""Widths of windows in pixels: a phone's, a wide screen's, and those around each change of the layout."""
 
 _FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),

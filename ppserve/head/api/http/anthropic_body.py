@@ -196,7 +196,7 @@ class MessagesBody(GenerationBody, kw_only=True):
         for place, message in enumerate(self.messages):
             turns += message.turns(f"messages[{place}]")
         messages = to_messages(turns)
-        effort = None if self.output_config is None else self.output_config.effort
+        effort = None if self.output_config is None else self.output_config.effort or None
         last = messages[-1].shown if messages else {}
         return AskedChat(
             messages=messages,

@@ -189,6 +189,11 @@ class ResponsesBody(GenerationBody, kw_only=True):
         yield from self.tooling.violations()
 
     @property
+    def effort(self) -> str | None:
+        """How long the model should think; an empty word says nothing."""
+        return (self.reasoning.effort or None) if self.reasoning is not None else None
+
+    @property
     def tooling(self) -> Tooling:
         """What the body says about tools. Those that OpenAI runs are left out: agents send them by default."""
         return Tooling(
@@ -209,6 +214,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)
         self.echoed = {name: value for name, value in given.items() if name in _ECHOED and value is not None}
+        if "reasoning" in self.echoed:
+            self.echoed["reasoning"] = {**self.echoed["reasoning"], "effort": self.effort}
         if self.tools:
             self.echoed["tools"] = [tool for tool in given["tools"] if tool["type"] in (FUNCTION, NAMESPACE)]
         _ = self.conversation
@@ -219,7 +226,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         turns = [Turn(field="instructions", role="system", texts=[self.instructions])] if self.instructions else []
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
-        effort = None if self.reasoning is None else self.reasoning.effort
+        effort = self.effort
         variables = reasoning_variables(None if effort is None else effort != "none", effort)
         return AskedChat(messages=to_messages(turns), variables=variables, tooling=self.tooling, place="input")
 

@@ -37,6 +37,7 @@ WORDS: dict[str, list[Any]] = {
         *("function_call_output", "function", "custom", "namespace", "web_search", "auto", "any", "tool", "none"),
         *("enabled", "disabled", "json_object", "json_schema"),
     ],
+    "effort": ["none", "low", "high", "", None],
     "name": ["look", "take", "go"],
     "model": ["fake", None],
     "tool_choice": ["auto", "none", "required", None],

@@ -194,6 +194,7 @@ def test_items_become_the_messages_that_templates_know() -> None:
     [
         (None, {}),
         ({"summary": "auto"}, {}),
+        ({"effort": ""}, {}),
         ({"effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
         ({"effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ],

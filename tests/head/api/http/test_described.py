@@ -172,6 +172,10 @@ def check_answer(path: str, content: bytes, streams: bool) -> None:
                 for choice in each["choices"]:
                     # OpenAI's type leaves out that there is none yet within a stream.
                     choice["finish_reason"] = choice["finish_reason"] or ("stop" if streams else None)
+                    # And that the first token of a prompt has no probability.
+                    for name in ("token_logprobs", "top_logprobs") if choice["logprobs"] else ():
+                        scores = choice["logprobs"][name]
+                        choice["logprobs"][name] = scores[1:] if scores[:1] == [None] else scores
                 Completion.model_validate(each)
         case "chat/completions", _:
             for each in events(content) if streams else [json.loads(content)]:

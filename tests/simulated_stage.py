@@ -186,9 +186,10 @@ class SimulatedStage:
     @property
     def next_plan(self) -> StepPlan | None:
         """The oldest plan, with its tokens: those that were sent, or that the step before has drawn."""
-        if not self._queue:
-            return None
-        plan = self._queue[0]
+        return self._completed(self._queue[0]) if self._queue else None
+
+    def _completed(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with the tokens and masks that were not known when it was sent."""
         if plan.awaits_masks and plan.step_id in self.cancelled:
             plan = replace(plan, awaits_masks=False)
         if plan.awaits_masks and plan.step_id in self.masks:
@@ -219,10 +220,13 @@ class SimulatedStage:
         plan = self.next_plan
         assert plan is not None, "no plan was sent"
         self._queue.popleft()
-        return self.compute(plan, stamps)
+        return self._result(plan, stamps)
 
     def compute(self, plan: StepPlan, stamps: StepStamps = STAMPS) -> RankResult:
         """Compute this plan, whatever was sent."""
+        return self._result(self._completed(plan), stamps)
+
+    def _result(self, plan: StepPlan, stamps: StepStamps) -> RankResult:
         result = RankResult(epoch=plan.epoch, step_id=plan.step_id, place=self.place, stamps=stamps)
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)

@@ -91,7 +91,7 @@ class Served:
         return await asyncio.to_thread(self._ask, method, path, content, named)
 
     def _ask(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
